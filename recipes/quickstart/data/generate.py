@@ -1,0 +1,105 @@
+"""Write the quickstart's data files beside this script: ``python data/generate.py``.
+
+The files depend on nothing but the seed, so running it again changes no byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if str(Path(__file__).resolve().parents[1]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from demonstrators import confuse, demonstrate, reply, sample_style
+from judge import judge
+from splits import split_prompts
+from world import Prompt
+
+FOLDER = Path(__file__).resolve().parent
+SEED = 20
+N_SFT_TRAIN, N_SFT_VAL = 14_000, 400
+N_PREFERENCES_TRAIN, N_PREFERENCES_VAL = 12_000, 600
+# A person picks the reply that is better by d with probability 1 / (1 + exp(-BETA d)).
+BETA = 2.0
+# Where a pair comes from: two people; one style, right and wrong; a person and a confused reply.
+PAIR_SHARES = {"people": 0.40, "right_wrong": 0.35, "confused": 0.25}
+
+
+def generate() -> dict[str, bytes]:
+    """All data files: name to content."""
+    splits = split_prompts(random.Random(SEED))
+    feedback, unseen = splits.feedback, splits.held_out_wordings
+    rows = {
+        "sft_train.jsonl": _demonstrations(splits.demonstrations, N_SFT_TRAIN, SEED + 1),
+        "sft_val.jsonl": _demonstrations(unseen, N_SFT_VAL, SEED + 2),
+        "preferences_train.jsonl": _preferences(feedback, N_PREFERENCES_TRAIN, SEED + 3),
+        "preferences_val.jsonl": _preferences(unseen, N_PREFERENCES_VAL, SEED + 4),
+        "prompts_train.jsonl": [{"prompt": p.text} for p in feedback],
+        "prompts_val.jsonl": [{"prompt": p.text} for p in unseen],
+        "prompts_val_fact.jsonl": [{"prompt": p.text} for p in splits.held_out_facts],
+    }
+    return {
+        name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in file_rows).encode()
+        for name, file_rows in rows.items()
+    }
+
+
+def _take(prompts: Sequence[Prompt], count: int, rng: random.Random) -> list[Prompt]:
+    """``count`` prompts in random order, each equally often (give or take one)."""
+    taken: list[Prompt] = []
+    while len(taken) < count:
+        taken += rng.sample(prompts, len(prompts))
+    return taken[:count]
+
+
+def _demonstrations(prompts: Sequence[Prompt], count: int, seed: int) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+    return [
+        {"prompt": prompt.text, "response": demonstrate(prompt, rng)}
+        for prompt in _take(prompts, count, rng)
+    ]
+
+
+def _preferences(prompts: Sequence[Prompt], count: int, seed: int) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+    return [_pair(prompt, rng) for prompt in _take(prompts, count, rng)]
+
+
+def _pair(prompt: Prompt, rng: random.Random) -> dict[str, str]:
+    """One labelled pair; pairs whose replies score the same (identical ones do) are redrawn."""
+    source = rng.choices(list(PAIR_SHARES), weights=list(PAIR_SHARES.values()))[0]
+    while True:
+        first, second = _replies(prompt, source, rng)
+        row = {"prompt": prompt.text}
+        gold_first = judge(row, first, True)["gold"]
+        gold_second = judge(row, second, True)["gold"]
+        assert gold_first is not None
+        assert gold_second is not None
+        margin = gold_first - gold_second
+        if abs(margin) > 1e-9:
+            break
+    if rng.random() >= 1 / (1 + math.exp(-BETA * margin)):
+        first, second = second, first
+    return {"prompt": prompt.text, "chosen": first, "rejected": second}
+
+
+def _replies(prompt: Prompt, source: str, rng: random.Random) -> tuple[str, str]:
+    if source == "people":
+        return demonstrate(prompt, rng), demonstrate(prompt, rng)
+    if source == "confused":
+        return demonstrate(prompt, rng), confuse(prompt, rng)
+    style, frame_seed = sample_style(rng), rng.getrandbits(32)
+    return (
+        reply(prompt.item, style, "right", random.Random(frame_seed)),
+        reply(prompt.item, style, "wrong", random.Random(frame_seed)),
+    )
+
+
+if __name__ == "__main__":
+    for file_name, content in generate().items():
+        (FOLDER / file_name).write_bytes(content)

@@ -1,0 +1,6 @@
+"""python -m lightning_rlhf, the same as the lightning-rlhf command."""
+
+from lightning_rlhf.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is measured, shown and saved while a stage runs."""

@@ -1,0 +1,44 @@
+"""What the callbacks read from a module, and where a run stands on its x-axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, cast
+
+from lightning.pytorch import LightningModule, Trainer
+
+
+class Chat(Protocol):
+    """Turns tokens into text."""
+
+    def decode_response(self, tokens: list[int]) -> str: ...
+
+
+class PPOView(Protocol):
+    """The part of a PPO module that callbacks read."""
+
+    iteration: int
+    """Finished iterations; survives a resume."""
+    chat: Chat
+
+    def prompt_rows(self, split: Literal["train", "val"]) -> Sequence[Mapping[str, Any]]: ...
+
+
+def ppo_view(pl_module: LightningModule) -> PPOView:
+    """The module as the callbacks of PPO see it."""
+    return cast(PPOView, pl_module)
+
+
+def position(trainer: Trainer, pl_module: LightningModule) -> int:
+    """Finished iterations of PPO, finished optimizer steps of any other stage.
+
+    Under manual optimization Lightning's `global_step` counts every inner step of an iteration.
+    """
+    if hasattr(pl_module, "iteration"):
+        return ppo_view(pl_module).iteration
+    return trainer.global_step
+
+
+def is_evaluation(trainer: Trainer) -> bool:
+    """False in a sanity check over a part of the validation set; a check over all of it counts."""
+    return not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")

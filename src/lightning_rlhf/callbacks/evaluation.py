@@ -1,0 +1,158 @@
+"""Evaluation of PPO on held-out prompts, with every sample kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_rlhf.callbacks.contract import PPOView, is_evaluation, ppo_view
+from lightning_rlhf.callbacks.decoding import real_tokens
+from lightning_rlhf.callbacks.metrics import publish
+from lightning_rlhf.callbacks.names import JUDGE
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.types import Rollout, Scores
+
+Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
+"""(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""
+
+
+class Evaluation(Callback):
+    """Judges each validation response, logs the means and writes the samples.
+
+    Samples go to `<run_dir>/samples/eval_<iteration>.jsonl`. `first` and `last` hold the metrics
+    of the first and the latest evaluation and survive a resume. With several processes a sampler
+    that evens out their shares may count a few prompts twice.
+    """
+
+    def __init__(self, judge: Judge | None, run_dir: Path) -> None:
+        self.first: dict[str, float] | None = None
+        self.last: dict[str, float] | None = None
+        self._judge = judge
+        self._folder = run_dir / "samples"
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._samples: list[dict[str, Any]] = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        samples = evaluated(ppo_view(pl_module), outputs["rollout"], outputs["scores"], self._judge)
+        self._samples.extend(samples)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not is_evaluation(trainer):
+            return
+        samples = _gathered(trainer, self._samples)
+        metrics = evaluation_metrics(samples)
+        publish(trainer, pl_module, metrics)
+        self.first = self.first or metrics
+        self.last = metrics
+        if trainer.is_global_zero:
+            self._folder.mkdir(exist_ok=True)
+            name = f"eval_{ppo_view(pl_module).iteration:06d}.jsonl"
+            lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
+            (self._folder / name).write_text("".join(lines), encoding="utf-8")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "last": self.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.first, self.last = state_dict["first"], state_dict["last"]
+
+
+def evaluated(
+    module: PPOView, rollout: Rollout, scores: Scores, judge: Judge | None
+) -> list[dict[str, Any]]:
+    """One sample a response.
+
+    Keys: index, prompt, response, ended, tokens, score, kl (sum_t logprob_t - ref_logprob_t over
+    real tokens, nats), judge (its parts; empty without a judge).
+    """
+    mask = rollout.response_mask
+    kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
+    numbers = torch.stack([rollout.index, rollout.ended, mask.sum(dim=1)], dim=1).tolist()
+    facts = torch.stack([scores.score.float(), kl], dim=1).tolist()
+    prompts = module.prompt_rows("val")
+    samples = []
+    for tokens, (index, ended, length), (score, kl_sum) in zip(
+        real_tokens(rollout.responses, mask), numbers, facts, strict=True
+    ):
+        row, response = prompts[index], module.chat.decode_response(tokens)
+        verdict = {} if judge is None else dict(judge(row, response, bool(ended)))
+        samples.append(
+            {
+                "index": index,
+                "prompt": row["prompt"],
+                "response": response,
+                "ended": bool(ended),
+                "tokens": length,
+                "score": score,
+                "kl": kl_sum,
+                "judge": verdict,
+            }
+        )
+    return samples
+
+
+def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over samples; a part of the judge's verdict over the samples that have it."""
+    metrics = {
+        "eval/reward_mean": fmean(s["score"] for s in samples),
+        "eval/kl": fmean(s["kl"] for s in samples),
+        "eval/response_tokens": fmean(s["tokens"] for s in samples),
+        "eval/ended": fmean(s["ended"] for s in samples),
+    }
+    verdicts: dict[str, list[float]] = {}
+    for sample in samples:
+        for part, value in sample["judge"].items():
+            if value is not None:
+                verdicts.setdefault(part, []).append(value)
+    return metrics | {JUDGE + part: fmean(values) for part, values in sorted(verdicts.items())}
+
+
+def load_judge(source: str) -> Judge:
+    """The function `name` of the file in `path.py:name`.
+
+    Raises:
+        ConfigError: where `source` does not lead to a function.
+    """
+    path, colon, name = source.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise ConfigError(f"data.judge is {source!r}; allowed: 'path/to/file.py:function' or null")
+    if not Path(path).is_file():
+        raise ConfigError(f"data.judge is {source!r}; there is no file {Path(path).resolve()}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = vars(module)
+    judge: Judge | None = found[name] if name in found and callable(found[name]) else None
+    if judge is None:
+        functions = sorted(n for n, value in found.items() if callable(value) and n[0] != "_")
+        raise ConfigError(
+            f"data.judge is {source!r}; {path} has no function {name!r}, it has {functions}"
+        )
+    return judge
+
+
+def _gathered(trainer: Trainer, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples of every process, in the order of their prompts."""
+    if trainer.world_size == 1:
+        return samples
+    shares: list[list[dict[str, Any]]] = [[] for _ in range(trainer.world_size)]
+    torch.distributed.all_gather_object(shares, samples)
+    return sorted((s for share in shares for s in share), key=lambda s: s["index"])

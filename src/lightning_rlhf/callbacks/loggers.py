@@ -1,0 +1,178 @@
+"""Where metrics are written: always metrics.csv, and W&B or TensorBoard if asked for."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wandb.sdk.wandb_run import Run
+
+Kind = Literal["csv", "tensorboard", "wandb"]
+WandbMode = Literal["auto", "online", "offline", "disabled"]
+
+AXIS = "iteration"
+"""W&B's x-axis: iterations of PPO, optimizer steps of the other stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerConfig:
+    """The logger beside metrics.csv, if any."""
+
+    kind: Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig(LoggerConfig):
+    """Weights & Biases."""
+
+    project: str
+    entity: str | None
+    """User or team; None is the account's own default."""
+    tags: Sequence[str]
+    """Added to the stage and the model."""
+    mode: WandbMode
+    """auto is online if a key is found, else offline; the variable WANDB_MODE overrides it."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(WandbMode):
+            raise ConfigError(f"logger.mode is {self.mode!r}; allowed: {_listed(WandbMode)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """What a dashboard shows of a run besides its metrics."""
+
+    name: str
+    stage: str
+    model: str
+    sweep: str | None
+    """Runs of one sweep are grouped."""
+    config: Mapping[str, Any]
+    """The whole configuration, resolved."""
+
+
+def logger_config(options: Mapping[str, Any]) -> LoggerConfig:
+    """The section `logger` of a configuration, checked."""
+    kind = options.get("kind")
+    if kind not in get_args(Kind):
+        raise ConfigError(f"logger.kind is {kind!r}; allowed: {_listed(Kind)}")
+    config = WandbConfig if kind == "wandb" else LoggerConfig
+    keys = sorted(field.name for field in fields(config))
+    if sorted(options) != keys:
+        raise ConfigError(f"logger has the keys {sorted(options)}; logger={kind} wants {keys}")
+    return config(**options)
+
+
+def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
+    """MetricsFile, then the configured logger; both continue what `run_dir` already holds."""
+    loggers: list[Logger] = [MetricsFile(run_dir)]
+    if isinstance(config, WandbConfig):
+        run = _wandb_run(config, run_dir, identity)
+        loggers.append(RunWandb(project=config.project, save_dir=run_dir, experiment=run))
+    elif config.kind == "tensorboard":
+        loggers.append(RunTensorBoard(run_dir))
+    return loggers
+
+
+def close_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
+    """Finish the W&B run, so that the next run in this process gets its own."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=exit_code)
+
+
+class RunTensorBoard(TensorBoardLogger):
+    """TensorBoard in `<run_dir>/tensorboard`, without numbered versions."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(save_dir=run_dir, name="tensorboard", version="", default_hp_metric=False)
+
+    @rank_zero_only
+    def rewind(self, step: int) -> None:
+        """Hide what earlier event files say of later steps."""
+        from tensorboard.compat.proto.event_pb2 import (  # type: ignore[import-untyped]
+            Event,
+            SessionLog,
+        )
+
+        start = SessionLog(status=SessionLog.START)
+        self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
+
+
+class RunWandb(WandbLogger):
+    """W&B with the key `iteration` as its x-axis in place of trainer/global_step."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        axis = {} if step is None else {AXIS: step}
+        self.experiment.log({**metrics, **axis})
+
+
+def wandb_mode(mode: WandbMode) -> Any:
+    """The mode W&B is started in: WANDB_MODE, else `mode`, else what the presence of a key says."""
+    if chosen := os.getenv("WANDB_MODE"):
+        return chosen
+    if mode == "auto":
+        return "online" if _wandb_key_present() else "offline"
+    return mode
+
+
+def _wandb_key_present() -> bool:
+    if os.getenv("WANDB_API_KEY"):
+        return True
+    url = os.getenv("WANDB_BASE_URL", "https://api.wandb.ai")
+    path = Path(os.getenv("NETRC", "~/.netrc")).expanduser()
+    return path.exists() and netrc.netrc(path).authenticators(urlsplit(url).netloc) is not None
+
+
+@rank_zero_only
+def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
+    import wandb
+
+    mode = wandb_mode(config.mode)
+    run = wandb.init(
+        project=config.project,
+        entity=config.entity,
+        name=identity.name,
+        group=identity.sweep,
+        job_type=identity.stage,
+        tags=[identity.stage, identity.model, *config.tags],
+        config=dict(identity.config),
+        id=_wandb_id(run_dir),
+        dir=run_dir,
+        mode=mode,
+        resume="allow" if mode == "online" else None,
+        reinit="finish_previous",
+        settings=wandb.Settings(silent=mode != "online"),
+    )
+    run.define_metric(AXIS)
+    run.define_metric("*", step_metric=AXIS)
+    if run.offline:
+        reason = "" if _wandb_key_present() else ", as WANDB_API_KEY and netrc hold no key"
+        print(f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`")
+    return run
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """One id a run folder, so that a resumed run continues its curves."""
+    path = run_dir / "wandb_id.txt"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text()
+
+
+def _listed(allowed: Any) -> str:
+    return ", ".join(get_args(allowed))

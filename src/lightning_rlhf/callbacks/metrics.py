@@ -1,0 +1,179 @@
+"""Callbacks that turn what a step returns into logged metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_rlhf.callbacks.contract import is_evaluation, position
+from lightning_rlhf.callbacks.loggers import RunTensorBoard
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.callbacks.ppo_metrics import (
+    response_sums,
+    rollout_metrics,
+    time_metrics,
+    update_metrics,
+    update_rows,
+)
+from lightning_rlhf.callbacks.supervised_metrics import (
+    Phase,
+    reward_metrics,
+    reward_sums,
+    sft_eval_sums,
+    sft_metrics,
+    sft_train_sums,
+)
+
+
+def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+    """Give metrics to every logger and to `trainer.callback_metrics`, where others monitor them."""
+    check_names(metrics)
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=position(trainer, pl_module))
+    pl_module.log_dict(dict(metrics), logger=False)
+
+
+def rewind(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Let the files forget what they say of the time after the checkpoint that is resumed."""
+    for logger in trainer.loggers:
+        if isinstance(logger, MetricsFile | RunTensorBoard):
+            logger.rewind(position(trainer, pl_module))
+
+
+def learning_rate(trainer: Trainer) -> float:
+    """Of the first parameter group, the policy's."""
+    return float(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class PPOMetrics(Callback):
+    """Metrics of every iteration."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rewind(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._lr = learning_rate(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        sums = _gathered(pl_module, response_sums(outputs["experience"]))
+        rows = _gathered(pl_module, update_rows(outputs["updates"]))
+        metrics = {
+            **rollout_metrics(sums),
+            **update_metrics(rows),
+            "update/lr": self._lr,
+            "update/kl_coef": outputs["kl_coef"],
+            **time_metrics(outputs["seconds"], sums),
+        }
+        publish(trainer, pl_module, metrics)
+
+
+Sums = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+class SummedMetrics(Callback):
+    """Metrics of a supervised stage, exact over all that was summed.
+
+    Training metrics appear every `trainer.log_every_n_steps` and cover all batches since the last
+    time; validation metrics cover the whole validation set.
+    """
+
+    def __init__(
+        self,
+        train_sums: Sums,
+        eval_sums: Sums,
+        means: Callable[[Sequence[float], Phase], dict[str, float]],
+    ) -> None:
+        self._train_sums, self._eval_sums, self._means = train_sums, eval_sums, means
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rewind(trainer, pl_module)
+        self._training: list[Tensor] = []
+        self._logged_step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._lr = learning_rate(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        # Under automatic optimization Lightning hands back the loss divided by this number.
+        loss = outputs["loss"] * trainer.accumulate_grad_batches
+        self._training.append(self._train_sums({**outputs, "loss": loss}))
+        step = trainer.global_step
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if step == self._logged_step or step % every != 0:
+            return
+        metrics = self._means(_totals(trainer, self._training), "update")
+        metrics["update/lr"] = self._lr
+        if "grad_norm" in outputs:
+            metrics["update/grad_norm"] = outputs["grad_norm"].item()
+        publish(trainer, pl_module, metrics)
+        self._training, self._logged_step = [], step
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation: list[Tensor] = []
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._validation.append(self._eval_sums(outputs))
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_evaluation(trainer):
+            metrics = self._means(_totals(trainer, self._validation), "eval")
+            publish(trainer, pl_module, metrics)
+
+
+class SFTMetrics(SummedMetrics):
+    """Loss and perplexity."""
+
+    def __init__(self) -> None:
+        super().__init__(sft_train_sums, sft_eval_sums, sft_metrics)
+
+
+class RewardMetrics(SummedMetrics):
+    """Loss, accuracy and rewards of a reward model."""
+
+    def __init__(self) -> None:
+        super().__init__(reward_sums, reward_sums, reward_metrics)
+
+
+def _gathered(pl_module: LightningModule, rows: Tensor) -> Tensor:
+    """The rows of every process, on the CPU."""
+    gathered = pl_module.all_gather(rows)
+    assert isinstance(gathered, Tensor)
+    return gathered.reshape(-1, rows.shape[1]).cpu()
+
+
+def _totals(trainer: Trainer, sums: Sequence[Tensor]) -> list[float]:
+    """Column sums over batches and processes."""
+    total = trainer.strategy.reduce(torch.stack(list(sums)).sum(dim=0), reduce_op="sum")
+    assert isinstance(total, Tensor)
+    return total.tolist()

@@ -1,0 +1,96 @@
+"""metrics.csv: one row a step, one column a metric, complete on disk after every call."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_rlhf.callbacks.names import METRICS
+
+STEP = "step"
+_ORDER = {name: place for place, name in enumerate(METRICS)}
+
+Row = dict[str, str]
+
+
+class MetricsFile(Logger):
+    """Writes `<run_dir>/metrics.csv`.
+
+    Lightning's CSVLogger deletes an earlier file and writes several rows a step. Here a step has
+    one row, a metric that was not measured at a step leaves its cell empty, and a resumed run
+    keeps the rows up to the step it resumes from (`rewind`).
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.path = run_dir / "metrics.csv"
+        self._rows = _read(self.path)
+        self._columns = _columns(self._rows)
+
+    @property
+    def name(self) -> str:
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add the cells to the row of `step`."""
+        if step is None:
+            raise ValueError("a row of metrics.csv needs its step")
+        cells = {name: repr(float(value)) for name, value in metrics.items()}
+        is_new_row = step > max(self._rows, default=-1)
+        self._rows.setdefault(step, {}).update(cells)
+        if is_new_row and self.path.exists() and cells.keys() <= set(self._columns):
+            with self.path.open("a", newline="") as file:
+                self._writer(file).writerow({STEP: step, **cells})
+        else:
+            self._rewrite()
+
+    @rank_zero_only
+    def rewind(self, step: int) -> None:
+        """Forget the rows after `step`."""
+        self._rows = {s: row for s, row in self._rows.items() if s <= step}
+        self._rewrite()
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run folder holds the configuration already."""
+
+    def _rewrite(self) -> None:
+        self._columns = _columns(self._rows)
+        draft = self.path.with_suffix(".csv.tmp")
+        with draft.open("w", newline="") as file:
+            writer = self._writer(file)
+            writer.writeheader()
+            writer.writerows({STEP: step, **self._rows[step]} for step in sorted(self._rows))
+        os.replace(draft, self.path)
+
+    def _writer(self, file: Any) -> csv.DictWriter[str]:
+        return csv.DictWriter(file, fieldnames=[STEP, *self._columns])
+
+
+def _read(path: Path) -> dict[int, Row]:
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {int(row.pop(STEP)): {name: cell for name, cell in row.items() if cell} for row in rows}
+
+
+def _columns(rows: Mapping[int, Row]) -> list[str]:
+    """Metrics in the order of METRICS, then a judge's parts by name."""
+    names = {name for row in rows.values() for name in row}
+    return sorted(names, key=lambda n: (_ORDER[n] if n in _ORDER else len(_ORDER), n))

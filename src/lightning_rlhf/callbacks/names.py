@@ -1,0 +1,263 @@
+"""METRICS: the one home of every metric name, with its formula, unit and healthy range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["rollout", "update", "eval", "time"]
+Stage = Literal["sft", "rm", "ppo"]
+
+JUDGE = "eval/judge/"
+"""Prefix of what a judge says of the responses; the judge chooses the rest of the name."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a logged number means."""
+
+    formula: str
+    unit: str
+    phase: Phase
+    stages: tuple[Stage, ...]
+    healthy: str
+
+
+PPO: tuple[Stage, ...] = ("ppo",)
+SFT: tuple[Stage, ...] = ("sft",)
+RM: tuple[Stage, ...] = ("rm",)
+EVERY: tuple[Stage, ...] = ("sft", "rm", "ppo")
+
+METRICS: dict[str, Metric] = {
+    "reward_mean": Metric(
+        "mean over responses of the score, before any KL penalty",
+        "score",
+        "rollout",
+        PPO,
+        "rises, then flattens; its level means nothing, a Bradley-Terry reward has no zero",
+    ),
+    "kl_divergence": Metric(
+        "mean over responses of sum_t kl_t, policy against reference",
+        "nats a response",
+        "rollout",
+        PPO,
+        "starts at 0, grows slowly; growth without end is reward hacking",
+    ),
+    "entropy": Metric(
+        "mean over optimizer steps of the mean entropy of a token's distribution",
+        "nats a token",
+        "update",
+        PPO,
+        "falls slowly; near 0 the policy has collapsed",
+    ),
+    "ppo_loss": Metric(
+        "mean over optimizer steps of policy_loss + vf_coef value_loss - ent_coef entropy",
+        "1",
+        "update",
+        PPO,
+        "near 0 and noisy; not a sign of progress in either direction",
+    ),
+    "rollout/reward_std": Metric(
+        "standard deviation of the score over responses, denominator B",
+        "score",
+        "rollout",
+        PPO,
+        "above 0; at 0 there is nothing to learn from",
+    ),
+    "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
+    "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
+    "rollout/response_tokens": Metric(
+        "mean over responses of their tokens, end token included",
+        "tokens",
+        "rollout",
+        PPO,
+        "no steady drift to the limit or to 1",
+    ),
+    "rollout/ended": Metric(
+        "share of responses with an end token", "share", "rollout", PPO, "near 1"
+    ),
+    "rollout/shaped_return": Metric(
+        "mean over responses of sum_t rewards_t: the score less the KL penalty",
+        "score",
+        "rollout",
+        PPO,
+        "rises; this is what PPO maximises",
+    ),
+    "rollout/value_mean": Metric(
+        "mean over response tokens of the critic's value at sampling time",
+        "score",
+        "rollout",
+        PPO,
+        "follows shaped_return",
+    ),
+    "rollout/explained_variance": Metric(
+        "1 - Var(returns - values) / Var(returns) over response tokens; nan if Var(returns) = 0",
+        "1",
+        "rollout",
+        PPO,
+        "above 0 after warm-up; below 0 the critic hurts",
+    ),
+    "update/policy_loss": Metric(
+        "mean over optimizer steps of the clipped surrogate",
+        "1",
+        "update",
+        PPO,
+        "near 0, slightly negative",
+    ),
+    "update/value_loss": Metric(
+        "mean over optimizer steps of half the clipped squared error of the value",
+        "score^2",
+        "update",
+        PPO,
+        "falls in the first iterations",
+    ),
+    "update/approx_kl": Metric(
+        "mean over optimizer steps of KL(policy at sampling, policy now), estimator k3",
+        "nats a token",
+        "update",
+        PPO,
+        "0.001 to 0.05; more means steps too large",
+    ),
+    "update/clip_fraction": Metric(
+        "share of tokens whose ratio left the clip range", "share", "update", PPO, "0.02 to 0.3"
+    ),
+    "update/value_clip_fraction": Metric(
+        "share of tokens whose value left its clip range", "share", "update", PPO, "below 0.5"
+    ),
+    "update/ratio_mean": Metric(
+        "mean over optimizer steps of the mean probability ratio, policy now to policy at sampling",
+        "1",
+        "update",
+        PPO,
+        "within 0.01 of 1",
+    ),
+    "update/ratio_max": Metric(
+        "largest probability ratio of any token in any optimizer step",
+        "1",
+        "update",
+        PPO,
+        "below 10",
+    ),
+    "update/grad_norm": Metric(
+        "the gradient's norm before clipping: of the logged step; PPO: mean over optimizer steps",
+        "1",
+        "update",
+        EVERY,
+        "steady; spikes come before collapses",
+    ),
+    "update/kl_coef": Metric(
+        "weight of the KL penalty in this iteration's rewards", "1", "update", PPO, "-"
+    ),
+    "update/lr": Metric(
+        "learning rate of the first parameter group when the batch started",
+        "1",
+        "update",
+        EVERY,
+        "follows its schedule",
+    ),
+    "update/loss": Metric(
+        "negative log-likelihood, mean over target tokens since the last logged step",
+        "nats a token",
+        "update",
+        SFT,
+        "falls",
+    ),
+    "update/perplexity": Metric("exp(update/loss)", "tokens", "update", SFT, "falls"),
+    "update/rm_loss": Metric(
+        "-log sigmoid(chosen - rejected), mean over pairs since the last logged step",
+        "nats a pair",
+        "update",
+        RM,
+        "falls below log 2 = 0.693, the loss of guessing",
+    ),
+    "update/accuracy": Metric(
+        "share of pairs with chosen > rejected, a tie counting one half",
+        "share",
+        "update",
+        RM,
+        "above 0.5; near 1 it has learnt the pairs by heart",
+    ),
+    "update/reward_chosen": Metric("mean reward of chosen", "reward", "update", RM, "-"),
+    "update/reward_rejected": Metric("mean reward of rejected", "reward", "update", RM, "-"),
+    "update/reward_margin": Metric(
+        "mean of chosen - rejected", "reward", "update", RM, "grows, then flattens"
+    ),
+    "eval/loss": Metric(
+        "negative log-likelihood, mean over all target tokens of the validation set",
+        "nats a token",
+        "eval",
+        SFT,
+        "falls; a rise is overfitting",
+    ),
+    "eval/perplexity": Metric("exp(eval/loss)", "tokens", "eval", SFT, "falls"),
+    "eval/rm_loss": Metric(
+        "-log sigmoid(chosen - rejected), mean over all validation pairs",
+        "nats a pair",
+        "eval",
+        RM,
+        "below log 2 = 0.693; a rise is overfitting",
+    ),
+    "eval/accuracy": Metric(
+        "share of validation pairs with chosen > rejected, a tie counting one half",
+        "share",
+        "eval",
+        RM,
+        "0.6 to 0.85; the labels' own noise is the ceiling",
+    ),
+    "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
+    "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
+    "eval/reward_margin": Metric("mean of chosen - rejected", "reward", "eval", RM, "positive"),
+    "eval/reward_mean": Metric(
+        "mean score over validation prompts", "score", "eval", PPO, "rises with reward_mean"
+    ),
+    "eval/kl": Metric(
+        "mean over validation responses of sum_t (logprob_t - ref_logprob_t)",
+        "nats a response",
+        "eval",
+        PPO,
+        "near kl_divergence; single responses may be negative",
+    ),
+    "eval/response_tokens": Metric("mean response length", "tokens", "eval", PPO, "no drift"),
+    "eval/ended": Metric("share of responses with an end token", "share", "eval", PPO, "near 1"),
+    "eval/judge/<part>": Metric(
+        "mean over the validation responses to which the judge gave this part",
+        "the judge's",
+        "eval",
+        PPO,
+        "gold that falls while the reward rises is reward hacking",
+    ),
+    "time/rollout_s": Metric("sampling responses", "s", "time", PPO, "-"),
+    "time/score_s": Metric("scoring by reward, reference and critic", "s", "time", PPO, "-"),
+    "time/update_s": Metric("all optimizer steps of the iteration", "s", "time", PPO, "-"),
+    "time/iteration_s": Metric("rollout_s + score_s + update_s", "s", "time", PPO, "steady"),
+    "time/tokens_per_s": Metric("response tokens / iteration_s", "tokens/s", "time", PPO, "steady"),
+    "time/episodes_per_s": Metric("responses / iteration_s", "1/s", "time", PPO, "steady"),
+}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names that METRICS does not explain.
+
+    Raises:
+        ValueError: naming them.
+    """
+    unknown = [n for n in names if n not in METRICS and not n.startswith(JUDGE)]
+    if unknown:
+        raise ValueError(
+            f"metrics {unknown} have no row in METRICS (lightning_rlhf/callbacks/names.py); "
+            "add one that says what they mean"
+        )
+
+
+def metrics_table() -> str:
+    """METRICS as a Markdown table."""
+    lines = [
+        "| metric | stage | what it is | unit | healthy |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {', '.join(m.stages)} | {m.formula} | {m.unit} | {m.healthy} |"
+        for name, m in METRICS.items()
+    ]
+    return "\n".join(lines)

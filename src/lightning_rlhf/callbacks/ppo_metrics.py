@@ -1,0 +1,104 @@
+"""The mathematics of PPO's metrics: from records to named numbers, padding left out.
+
+A rollout is first reduced to sums over each response's real tokens. Sums gather over processes
+without padding them to one length, and every metric follows from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.core.types import Experience, UpdateStats
+
+SUMS = (
+    "score", "ended", "tokens", "kl", "rewards",
+    "values", "returns", "returns^2", "errors", "errors^2",
+)  # fmt: skip
+"""Columns of `response_sums`; errors are returns - values."""
+
+STATS = tuple(field.name for field in fields(UpdateStats))
+"""Columns of `update_rows`."""
+
+
+def response_sums(experience: Experience) -> Float[Tensor, "B 10"]:
+    """One row a response: its score, whether it ended, and sums over its real tokens."""
+    mask = experience.response_mask
+    errors = experience.returns - experience.old_values
+    per_token = (
+        mask.float(), experience.kl, experience.rewards, experience.old_values,
+        experience.returns, experience.returns**2, errors, errors**2,
+    )  # fmt: skip
+    sums = [torch.where(mask, x.float(), 0.0).sum(dim=1) for x in per_token]
+    return torch.stack([experience.score.float(), experience.ended.float(), *sums], dim=1)
+
+
+def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
+    """What `response_sums` says of the responses and of the critic that judged them.
+
+    explained_variance = 1 - Var(returns - values) / Var(returns), nan where returns do not vary.
+    """
+    column = dict(zip(SUMS, sums.double().unbind(dim=1), strict=True))
+    tokens = column["tokens"].sum()
+
+    def token_mean(name: str) -> Tensor:
+        return column[name].sum() / tokens
+
+    returns_var = (token_mean("returns^2") - token_mean("returns") ** 2).clamp(min=0.0)
+    errors_var = (token_mean("errors^2") - token_mean("errors") ** 2).clamp(min=0.0)
+    explained = 1.0 - errors_var / returns_var if returns_var > 0.0 else torch.tensor(math.nan)
+    metrics = {
+        "reward_mean": column["score"].mean(),
+        "kl_divergence": column["kl"].mean(),
+        "rollout/reward_std": column["score"].std(correction=0),
+        "rollout/reward_min": column["score"].min(),
+        "rollout/reward_max": column["score"].max(),
+        "rollout/response_tokens": column["tokens"].mean(),
+        "rollout/ended": column["ended"].mean(),
+        "rollout/shaped_return": column["rewards"].mean(),
+        "rollout/value_mean": token_mean("values"),
+        "rollout/explained_variance": explained,
+    }
+    return {name: value.item() for name, value in metrics.items()}
+
+
+def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U 10"]:
+    """One row an optimizer step."""
+    return torch.stack([torch.stack([getattr(u, s).float() for s in STATS]) for u in updates])
+
+
+def update_metrics(rows: Float[Tensor, "U 10"]) -> dict[str, float]:
+    """Means over optimizer steps, and the largest of `ratio_max`."""
+    column = dict(zip(STATS, rows.double().unbind(dim=1), strict=True))
+    mean = {name: values.mean().item() for name, values in column.items()}
+    return {
+        "entropy": mean["entropy"],
+        "ppo_loss": mean["loss"],
+        "update/policy_loss": mean["policy_loss"],
+        "update/value_loss": mean["value_loss"],
+        "update/approx_kl": mean["approx_kl"],
+        "update/clip_fraction": mean["clip_fraction"],
+        "update/value_clip_fraction": mean["value_clip_fraction"],
+        "update/ratio_mean": mean["ratio_mean"],
+        "update/ratio_max": column["ratio_max"].max().item(),
+        "update/grad_norm": mean["grad_norm"],
+    }
+
+
+def time_metrics(seconds: Mapping[str, float], sums: Float[Tensor, "B 10"]) -> dict[str, float]:
+    """Seconds of each part of an iteration, and response tokens and responses a second."""
+    iteration_s = seconds["rollout"] + seconds["score"] + seconds["update"]
+    tokens = sums[:, SUMS.index("tokens")].sum().item()
+    return {
+        "time/rollout_s": seconds["rollout"],
+        "time/score_s": seconds["score"],
+        "time/update_s": seconds["update"],
+        "time/iteration_s": iteration_s,
+        "time/tokens_per_s": tokens / iteration_s,
+        "time/episodes_per_s": len(sums) / iteration_s,
+    }

@@ -1,0 +1,169 @@
+"""One progress bar over the whole run, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from time import monotonic
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from rich import get_console
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from lightning_rlhf.callbacks.contract import is_evaluation, position
+from lightning_rlhf.callbacks.names import Stage
+from lightning_rlhf.callbacks.pace import Pace, clock_text, left_text
+
+HEADLINES: dict[Stage, tuple[str, ...]] = {
+    "sft": ("update/loss", "eval/loss"),
+    "rm": ("update/rm_loss", "update/accuracy", "eval/accuracy"),
+    "ppo": ("reward_mean", "kl_divergence", "entropy", "ppo_loss"),
+}
+"""Metrics shown while a stage runs."""
+
+LINES = 10
+"""Plain lines in a run, besides the first."""
+
+
+class Progress(ProgressBar):
+    """Where a run stands, how long it has taken and will take, and its headline metrics.
+
+    Counts iterations of PPO and optimizer steps of the other stages, and starts where a resumed
+    run starts. Put it after the callbacks that publish the metrics: it shows what it finds.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+        self._enabled = True
+        self._bar: _Bar | None = None
+        self._pace = Pace()
+        self._mark = monotonic()
+        self._evaluations = 0
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        get_console().print(*args, **kwargs)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._total = int(trainer.estimated_stepping_batches)
+        self._done = self._first = position(trainer, pl_module)
+        self._evaluations = evaluations_left(trainer, self._done, self._total)
+        self._start = self._mark = monotonic()
+        if self._enabled and get_console().is_terminal:
+            self._bar = _Bar(self._stage, self._done, self._total)
+            self._bar.start()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        done = position(trainer, pl_module)
+        if done == self._done:
+            return
+        now = monotonic()
+        self._pace.add_iteration(now - self._mark)
+        self._done, self._mark = done, now
+        self._show(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._evaluation_start = monotonic()
+        if self._bar is not None:
+            self._bar.describe(f"{self._stage} eval")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not is_evaluation(trainer):
+            return
+        seconds = monotonic() - self._evaluation_start
+        self._pace.add_evaluation(seconds)
+        self._mark += seconds
+        self._evaluations = max(0, self._evaluations - 1)
+        if self._bar is not None:
+            self._bar.describe(self._stage)
+            self._show(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _show(self, trainer: Trainer) -> None:
+        if self._bar is None and not (self._enabled and self._is_line_due()):
+            return
+        times = self._times()
+        headlines = headline_text(trainer.callback_metrics, self._stage)
+        if self._bar is None:
+            print(f"{self._stage} {self._done}/{self._total}  {times}  {headlines}", flush=True)
+        else:
+            self._bar.show(self._done, times, headlines)
+
+    def _times(self) -> str:
+        left = self._pace.left(self._total - self._done, self._evaluations)
+        return f"{clock_text(monotonic() - self._start)} elapsed, {left_text(left)}"
+
+    def _is_line_due(self) -> bool:
+        is_first = self._done == self._first + 1
+        before = (self._done - 1) * LINES // self._total
+        return is_first or self._done * LINES // self._total > before
+
+
+def evaluations_left(trainer: Trainer, done: int, total: int) -> int:
+    """Validation runs between step `done` and step `total`."""
+    every = trainer.val_check_batch
+    if not trainer.enable_validation or every is None or every == float("inf"):
+        return 0
+    batches = trainer.accumulate_grad_batches
+    return int(total * batches // every - done * batches // every)
+
+
+def headline_text(metrics: Mapping[str, Any], stage: Stage) -> str:
+    """The stage's headline metrics that have been measured."""
+    shown = (name for name in HEADLINES[stage] if name in metrics)
+    return "  ".join(f"{name} {float(metrics[name]):.3f}" for name in shown)
+
+
+class _Bar(RichProgress):
+    """A bar line and, under it, a line of metrics."""
+
+    def __init__(self, stage: str, done: int, total: int) -> None:
+        self._headlines = ""
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[times]}"),
+            console=get_console(),
+        )
+        self._task = self.add_task(stage, completed=done, total=total, times=left_text(None))
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self._headlines, style="cyan")
+
+    def show(self, done: int, times: str, headlines: str) -> None:
+        self._headlines = headlines
+        self.update(self._task, completed=done, times=times)
+
+    def describe(self, description: str) -> None:
+        self.update(self._task, description=description, refresh=True)

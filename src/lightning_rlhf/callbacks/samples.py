@@ -1,0 +1,151 @@
+"""A few training samples every few iterations: on the console, in the loggers and in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from rich import get_console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rlhf.callbacks.contract import PPOView, ppo_view
+from lightning_rlhf.callbacks.decoding import real_tokens
+from lightning_rlhf.core.types import Experience
+
+if TYPE_CHECKING:
+    import wandb
+
+Sample = dict[str, Any]
+
+COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
+"""Keys of a sample; kl in nats, summed over the response."""
+
+
+class Samples(Callback):
+    """Shows the first `count` responses of every `every_n_iterations`-th batch.
+
+    The console cuts prompts and responses to `characters`; loggers and
+    `<run_dir>/samples/train.jsonl` get them whole.
+    """
+
+    def __init__(
+        self, *, every_n_iterations: int, count: int, characters: int, run_dir: Path
+    ) -> None:
+        self._every_n_iterations = every_n_iterations
+        self._count = count
+        self._characters = characters
+        self._path = run_dir / "samples" / "train.jsonl"
+        self._wandb_table: wandb.Table | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self._path.exists():
+            keep_until(self._path, ppo_view(pl_module).iteration)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        iteration = ppo_view(pl_module).iteration
+        if not trainer.is_global_zero or iteration % self._every_n_iterations != 0:
+            return
+        experience = outputs["experience"].select(slice(0, self._count))
+        samples = training_samples(ppo_view(pl_module), experience)
+        get_console().print(console_table(samples, self._characters))
+        self._append(samples)
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_metrics({"samples": self._extended_table(samples)}, step=iteration)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("samples", markdown(samples), iteration)
+
+    def _append(self, samples: Sequence[Sample]) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+
+    def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
+        """One table for the whole run; W&B uploads only the rows added since it was last logged."""
+        import wandb
+
+        if self._wandb_table is None:
+            self._wandb_table = wandb.Table(columns=list(COLUMNS), log_mode="INCREMENTAL")
+        for sample in samples:
+            self._wandb_table.add_data(*(sample[column] for column in COLUMNS))
+        return self._wandb_table
+
+
+def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
+    """The responses of an experience as text, with their prompts and numbers."""
+    mask = experience.response_mask
+    tokens = experience.tokens[:, -mask.shape[1] :]
+    prompts = module.prompt_rows("train")
+    kl = torch.where(mask, experience.kl, 0.0).sum(dim=1)
+    return [
+        {
+            "iteration": module.iteration,
+            "prompt": prompts[index]["prompt"],
+            "response": module.chat.decode_response(response),
+            "score": score,
+            "kl": kl_sum,
+            "ended": ended,
+        }
+        for response, index, score, kl_sum, ended in zip(
+            real_tokens(tokens, mask),
+            experience.index.tolist(),
+            experience.score.tolist(),
+            kl.tolist(),
+            experience.ended.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def console_table(samples: Sequence[Sample], characters: int) -> Table:
+    """Samples for reading; text longer than `characters` is cut."""
+    table = Table(title=f"samples of iteration {samples[0]['iteration']}", title_justify="left")
+    table.add_column("prompt", ratio=2)
+    table.add_column("response", ratio=3)
+    table.add_column("score", justify="right")
+    table.add_column("kl, nats", justify="right")
+    table.add_column("ended", justify="right")
+    for sample in samples:
+        table.add_row(
+            Text(_cut(sample["prompt"], characters)),
+            Text(_cut(sample["response"], characters)),
+            f"{sample['score']:.2f}",
+            f"{sample['kl']:.2f}",
+            "yes" if sample["ended"] else "no",
+        )
+    return table
+
+
+def markdown(samples: Sequence[Sample]) -> str:
+    """Samples as a Markdown table, which TensorBoard renders."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(_cell(sample[c]) for c in COLUMNS)} |" for sample in samples]
+    return "\n".join(lines)
+
+
+def keep_until(path: Path, iteration: int) -> None:
+    """Drop the samples of later iterations, which a resumed run draws again."""
+    with path.open(encoding="utf-8") as file:
+        kept = [line for line in file if json.loads(line)["iteration"] <= iteration]
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else text[: characters - 1] + "…"
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

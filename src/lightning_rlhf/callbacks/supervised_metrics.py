@@ -1,0 +1,56 @@
+"""The mathematics of the metrics of SFT and reward models: sums that add up, then means.
+
+Sums over batches, micro-batches and processes make a mean exact over whatever they cover; a mean
+of batch means would not be, where batches differ in size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import softplus
+
+Phase = Literal["update", "eval"]
+
+
+def sft_train_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
+    """[summed negative log-likelihood, target tokens] of a training step's mean loss."""
+    tokens = outputs["tokens"].float()
+    return torch.stack([outputs["loss"].detach().float() * tokens, tokens])
+
+
+def sft_eval_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
+    """[summed negative log-likelihood, target tokens] of a validation step."""
+    return torch.stack([outputs["nll_sum"].float(), outputs["tokens"].float()])
+
+
+def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
+    """Loss in nats a target token and its exponential."""
+    nll, tokens = sums
+    loss = nll / tokens
+    return {f"{phase}/loss": loss, f"{phase}/perplexity": math.exp(loss)}
+
+
+def reward_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 5"]:
+    """[pairs, Bradley-Terry loss, pairs ranked right, chosen, rejected]; a tie is half right."""
+    chosen, rejected = outputs["chosen"].detach().float(), outputs["rejected"].detach().float()
+    right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
+    columns = [torch.ones_like(chosen), softplus(rejected - chosen), right, chosen, rejected]
+    return torch.stack([column.sum() for column in columns])
+
+
+def reward_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
+    """Means over pairs; rm_loss = -log sigmoid(chosen - rejected)."""
+    pairs, loss, right, chosen, rejected = sums
+    return {
+        f"{phase}/rm_loss": loss / pairs,
+        f"{phase}/accuracy": right / pairs,
+        f"{phase}/reward_chosen": chosen / pairs,
+        f"{phase}/reward_rejected": rejected / pairs,
+        f"{phase}/reward_margin": (chosen - rejected) / pairs,
+    }

@@ -1,0 +1,1 @@
+"""The command line: compose a configuration, check it, build, fit, hand over."""

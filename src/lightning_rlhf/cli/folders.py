@@ -1,0 +1,142 @@
+"""Where a run writes, and where it finds what earlier stages left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.models.checkpoint import Final, find
+
+BASE = "base"
+FINAL, CONFIG, FAILED, LAST = "final", "config.json", "failed.txt", Path("checkpoints/last.ckpt")
+VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe")
+
+
+def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
+    """outputs/<run>/<model>/<stage>, and one folder deeper for a job of a sweep."""
+    folder = outputs / run / model / stage
+    return folder / job if job else folder
+
+
+def folder_of(settings: Settings, stage: str | None = None) -> Path:
+    """The folder of this run, or of another stage of it."""
+    return run_folder(
+        settings.outputs, settings.run, settings.model.name, stage or settings.stage, settings.job
+    )
+
+
+def prepare(settings: Settings) -> tuple[Path, Path | None]:
+    """Make the run's folder. Returns it and the checkpoint to resume from, if any.
+
+    Raises ConfigError where a folder that is not empty would be written into, or where there is
+    nothing to resume.
+    """
+    folder = folder_of(settings)
+    if settings.overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    (folder / FAILED).unlink(missing_ok=True)
+    used = folder.is_dir() and any(path.name != FAILED for path in folder.iterdir())
+    resumes = settings.resume and (folder / LAST).is_file()
+    if settings.resume and not resumes:
+        raise ConfigError(
+            f"{folder} has no {LAST} to resume from. Give overwrite=true to start anew"
+            if used
+            else f"{folder} holds no run to resume; leave resume=true out"
+        )
+    if resumes and (folder / FINAL).is_dir():
+        raise ConfigError(
+            f"{folder} holds a run that finished, so there is nothing to resume. Give "
+            "overwrite=true to delete it and start anew, or run=NAME to keep both"
+        )
+    if used and not resumes:
+        state = "finished" if (folder / FINAL).is_dir() else "was cut off"
+        go_on = "" if (folder / FINAL).is_dir() else "resume=true to go on, "
+        raise ConfigError(
+            f"{folder} holds a run that {state}. Give {go_on}overwrite=true to delete it and "
+            "start anew, or run=NAME to keep both"
+        )
+    if resumes:
+        check_same_config(settings, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(json.dumps(settings.tree, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
+    return folder, folder / LAST if resumes else None
+
+
+def changed_key(tree: dict[str, Any], folder: Path) -> str | None:
+    """The first key in which `tree` differs from what `folder` was run with, or None."""
+    written = json.loads((folder / CONFIG).read_text())
+    ours, theirs = flatten(tree), flatten(written)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key.split(".")[0] in VOLATILE:
+            continue
+        if key not in ours or key not in theirs or ours[key] != theirs[key]:
+            return key
+    return None
+
+
+def check_same_config(settings: Settings, folder: Path) -> None:
+    """Raise ConfigError unless the run in `folder` had this configuration."""
+    key = changed_key(settings.tree, folder)
+    if key is not None:
+        raise ConfigError(
+            f"{folder} cannot be resumed: {key} is not what it was started with "
+            f"({folder / CONFIG}). Give the same value, or overwrite=true to start anew"
+        )
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}, as JSON would hold the values."""
+    if not isinstance(tree, dict):
+        return {prefix: json.loads(json.dumps(tree))}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def find_sft(settings: Settings) -> Final | None:
+    """The SFT model to start from; None means the base model as it is."""
+    given = settings.policy.checkpoint
+    if given == BASE:
+        return None
+    if given is not None:
+        return find(given, "policy.checkpoint")
+    final = earlier(settings, "sft")
+    if final is None:
+        raise CheckpointError(
+            f"stage={settings.stage} starts from an SFT model, and {folder_of(settings, 'sft')} "
+            "has none. Run stage=sft first, or give policy.checkpoint=FOLDER_OR_HUB_ID, or "
+            "policy.checkpoint=base to start from the model as it is"
+        )
+    return final
+
+
+def find_reward(settings: Settings) -> Final:
+    """The reward model that PPO maximises."""
+    given = settings.reward.checkpoint
+    if given is not None:
+        return find(given, "reward.checkpoint")
+    final = earlier(settings, "rm")
+    if final is None:
+        raise CheckpointError(
+            f"PPO needs a reward model, and {folder_of(settings, 'rm')} has none. Train one with "
+            "stage=rm, or give reward.checkpoint=FOLDER_OR_HUB_ID, or reward=random to debug the "
+            "loop with a random head that means nothing"
+        )
+    return final
+
+
+def earlier(settings: Settings, stage: str) -> Final | None:
+    """What `stage` of the same run left: of the same job of a sweep, else of the run itself."""
+    for job in dict.fromkeys((settings.job, None)):
+        folder = run_folder(settings.outputs, settings.run, settings.model.name, stage, job)
+        if (folder / FINAL).is_dir():
+            return find(str(folder / FINAL), f"{stage} of run={settings.run}")
+    return None

@@ -1,0 +1,191 @@
+"""A recipe: a list of stages, a process for each, and the numbers it promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf
+from rich import get_console
+from rich.table import Table
+
+from lightning_rlhf.cli.folders import FINAL, LAST, changed_key, folder_of
+from lightning_rlhf.cli.settings import Settings, build, read_settings
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.report.tables import before_after_table, side_by_side
+
+OWN = ("recipe", "resume", "overwrite")
+"""Overrides that are for the recipe and not handed to its stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """A bound on a metric in the manifest of a stage. Exactly one of the three is set."""
+
+    stage: str
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+    gain: float | None = None
+    """The metric is at least so much higher than before the stage."""
+
+    def measure(self, metrics: Mapping[str, float]) -> float:
+        """The number that the bound is about."""
+        before = metrics[f"start/{self.metric}"] if self.gain is not None else 0.0
+        return metrics[self.metric] - before
+
+    def is_kept(self, measured: float) -> bool:
+        if self.at_most is not None:
+            return measured <= self.at_most
+        return measured >= (self.at_least if self.gain is None else self.gain)  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        if self.at_most is not None:
+            return f"at most {self.at_most:g}"
+        return f"gain of {self.gain:g}" if self.gain is not None else f"at least {self.at_least:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What recipes/<name>/recipe.yaml says."""
+
+    title: str
+    stages: tuple[str, ...]
+    overrides: tuple[str, ...]
+    """For every stage; what the user gives wins."""
+    promises_for_model: str
+    promises: tuple[Promise, ...]
+    next: tuple[str, ...]
+    """What to try afterwards: lines of text."""
+
+
+def read_recipe(name: str, recipes: Path) -> Recipe:
+    """Raises ConfigError where there is no recipe of this name."""
+    file = recipes / name / "recipe.yaml"
+    if not file.is_file():
+        known = sorted(path.parent.name for path in recipes.glob("*/recipe.yaml"))
+        raise ConfigError(f"recipe={name} is not known; allowed: {', '.join(known)}")
+    tree: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(file))  # type: ignore[assignment]
+    tree["promises"] = tuple(Promise(**promise) for promise in tree["promises"])
+    lists = {key: tuple(tree[key]) for key in ("stages", "overrides", "next")}
+    return build(Recipe, tree | lists, f"{file}: ")
+
+
+def run_recipe(cfg: DictConfig, overrides: Sequence[str], recipes: Path) -> None:
+    """Run what is not done yet, then show what came out and check the promises.
+
+    Raises RLHFError where a stage fails or a promise is not kept.
+    """
+    recipe = read_recipe(cfg.recipe, recipes)
+    commands = {
+        stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
+    }
+    stages = {stage: read_settings(compose("config", list(o))) for stage, o in commands.items()}
+    ran = False
+    for stage, settings in stages.items():
+        state = state_of(settings, cfg.overwrite)
+        if state == "done":
+            say(f"[green]{stage}: done already[/green], {folder_of(settings)}")
+            continue
+        ran = True
+        say(f"[bold]{stage}[/bold]: {folder_of(settings)}")
+        run_process(stage, [*commands[stage], *state])
+    summarise(recipe, stages)
+    if not ran:
+        say(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
+
+
+def stage_overrides(
+    recipe: Recipe, stage: str, overrides: Sequence[str], job: str | None
+) -> tuple[str, ...]:
+    """The command line of one stage: the recipe's overrides, then the user's in their place."""
+    given = [o for o in overrides if _key(o) not in OWN]
+    keys = {_key(o) for o in given}
+    own = [o for o in recipe.overrides if _key(o) not in keys]
+    return (f"stage={stage}", *own, *given, *([f"job='{job}'"] if job else []))
+
+
+def state_of(settings: Settings, overwrite: bool) -> str | tuple[str, ...]:
+    """ "done", or the overrides with which the stage is to be run.
+
+    Raises ConfigError where the folder holds the stage with another configuration.
+    """
+    folder = folder_of(settings)
+    if overwrite:
+        return ("overwrite=true",)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return ()
+    key = changed_key(settings.tree, folder)
+    if key is not None:
+        raise ConfigError(
+            f"{folder} was run with another {key}. Give run=NAME to keep both, or overwrite=true "
+            "to do the recipe again"
+        )
+    if (folder / FINAL).is_dir():
+        return "done"
+    return ("resume=true",) if (folder / LAST).is_file() else ("overwrite=true",)
+
+
+def run_process(stage: str, overrides: Sequence[str]) -> None:
+    """Run one stage as a process of its own, on this terminal."""
+    done = subprocess.run([sys.executable, "-m", "lightning_rlhf", *overrides], check=False)
+    if done.returncode:
+        raise RLHFError(
+            f"stage={stage} failed with exit status {done.returncode}; what it said stands above. "
+            "The same command goes on from there"
+        )
+
+
+def summarise(recipe: Recipe, stages: Mapping[str, Settings]) -> None:
+    """Before and after, samples side by side, promises, pictures, what next."""
+    finals = {stage: find(str(folder_of(s) / FINAL), stage) for stage, s in stages.items()}
+    metrics = {stage: final.require_manifest(stage).metrics for stage, final in finals.items()}
+    console = get_console()
+    if "ppo" in stages:
+        after = metrics["ppo"]
+        before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
+        folder = folder_of(stages["ppo"])
+        console.print(before_after_table(before, after))
+        evaluations = sorted((folder / "samples").glob("eval_*.jsonl"))
+        console.print(side_by_side(evaluations[0], evaluations[-1], n=5))
+    for settings in stages.values():
+        say(f"picture: {folder_of(settings) / 'curves.png'}")
+    minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
+    say(f"time: {minutes:.1f} minutes in all stages")
+    for line in recipe.next:
+        say(line)
+    if recipe.promises_for_model == next(iter(stages.values())).model.name:
+        check_promises(recipe, metrics)
+
+
+def check_promises(recipe: Recipe, metrics: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the promises and raise RLHFError if one is not kept."""
+    table = Table(title=f"{recipe.title}: what it promises", title_justify="left")
+    for column in ("stage", "metric", "promised", "measured", ""):
+        table.add_column(column)
+    broken = []
+    for promise in recipe.promises:
+        measured = promise.measure(metrics[promise.stage])
+        kept = promise.is_kept(measured)
+        verdict = "[green]kept[/green]" if kept else "[red]not kept[/red]"
+        table.add_row(promise.stage, promise.metric, str(promise), f"{measured:.3f}", verdict)
+        if not kept:
+            broken.append(f"{promise.metric} is {measured:.3f}, promised: {promise}")
+    get_console().print(table)
+    if broken:
+        raise RLHFError(f"{recipe.title} did not keep its promises: {'; '.join(broken)}")
+
+
+def say(message: str) -> None:
+    """One line for the user."""
+    get_console().print(message, highlight=False, soft_wrap=True)
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").split("=")[0]

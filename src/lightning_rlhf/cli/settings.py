@@ -1,0 +1,167 @@
+"""From Hydra's configuration to frozen dataclasses, before any model loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_rlhf.callbacks.loggers import LoggerConfig, logger_config
+from lightning_rlhf.core.config import (
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    require,
+    require_number,
+    require_one_of,
+)
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data.config import DataConfig, Split
+from lightning_rlhf.models.config import LoRASettings, ModelConfig
+
+T = TypeVar("T")
+STAGES: Mapping[str, type] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySource:
+    """The model that a stage starts from."""
+
+    checkpoint: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """What PPO maximises."""
+
+    kind: Literal["learned", "random"]
+    checkpoint: str | None
+
+    def __post_init__(self) -> None:
+        require_one_of("reward.kind", self.kind, ("learned", "random"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Where the run is computed; arguments of Lightning's Trainer but for weights_dtype."""
+
+    accelerator: str
+    devices: int
+    precision: str
+    weights_dtype: str
+    log_every_n_steps: int
+
+    def __post_init__(self) -> None:
+        require_one_of("trainer.accelerator", self.accelerator, ("cpu", "gpu"))
+        require(self.devices == 1, "trainer.devices", self.devices, "1")
+        require_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a run of one stage is told."""
+
+    stage: Literal["sft", "rm", "ppo"]
+    config: SFTConfig | RMConfig | PPOConfig
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    trainer: TrainerConfig
+    logger: LoggerConfig
+    policy: PolicySource
+    run: str
+    job: str | None
+    seed: int
+    outputs: Path
+    resume: bool
+    overwrite: bool
+    debug: bool
+    tree: dict[str, Any]
+    """The whole configuration as plain types."""
+
+
+def read_settings(cfg: DictConfig) -> Settings:
+    """Check the composed configuration. Raises ConfigError naming the key."""
+    tree = plain(cfg)
+    known = {f.name for f in dataclasses.fields(Settings)} - {"config", "tree"}
+    stage = _stage(tree)
+    refuse_unknown(tree, known | {"recipe", "stage", *STAGES}, "")
+    config: Any = build(STAGES[stage], tree[stage], stage)
+    data = dict(tree["data"])
+    for key in ("demonstrations", "preferences", "prompts"):
+        data[key] = build(Split, data[key], f"data.{key}")
+    model = dict(tree["model"])
+    lora = dict(model["lora"])
+    if isinstance(lora["target_modules"], list):
+        lora["target_modules"] = tuple(lora["target_modules"])
+    model["lora"] = build(LoRASettings, lora, "model.lora")
+    require_number("seed", tree["seed"], at_least=0, whole=True)
+    for key in ("resume", "overwrite", "debug"):
+        require_one_of(key, tree[key], (True, False))
+    if tree["resume"] and tree["overwrite"]:
+        raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
+    return Settings(
+        stage=stage,
+        config=config,
+        model=build(ModelConfig, model, "model"),
+        data=build(DataConfig, data, "data"),
+        reward=build(RewardConfig, tree["reward"], "reward"),
+        trainer=build(TrainerConfig, tree["trainer"], "trainer"),
+        logger=logger_config(tree["logger"]),
+        policy=build(PolicySource, tree["policy"], "policy"),
+        run=str(tree["run"]),
+        job=tree["job"],
+        seed=tree["seed"],
+        outputs=Path(tree["outputs"]).expanduser(),
+        resume=tree["resume"],
+        overwrite=tree["overwrite"],
+        debug=tree["debug"],
+        tree=tree,
+    )
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration resolved, as plain types. Raises ConfigError where a value is missing."""
+    try:
+        tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key or "a key"
+        raise ConfigError(f"{key} has no value: {str(error).splitlines()[0]}") from error
+    return typing.cast(dict[str, Any], tree)
+
+
+def _stage(tree: Mapping[str, Any]) -> typing.Any:
+    chosen = [stage for stage in STAGES if stage in tree]
+    if len(chosen) != 1:
+        raise ConfigError(
+            f"no stage is chosen; allowed: stage={'|'.join(STAGES)}, or recipe=quickstart for all "
+            "of them"
+        )
+    return chosen[0]
+
+
+def build(cls: type[T], node: Any, prefix: str) -> T:
+    """`cls(**node)` with ConfigError for unknown and missing keys."""
+    require(isinstance(node, Mapping), prefix, node, "a mapping of keys to values")
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    refuse_unknown(node, names, f"{prefix}.")
+    missing = sorted(names - set(node))
+    if missing:
+        raise ConfigError(f"{prefix}.{missing[0]} is missing from the configuration")
+    return cls(**node)
+
+
+def refuse_unknown(node: Mapping[str, Any], known: set[str], prefix: str) -> None:
+    """Raise ConfigError for a key that nothing reads."""
+    for key in node:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {prefix}{close[0]}?" if close else ""
+            raise ConfigError(f"{prefix}{key} is not a known key{hint}")

@@ -1,0 +1,1 @@
+"""Records and mathematics of RLHF. Knows torch and nothing above it."""

@@ -1,0 +1,186 @@
+"""Frozen configurations of the stages: types and bounds. The values live in conf/stage/*.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning_rlhf.core.errors import ConfigError
+
+MissingEOS = Literal["none", "subtract", "replace"]
+Schedule = Literal["constant", "linear", "cosine"]
+Finetune = Literal["lora", "full"]
+
+
+def require(holds: bool, key: str, found: Any, allowed: str) -> None:
+    """Raise ConfigError naming the key, what was found and what is allowed, unless it holds."""
+    if not holds:
+        raise ConfigError(f"{key} is {found!r}; allowed: {allowed}")
+
+
+def require_one_of(key: str, found: Any, allowed: Collection[Any]) -> None:
+    """Raise ConfigError unless `found` is one of `allowed`."""
+    require(found in allowed, key, found, ", ".join(str(a) for a in allowed))
+
+
+def require_number(
+    key: str,
+    found: Any,
+    *,
+    above: float = float("-inf"),
+    at_least: float = float("-inf"),
+    below: float = float("inf"),
+    at_most: float = float("inf"),
+    whole: bool = False,
+) -> None:
+    """Raise ConfigError unless `found` is a finite number within the bounds."""
+    kind = int if whole else (int, float)
+    limits = [
+        text
+        for bound, text in [
+            (above, f"> {above:g}"),
+            (at_least, f">= {at_least:g}"),
+            (below, f"< {below:g}"),
+            (at_most, f"<= {at_most:g}"),
+        ]
+        if abs(bound) != float("inf")
+    ]
+    allowed = " and ".join(["a whole number" if whole else "a number", *limits])
+    is_number = isinstance(found, kind) and not isinstance(found, bool)
+    inside = is_number and above < found < below and at_least <= found <= at_most
+    require(inside and abs(found) != float("inf"), key, found, allowed)
+
+
+def require_divides(small_key: str, small: int, large_key: str, large: int) -> None:
+    """Raise ConfigError unless `small` divides `large`."""
+    if large % small:
+        raise ConfigError(f"{large_key} is {large}, which {small_key} = {small} does not divide")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """What every stage has under its own key: AdamW, its schedule, and a rhythm."""
+
+    lr: float
+    adam_beta2: float
+    adam_eps: float
+    weight_decay: float
+    max_grad_norm: float
+    lr_schedule: Schedule
+    warmup_fraction: float
+    microbatch_size: int
+    val_every: int
+    checkpoint_every: int
+
+    def check(self, stage: str) -> None:
+        """Raise ConfigError naming `stage.key` where a value is out of bounds."""
+        require_number(f"{stage}.lr", self.lr, above=0)
+        require_number(f"{stage}.adam_beta2", self.adam_beta2, above=0, below=1)
+        require_number(f"{stage}.adam_eps", self.adam_eps, above=0)
+        require_number(f"{stage}.weight_decay", self.weight_decay, at_least=0)
+        require_number(f"{stage}.max_grad_norm", self.max_grad_norm, above=0)
+        require_one_of(f"{stage}.lr_schedule", self.lr_schedule, get_args(Schedule))
+        require_number(f"{stage}.warmup_fraction", self.warmup_fraction, at_least=0, below=1)
+        for key in ("microbatch_size", "val_every", "checkpoint_every"):
+            require_number(f"{stage}.{key}", getattr(self, key), at_least=1, whole=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(StageConfig):
+    """What SFT and reward modelling have in common."""
+
+    finetune: Finetune
+    epochs: float
+    batch_size: int
+
+    def check(self, stage: str) -> None:
+        """As StageConfig.check."""
+        super().check(stage)
+        require_one_of(f"{stage}.finetune", self.finetune, get_args(Finetune))
+        require_number(f"{stage}.epochs", self.epochs, above=0)
+        require_number(f"{stage}.batch_size", self.batch_size, at_least=1, whole=True)
+        require_divides(
+            f"{stage}.microbatch_size", self.microbatch_size, f"{stage}.batch_size", self.batch_size
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning."""
+
+    def __post_init__(self) -> None:
+        self.check("sft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMConfig(SupervisedConfig):
+    """Reward modelling."""
+
+    calibration_samples: int
+    """SFT samples on which the mean and standard deviation of the reward are measured."""
+    temperature: float
+    """Sampling temperature of those samples."""
+
+    def __post_init__(self) -> None:
+        self.check("rm")
+        require_number("rm.calibration_samples", self.calibration_samples, at_least=2, whole=True)
+        require_number("rm.temperature", self.temperature, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(StageConfig):
+    """Proximal policy optimization from a reward model."""
+
+    iterations: int
+    rollout_batch_size: int
+    minibatch_size: int
+    ppo_epochs: int
+    max_response_tokens: int
+    temperature: float
+    kl_coef: float
+    clip_range: float
+    clip_range_vf: float
+    gamma: float
+    gae_lambda: float
+    vf_coef: float
+    ent_coef: float
+    value_lr_factor: float
+    whiten_advantages: bool
+    missing_eos: MissingEOS
+    missing_eos_penalty: float
+    val_samples_per_prompt: int
+    samples_every: int
+
+    def __post_init__(self) -> None:
+        self.check("ppo")
+        for key in [
+            "iterations",
+            "rollout_batch_size",
+            "minibatch_size",
+            "ppo_epochs",
+            "max_response_tokens",
+            "val_samples_per_prompt",
+            "samples_every",
+        ]:
+            require_number(f"ppo.{key}", getattr(self, key), at_least=1, whole=True)
+        require_number("ppo.temperature", self.temperature, above=0)
+        require_number("ppo.kl_coef", self.kl_coef, at_least=0)
+        require_number("ppo.clip_range", self.clip_range, above=0, below=1)
+        require_number("ppo.clip_range_vf", self.clip_range_vf, above=0)
+        require_number("ppo.gamma", self.gamma, at_least=0, at_most=1)
+        require_number("ppo.gae_lambda", self.gae_lambda, at_least=0, at_most=1)
+        for key in ("vf_coef", "ent_coef", "missing_eos_penalty"):
+            require_number(f"ppo.{key}", getattr(self, key), at_least=0)
+        require_number("ppo.value_lr_factor", self.value_lr_factor, above=0)
+        require_one_of("ppo.whiten_advantages", self.whiten_advantages, (True, False))
+        require_one_of("ppo.missing_eos", self.missing_eos, get_args(MissingEOS))
+        require_divides(
+            "ppo.minibatch_size",
+            self.minibatch_size,
+            "ppo.rollout_batch_size",
+            self.rollout_batch_size,
+        )
+        require_divides(
+            "ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size
+        )

@@ -1,0 +1,21 @@
+"""The errors a user can cause. Each says what was found, what is allowed and what to change."""
+
+
+class RLHFError(Exception):
+    """Base of every error that the command line prints as one message, without a traceback."""
+
+
+class ConfigError(RLHFError):
+    """A configuration value is missing, unknown, out of range or does not fit another one."""
+
+
+class DataError(RLHFError):
+    """A data file is missing or holds a row that cannot be used; names file and line."""
+
+
+class CheckpointError(RLHFError):
+    """A checkpoint is missing, incomplete or does not fit what it is asked to work with."""
+
+
+class HubError(RLHFError):
+    """A model or data set is neither a local path nor reachable on the hub."""

@@ -1,0 +1,159 @@
+"""Records that flow through the stages.
+
+Every record is frozen: a step returns a new one and never edits what it was given.
+Letters: B sequences, P prompt tokens, T response tokens, S tokens of a whole sequence.
+Masks are boolean, True = real token. What stands on padding is stated per field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A bundle of tensors that share their first dimension, the sequences."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same record on `device`; Lightning calls this on every batch."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def select(self, rows: Int[Tensor, " M"] | slice) -> Self:
+        """The sequences `rows` of every field."""
+        return self._map(lambda tensor: tensor[rows])
+
+    def split(self, size: int) -> Iterator[Self]:
+        """Consecutive records of `size` sequences; the last may be shorter."""
+        for start in range(0, len(self), size):
+            yield self.select(slice(start, start + size))
+
+    def _map(self, function) -> Self:  # type: ignore[no-untyped-def]
+        return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations(Record):
+    """Prompts with the response to imitate, right-padded."""
+
+    tokens: Int[Tensor, "B S"]
+    """Prompt then response; any id on padding."""
+    mask: Bool[Tensor, "B S"]
+    """True on prompt and response."""
+    target_mask: Bool[Tensor, "B S"]
+    """True on the tokens to be predicted: the response with its end token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preferences(Record):
+    """Pairs of responses to one prompt; row i of `chosen` was preferred to row i of `rejected`."""
+
+    chosen: Int[Tensor, "B S"]
+    """Prompt then preferred response, right-padded."""
+    chosen_mask: Bool[Tensor, "B S"]
+    rejected: Int[Tensor, "B R"]
+    """Prompt then the other response, right-padded."""
+    rejected_mask: Bool[Tensor, "B R"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Record):
+    """Prompts to respond to, left-padded so that every response starts in the same column."""
+
+    tokens: Int[Tensor, "B P"]
+    mask: Bool[Tensor, "B P"]
+    index: Int[Tensor, " B"]
+    """Row of the prompt in its data set, to find its text and other columns again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Record):
+    """Responses sampled from the policy, with what the policy knew while it sampled."""
+
+    tokens: Int[Tensor, "B P+T"]
+    """Left-padded prompt, then right-padded response."""
+    mask: Bool[Tensor, "B P+T"]
+    """True on prompt and response tokens."""
+    response_mask: Bool[Tensor, "B T"]
+    """True on response tokens, the end token included."""
+    ended: Bool[Tensor, " B"]
+    """True where the policy produced an end token before it ran out of room."""
+    logprobs: Float[Tensor, "B T"]
+    """Log-probability of each response token under the sampling policy, nats; 0 on padding."""
+    values: Float[Tensor, "B T"]
+    """The critic's V(s_t) before token t is chosen; 0 on padding."""
+    index: Int[Tensor, " B"]
+    """Row of the prompt in its data set."""
+
+    @property
+    def responses(self) -> Int[Tensor, "B T"]:
+        """Response tokens; any id on padding."""
+        return self.tokens[:, -self.response_mask.shape[1] :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(Record):
+    """What the frozen models say of a rollout."""
+
+    score: Float[Tensor, " B"]
+    """The reward source's scalar for the whole response."""
+    ref_logprobs: Float[Tensor, "B T"]
+    """Log-probability of each response token under the reference, nats; 0 on padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(Record):
+    """A rollout with everything PPO's update needs; a pure function of (Rollout, Scores)."""
+
+    tokens: Int[Tensor, "B P+T"]
+    mask: Bool[Tensor, "B P+T"]
+    response_mask: Bool[Tensor, "B T"]
+    old_logprobs: Float[Tensor, "B T"]
+    """Of the sampling policy, nats; 0 on padding."""
+    old_values: Float[Tensor, "B T"]
+    """Of the critic at sampling time; 0 on padding."""
+    kl: Float[Tensor, "B T"]
+    """Estimated KL of the sampling policy to the reference, nats a token; 0 on padding."""
+    rewards: Float[Tensor, "B T"]
+    """Per-token signal: score at the last token minus kl_coef * kl; 0 on padding."""
+    advantages: Float[Tensor, "B T"]
+    """0 on padding; whitened over the batch if the configuration says so."""
+    returns: Float[Tensor, "B T"]
+    """Targets of the value head, from unwhitened advantages; 0 on padding."""
+    score: Float[Tensor, " B"]
+    """As the reward source gave it, before the missing-end rule."""
+    ended: Bool[Tensor, " B"]
+    index: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStats:
+    """Facts of one optimizer step of PPO: 0-d tensors, means over the minibatch's tokens."""
+
+    loss: Tensor
+    """policy_loss + vf_coef * value_loss - ent_coef * entropy."""
+    policy_loss: Tensor
+    """Clipped surrogate; lower is better."""
+    value_loss: Tensor
+    """Clipped squared error, with the factor 1/2."""
+    entropy: Tensor
+    """Of the policy now, nats a token."""
+    approx_kl: Tensor
+    """Policy at sampling against policy now, estimator k3, nats a token."""
+    clip_fraction: Tensor
+    """Share of tokens whose ratio left [1 - clip_range, 1 + clip_range]."""
+    value_clip_fraction: Tensor
+    """Share of tokens whose value left old_value +- clip_range_vf."""
+    ratio_mean: Tensor
+    ratio_max: Tensor
+    """Largest ratio of any token in the minibatch."""
+    grad_norm: Tensor
+    """Global norm before clipping."""

@@ -1,0 +1,116 @@
+"""The batches of one stage, for `Trainer.fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader
+
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.types import Record
+from lightning_rlhf.data.schedule import Schedule
+
+
+class Example(Protocol):
+    """Anything with a length."""
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+
+
+E = TypeVar("E", bound=Example)
+
+
+class StageData(LightningDataModule, Generic[E]):
+    """Tokenised examples as batches, in an order that an interrupted run takes up exactly.
+
+    The whole run is one Lightning epoch: `Trainer(max_epochs=1)`. A checkpoint holds the number
+    of batches trained on; a run resumed from it starts with the next one. The loaders have
+    generators of their own, since a loader draws a number whenever it is iterated over: how often
+    a run validates must not change what it samples.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: Sequence[E],
+        val: Sequence[E],
+        collate: Callable[[list[E]], Record],
+        batch_size: int,
+        val_batch_size: int,
+        batches: int,
+        seed: int,
+        pool_batches: int,
+    ) -> None:
+        """`batches` of `batch_size` examples are trained on; `pool_batches` as in Schedule."""
+        super().__init__()
+        self.train = train
+        self.val = val
+        self.collate = collate
+        self.val_batch_size = val_batch_size
+        self.schedule = Schedule(
+            lengths=[example.length for example in train],
+            batch_size=batch_size,
+            batches=batches,
+            seed=seed,
+            pool_batches=pool_batches,
+        )
+
+    def train_dataloader(self) -> DataLoader[E]:
+        """The batches from `schedule.start` on."""
+        return DataLoader(
+            self.train,  # type: ignore[arg-type]
+            batch_sampler=self.schedule,
+            collate_fn=self.collate,
+            generator=torch.Generator(),
+        )
+
+    def val_dataloader(self) -> DataLoader[E]:
+        """All validation examples, the longest first, so that too little memory shows at once."""
+        ordered = sorted(self.val, key=lambda example: -example.length)
+        return DataLoader(
+            ordered,  # type: ignore[arg-type]
+            batch_size=self.val_batch_size,
+            collate_fn=self.collate,
+            generator=torch.Generator(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, and what its order of batches depends on."""
+        # Counted when training_step is through, unlike `completed`, which a checkpoint written
+        # in on_train_batch_end finds one short.
+        assert self.trainer is not None
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        return {
+            "batches_trained": progress.processed,  # type: ignore[attr-defined]
+            "order": self._order(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Start after the batches that were trained on.
+
+        Raises:
+            CheckpointError: the batches would come in another order than before.
+        """
+        before, now = state_dict["order"], self._order()
+        changed = [
+            f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]
+        ]
+        if changed:
+            raise CheckpointError(
+                f"cannot resume: {'; '.join(changed)}. The order of the batches depends on it; "
+                "resume with what the run started with, or start a new run"
+            )
+        self.schedule.start = state_dict["batches_trained"]
+
+    def _order(self) -> dict[str, int]:
+        return {
+            "training examples": len(self.train),
+            "batch size": self.schedule.batch_size,
+            "seed": self.schedule.seed,
+            "pool_batches": self.schedule.pool_batches,
+        }

@@ -1,0 +1,211 @@
+"""From rows to tokens, within the limits of length.
+
+`long_prompts=cut` leaves out the oldest turns, a system turn excepted, down to the last user
+turn if need be; then the start of that turn's text, so that the template around it stays whole.
+`long_responses=cut` keeps the first tokens and no end token, so that no response is taught to
+end where it did not.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Generic, TypeVar
+
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.data.readers import Rows, say_counts
+from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
+
+R = TypeVar("R")
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationTokens:
+    """A prompt with the response to imitate."""
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return len(self.prompt) + len(self.response)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceTokens:
+    """A prompt with the preferred response and the other one."""
+
+    prompt: Sequence[int]
+    chosen: Sequence[int]
+    rejected: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer sequence."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A prompt to respond to."""
+
+    prompt: Sequence[int]
+    index: int
+    """Position of the prompt among the rows that were read."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+
+@dataclass(frozen=True)
+class Tokenised(Generic[E]):
+    """The rows that fit, as tokens, in the order of the file."""
+
+    examples: tuple[E, ...]
+    dropped: Counter[str]
+    """Rows that are not in `examples`, by reason."""
+    cut: Counter[str]
+    """Rows in `examples` that lost something, by what."""
+
+
+class _Dropped(Exception):
+    """The row does not fit; the message is the reason that it is counted by."""
+
+
+def tokenise_demonstrations(
+    rows: Rows[Demonstration], chat: ChatFormat, config: DataConfig
+) -> Tokenised[DemonstrationTokens]:
+    """Prompts and responses as tokens.
+
+    Raises:
+        DataError: no row is left.
+    """
+    fit_prompt = _prompt_fitter(chat, config)
+
+    def convert(index: int, row: Demonstration) -> tuple[DemonstrationTokens, set[str]]:
+        prompt, prompt_cut = fit_prompt(row.prompt)
+        response, response_cut = _fit_response(row.response, chat, config)
+        return DemonstrationTokens(prompt, response), prompt_cut | response_cut
+
+    return _tokenise(rows, convert, config)
+
+
+def tokenise_preferences(
+    rows: Rows[Preference], chat: ChatFormat, config: DataConfig
+) -> Tokenised[PreferenceTokens]:
+    """Pairs as tokens; a pair whose two responses are the same tokens is dropped.
+
+    Raises:
+        DataError: no row is left.
+    """
+    fit_prompt = _prompt_fitter(chat, config)
+
+    def convert(index: int, row: Preference) -> tuple[PreferenceTokens, set[str]]:
+        prompt, prompt_cut = fit_prompt(row.prompt)
+        chosen, chosen_cut = _fit_response(row.chosen, chat, config)
+        rejected, rejected_cut = _fit_response(row.rejected, chat, config)
+        if chosen == rejected:
+            raise _Dropped("chosen and rejected are the same tokens")
+        return PreferenceTokens(prompt, chosen, rejected), prompt_cut | chosen_cut | rejected_cut
+
+    return _tokenise(rows, convert, config)
+
+
+def tokenise_prompts(
+    rows: Rows[Prompt], chat: ChatFormat, config: DataConfig
+) -> Tokenised[PromptTokens]:
+    """Prompts as tokens, with their positions in `rows`.
+
+    Raises:
+        DataError: no row is left.
+    """
+    fit_prompt = _prompt_fitter(chat, config)
+
+    def convert(index: int, row: Prompt) -> tuple[PromptTokens, set[str]]:
+        prompt, prompt_cut = fit_prompt(row.prompt)
+        return PromptTokens(prompt, index), prompt_cut
+
+    return _tokenise(rows, convert, config)
+
+
+def _tokenise(
+    rows: Rows[R], convert: Callable[[int, R], tuple[E, set[str]]], config: DataConfig
+) -> Tokenised[E]:
+    examples: list[E] = []
+    dropped: Counter[str] = Counter()
+    cut: Counter[str] = Counter()
+    for index, row in enumerate(rows.rows):
+        try:
+            example, cuts = convert(index, row)
+        except _Dropped as reason:
+            dropped[str(reason)] += 1
+        else:
+            examples.append(example)
+            cut.update(cuts)
+    if not examples:
+        raise DataError(
+            f"none of the {len(rows)} rows of {rows.source} is left: {say_counts(dropped)}; raise "
+            f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
+            f"({config.max_response_tokens}), or set data.long_prompts=cut, "
+            "data.long_responses=cut"
+        )
+    return Tokenised(tuple(examples), dropped, cut)
+
+
+def _prompt_fitter(
+    chat: ChatFormat, config: DataConfig
+) -> Callable[[Messages], tuple[array[int], set[str]]]:
+    """A function from a prompt to its tokens and {"prompt cut"} or {}."""
+
+    @cache  # a prompt often has many rows
+    def fit(prompt: Messages) -> tuple[array[int], set[str]]:
+        tokens = chat.prompt_tokens(prompt)
+        if len(tokens) <= config.max_prompt_tokens:
+            return _compact(tokens), set()
+        if config.long_prompts == "drop":
+            raise _Dropped("prompt too long")
+        return _compact(_cut_prompt(prompt, chat, config.max_prompt_tokens)), {"prompt cut"}
+
+    return fit
+
+
+def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> list[int]:
+    system = tuple(turn for turn in prompt[:1] if turn.role == "system")
+    starts = [i for i, turn in enumerate(prompt) if turn.role == "user"]
+    for start in starts[1:]:
+        tokens = chat.prompt_tokens((*system, *prompt[start:]))
+        if len(tokens) <= limit:
+            return tokens
+    text = prompt[-1].content.rstrip()
+
+    def last_characters(count: int) -> list[int]:
+        return chat.prompt_tokens((*system, Message("user", text[-count:].lstrip())))
+
+    fits = bisect_right(range(1, len(text)), limit, key=lambda count: len(last_characters(count)))
+    if not fits:
+        raise _Dropped("prompt too long to cut: the chat template alone exceeds the limit")
+    return last_characters(fits)
+
+
+def _fit_response(text: str, chat: ChatFormat, config: DataConfig) -> tuple[array[int], set[str]]:
+    tokens = chat.response_tokens(text)
+    if len(tokens) <= config.max_response_tokens:
+        return _compact(tokens), set()
+    if config.long_responses == "drop":
+        raise _Dropped("response too long")
+    return _compact(tokens[: config.max_response_tokens]), {"response cut"}
+
+
+def _compact(tokens: Sequence[int]) -> array[int]:
+    """Four bytes a token, where a list of Python numbers takes forty."""
+    return array("i", tokens)

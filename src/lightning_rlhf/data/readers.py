@@ -1,0 +1,98 @@
+"""From a source to checked rows, before any model or tokenizer is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.data.rows import (
+    BadRow,
+    Demonstration,
+    Messages,
+    Preference,
+    Prompt,
+    Row,
+    decode_row,
+    is_answered,
+    parse_demonstration,
+    parse_preference,
+    parse_prompt,
+)
+from lightning_rlhf.data.sources import open_source
+
+OnBadRow = Literal["stop", "skip"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rows(Generic[T]):
+    """The rows of one source that can be used, in the order of the file."""
+
+    source: str
+    rows: tuple[T, ...]
+    left_out: Counter[str]
+    """Rows of the source that are not in `rows`, by reason."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def read_demonstrations(source: str, on_bad_row: OnBadRow) -> Rows[Demonstration]:
+    """Demonstrations; of a file of preferences, the prompts with the chosen responses.
+
+    Raises:
+        DataError: the file cannot be read, has no usable row, or `on_bad_row` is "stop" and a
+            row is bad; names file, line and reason.
+        HubError: the hub data set cannot be loaded.
+    """
+    return _read(source, on_bad_row, parse_demonstration)
+
+
+def read_preferences(source: str, on_bad_row: OnBadRow) -> Rows[Preference]:
+    """Preference pairs. Raises as `read_demonstrations`."""
+    return _read(source, on_bad_row, parse_preference)
+
+
+def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
+    """Prompts, from a file of any of the three kinds. Raises as `read_demonstrations`.
+
+    A prompt that comes with answers is kept once, where it is first seen; rows that hold a
+    prompt alone are all kept, since their other columns may differ.
+    """
+    read = _read(source, on_bad_row, lambda row: (parse_prompt(row), is_answered(row)))
+    prompts: list[Prompt] = []
+    seen: set[Messages] = set()
+    for prompt, answered in read.rows:
+        if not answered or prompt.prompt not in seen:
+            prompts.append(prompt)
+        seen.add(prompt.prompt)
+    repeated = Counter({"repeated prompt": len(read) - len(prompts)})
+    return Rows(source, tuple(prompts), read.left_out + repeated)
+
+
+def say_counts(counts: Counter[str]) -> str:
+    """Rows by reason in words, the most frequent first: "2 broken JSON, 1 repeated prompt"."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+
+
+def _read(source: str, on_bad_row: OnBadRow, parse: Callable[[Row], T]) -> Rows[T]:
+    opened = open_source(source)
+    rows: list[T] = []
+    left_out: Counter[str] = Counter()
+    for number, raw in opened.rows:
+        try:
+            rows.append(parse(decode_row(raw)))
+        except BadRow as bad:
+            if on_bad_row == "stop":
+                raise DataError(
+                    f"{source}, {opened.unit} {number}: {bad}. "
+                    "With data.on_bad_row=skip such rows are left out and counted"
+                ) from bad
+            left_out[bad.reason] += 1
+    if not rows:
+        reasons = f": {say_counts(left_out)}" if left_out else ", it is empty"
+        raise DataError(f"{source} holds no row that can be used{reasons}")
+    return Rows(source, tuple(rows), left_out)

@@ -1,0 +1,1 @@
+"""Models: loading, heads, the roles that share one base, and the folder a stage hands over."""

@@ -1,0 +1,191 @@
+"""The `final/` folder that one stage leaves for the next, and for everybody else.
+
+adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
+tokenizer.json, tokenizer_config.json, chat_template.jinja
+reward_head.safetensors | value_head.safetensors
+fingerprint.safetensors      logits of a fixed probe: of this model, and of what it stands on
+manifest.json                where it comes from and what it reached
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.loading import naming
+from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles, same_logits
+
+MANIFEST = "manifest.json"
+ADAPTER = "adapter_config.json"
+PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Where a checkpoint comes from and what it reached. Plain JSON types only."""
+
+    stage: str
+    base: str
+    """Hub id or folder of the base weights, or "from_config"."""
+    base_seed: int
+    """Seed of the base's random weights where it is "from_config"."""
+    parents: dict[str, str]
+    """Role -> the `final/` folder it was started from."""
+    tokenizer_hash: str
+    chat_template: str
+    reward_mean: float | None
+    """Of the reward on SFT samples; None unless this is a reward model."""
+    reward_std: float | None
+    metrics: dict[str, float]
+    config: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Final:
+    """A checkpoint folder on this machine; `manifest` is None where another program wrote it."""
+
+    path: Path
+    manifest: Manifest | None
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.path / ADAPTER).is_file()
+
+    def require_manifest(self, stage: str) -> Manifest:
+        """The manifest, which must be of `stage`."""
+        if self.manifest is None:
+            raise CheckpointError(
+                f"{self.path} has no {MANIFEST}; allowed: the final/ folder of a stage={stage} run"
+            )
+        if self.manifest.stage != stage:
+            raise CheckpointError(
+                f"{self.path} was written by stage={self.manifest.stage}; allowed: the final/ "
+                f"folder of a stage={stage} run"
+            )
+        return self.manifest
+
+
+def find(source: str, key: str) -> Final:
+    """The checkpoint at a local folder or hub id. Raises CheckpointError or HubError."""
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        with naming(source, key):
+            path = Path(snapshot_download(source))
+    file = path / MANIFEST
+    if not file.is_file():
+        if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
+            raise CheckpointError(
+                f"{key}={source} holds neither config.json nor {ADAPTER}: not a model folder"
+            )
+        return Final(path, None)
+    try:
+        return Final(path, Manifest(**json.loads(file.read_text())))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise CheckpointError(f"{file} is not a manifest of this program: {error}") from error
+
+
+def write_final(
+    folder: Path,
+    roles: Roles,
+    role: str,
+    tokenizer: PreTrainedTokenizerBase,
+    manifest: Manifest,
+    head: str | None,
+) -> None:
+    """Write `role` of `roles`, beside the target and then renamed, so it is whole or absent.
+
+    head: the name of the scalar head to save with it.
+    """
+    beside = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
+        config = roles.model.peft_config[role]
+        state = get_peft_model_state_dict(roles.model, adapter_name=role)
+        save_file(_on_cpu(state), beside / "adapter_model.safetensors")
+        inference = dataclasses.replace(config, inference_mode=True)
+        inference.base_model_name_or_path = _base_of(manifest)
+        inference.save_pretrained(str(beside))
+    else:
+        roles.causal_lm.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    if head is not None:
+        save_file(_on_cpu(roles.heads[head].state_dict()), beside / f"{head}_head.safetensors")
+    below = REFERENCE if role != SFT and manifest.stage != "sft" else BASE
+    fingerprints = {"self": roles.probe(role), "below": roles.probe(below)}
+    save_file(fingerprints, beside / "fingerprint.safetensors")
+    (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(beside, folder)
+
+
+def _base_of(manifest: Manifest) -> str:
+    return manifest.parents.get("sft") or manifest.base
+
+
+def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def load_head(final: Final, name: str, hidden_size: int) -> ScalarHead:
+    """The scalar head in `final`, which must fit `hidden_size`. Never a random one."""
+    file = final.path / f"{name}_head.safetensors"
+    if not file.is_file():
+        raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
+    state = load_file(file)
+    found = state["linear.weight"].shape[1]
+    if found != hidden_size:
+        raise CheckpointError(
+            f"{file} was trained on hidden states of size {found}, but this model's have "
+            f"{hidden_size}; use the {name} model that belongs to it"
+        )
+    head = ScalarHead(hidden_size)
+    head.load_state_dict(state)
+    return head.requires_grad_(False)
+
+
+def fingerprint(final: Final, of: str) -> torch.Tensor | None:
+    """Stored probe logits of the model itself ("self") or of what it stands on ("below")."""
+    file = final.path / "fingerprint.safetensors"
+    return load_file(file)[of] if file.is_file() else None
+
+
+def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
+    """Raise CheckpointError unless `role` gives the logits that `final` was written with."""
+    expected = fingerprint(final, of)
+    if expected is None:
+        return
+    found = roles.probe(role)
+    if found.shape != expected.shape or not same_logits(found, expected, roles.causal_lm.dtype):
+        raise CheckpointError(
+            f"{final.path} does not fit: the {role} model here gives other logits than "
+            f"{'it gave' if of == 'self' else 'the model that it was trained on gave'}. Train it "
+            "again from this model, or point to the checkpoint that belongs to it"
+        )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of the vocabulary: equal means that a token id is the same text."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a checkpoint means."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}

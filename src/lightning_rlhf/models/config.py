@@ -1,0 +1,65 @@
+"""What a model preset says. The values live in conf/model/*.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning_rlhf.core.config import require, require_number, require_one_of
+from lightning_rlhf.core.errors import ConfigError
+
+DType = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "int8", "nf4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRASettings:
+    """Low-rank adapters, https://arxiv.org/abs/2106.09685."""
+
+    r: int
+    alpha: float
+    target_modules: str | tuple[str, ...]
+    """Names of the linear layers that get an adapter, or "all-linear"."""
+
+    def __post_init__(self) -> None:
+        require_number("model.lora.r", self.r, at_least=1, whole=True)
+        require_number("model.lora.alpha", self.alpha, above=0)
+        require(bool(self.target_modules), "model.lora.target_modules", self.target_modules,
+                "a list of module names, or all-linear")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A causal language model: from the hub, from a folder, or built from a configuration."""
+
+    name: str
+    """Names the folder of its outputs."""
+    name_or_path: str | None
+    """Hub id or local folder; null where `from_config` is given."""
+    revision: str | None
+    from_config: dict[str, Any] | None
+    """Arguments of a transformers configuration, `model_type` among them: random weights."""
+    tokenizer: str | None
+    """Hub id or folder of the tokenizer; null means the model's own."""
+    dtype: DType
+    quantization: Quantization
+    attn_implementation: str | None
+    trust_remote_code: bool
+    lora: LoRASettings
+
+    def __post_init__(self) -> None:
+        if (self.name_or_path is None) == (self.from_config is None):
+            raise ConfigError(
+                "exactly one of model.name_or_path (hub id or folder) and model.from_config "
+                f"(a model with random weights) must be set; found {self.name_or_path!r} and "
+                f"{'a configuration' if self.from_config else None!r}"
+            )
+        if self.from_config is not None:
+            require("model_type" in self.from_config, "model.from_config",
+                    sorted(self.from_config), "a configuration with model_type")  # fmt: skip
+            require(self.tokenizer is not None, "model.tokenizer", None,
+                    "a folder or hub id, since model.from_config has no tokenizer")  # fmt: skip
+        require(bool(self.name), "model.name", self.name, "a short name for the output folder")
+        require_one_of("model.dtype", self.dtype, get_args(DType))
+        require_one_of("model.quantization", self.quantization, get_args(Quantization))
+        require_one_of("model.trust_remote_code", self.trust_remote_code, (True, False))

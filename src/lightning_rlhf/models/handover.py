@@ -1,0 +1,94 @@
+"""From what an earlier stage left to roles on one base, each checked against its fingerprint."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models.checkpoint import Final, check_fingerprint, load_head
+from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.loading import load_causal_lm
+from lightning_rlhf.models.roles import (
+    BASE,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    SFT,
+    VALUE,
+    Roles,
+    same_logits,
+)
+
+
+def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed: int) -> Roles:
+    """The SFT model as the reference: full weights, or an adapter on the base it was trained on.
+
+    sft: None stands for the base model as it is.
+    trainable: all of its weights, for full fine-tuning.
+    """
+    if sft is None:
+        return Roles(load_causal_lm(config, trainable=trainable, seed=seed))
+    if not sft.is_adapter:
+        roles = Roles(load_causal_lm(config, str(sft.path), trainable=trainable, seed=seed))
+        check_fingerprint(roles, REFERENCE, sft, "self")
+        return roles
+    if trainable:
+        raise CheckpointError(
+            f"finetune=full cannot start from {sft.path}, which is an adapter; allowed: "
+            "finetune=lora, or an SFT model trained with sft.finetune=full"
+        )
+    base_seed = sft.manifest.base_seed if sft.manifest else seed
+    roles = Roles(load_causal_lm(config, trainable=False, seed=base_seed))
+    check_fingerprint(roles, BASE, sft, "below")
+    roles.load_adapter(SFT, sft.path)
+    check_fingerprint(roles, REFERENCE, sft, "self")
+    return roles
+
+
+def attach_reward(roles: Roles, final: Final, config: ModelConfig, tokenizer_hash: str) -> Roles:
+    """Put the reward model of `final` on the shared base, or load it where it has its own.
+
+    Returns: the roles whose `reward` is to be asked; `roles` itself where the base is shared.
+    """
+    manifest = final.require_manifest("rm")
+    if manifest.tokenizer_hash != tokenizer_hash:
+        raise CheckpointError(
+            f"{final.path} was trained with another tokenizer (vocabulary "
+            f"{manifest.tokenizer_hash}, the policy's is {tokenizer_hash}): its reward would be "
+            "read off the wrong tokens. Train a reward model from this SFT model with stage=rm"
+        )
+    if final.is_adapter:
+        head = load_head(final, REWARD, roles.hidden_size)
+        check_fingerprint(roles, REFERENCE, final, "below")
+        roles.load_adapter(REWARD, final.path)
+        owner = roles
+    else:
+        owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0))
+        head = load_head(final, REWARD, owner.hidden_size)
+        owner.assign(REWARD)
+    owner.heads[REWARD] = head
+    check_fingerprint(owner, REWARD, final, "self")
+    return owner
+
+
+def random_reward(roles: Roles, generator: torch.Generator) -> None:
+    """A random head on the reference, to debug the loop."""
+    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, generator).requires_grad_(False)
+    roles.assign(REWARD)
+
+
+def add_policy(roles: Roles, config: ModelConfig) -> None:
+    """A fresh policy adapter and a value head at zero; the reference must stay what it was.
+
+    Raises CheckpointError where the reference, or the untrained policy, is not the SFT model.
+    """
+    before = roles.probe(REFERENCE)
+    roles.add_adapter(POLICY, config.lora)
+    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
+    for role in (REFERENCE, POLICY):
+        if not same_logits(roles.probe(role), before, roles.causal_lm.dtype):
+            raise CheckpointError(
+                f"the {role} does not start as the SFT model: its logits changed when the "
+                "policy's adapter was added. This is a fault of the adapter library's version"
+            )

@@ -1,0 +1,48 @@
+"""One scalar head, used for rewards and for values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+
+class ScalarHead(nn.Module):
+    """A linear map from a hidden state to one number, computed in fp32."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+
+    @classmethod
+    def random(cls, hidden_size: int, generator: torch.Generator) -> ScalarHead:
+        """Weights from N(0, 1 / sqrt(d + 1)) (standard deviation), bias 0: a reward head.
+
+        Source: Stiennon et al. 2020, appendix C, https://arxiv.org/abs/2009.01325
+        """
+        head = cls.zeros(hidden_size)
+        with torch.no_grad():
+            head.linear.weight.normal_(std=1 / math.sqrt(hidden_size + 1), generator=generator)
+        return head
+
+    @classmethod
+    def zeros(cls, hidden_size: int) -> ScalarHead:
+        """All zero, so that training starts from V = 0: a value head."""
+        head = cls(hidden_size)
+        nn.init.zeros_(head.linear.weight)
+        nn.init.zeros_(head.linear.bias)
+        return head
+
+    def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+        """One fp32 number for each hidden state."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.linear(hidden.float()).squeeze(-1)
+
+
+def last_real(x: Float[Tensor, "B S d"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "B d"]:
+    """What stands at the last True position of each row, whichever side the padding is on."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, position, -1).amax(dim=1)
+    return x[torch.arange(len(x), device=x.device), last]

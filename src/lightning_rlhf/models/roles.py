@@ -1,0 +1,201 @@
+"""One base model, several roles.
+
+Every role is the base seen through a stack of adapters:
+
+    reference   SFT                      frozen; the base itself if SFT was merged into it
+    policy      SFT + policy adapter     trained by PPO
+    reward      SFT + reward adapter     frozen in PPO, with the reward head
+
+so that one copy of the base weights serves them all, and the reference is the SFT model by
+construction whether SFT was merged or is an adapter of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.heads import last_real
+
+BASE, SFT, REFERENCE = "base", "sft", "reference"
+POLICY, REWARD, VALUE = "policy", "reward", "value"
+
+
+class Roles(nn.Module):
+    """A causal language model, its adapters and its scalar heads.
+
+    It always plays one role: the one last given to `play`, or inside `acting` the one given there.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.model: PreTrainedModel | PeftModel = causal_lm
+        self.heads = nn.ModuleDict()
+        self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
+        self._role = BASE
+        self._check_head()
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The language model without the adapter wrapper."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.causal_lm.get_output_embeddings().in_features)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.causal_lm.get_output_embeddings().out_features)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def add_adapter(self, role: str, settings: LoRASettings) -> None:
+        """A new trainable adapter on top of the reference; it changes nothing before training."""
+        targets = settings.target_modules
+        config = LoraConfig(
+            r=settings.r,
+            lora_alpha=settings.alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
+        try:
+            if isinstance(self.model, PeftModel):
+                self.model.add_adapter(role, config)
+            else:
+                self.model = PeftModel(self.model, config, adapter_name=role)
+        except ValueError as error:
+            raise CheckpointError(
+                f"model.lora.target_modules={targets}: {str(error).splitlines()[0]}"
+            ) from error
+        self._stack(role, trainable=True)
+
+    def load_adapter(self, role: str, folder: Path) -> None:
+        """A frozen adapter from a `final/` folder, on top of the reference."""
+        if isinstance(self.model, PeftModel):
+            self.model.load_adapter(str(folder), adapter_name=role)
+        else:
+            self.model = PeftModel.from_pretrained(self.model, str(folder), adapter_name=role)
+        self._stack(role, trainable=False)
+        if role == SFT:
+            self._stacks[REFERENCE] = self._stacks[SFT]
+
+    def assign(self, role: str) -> None:
+        """Let the reference itself play `role`, without an adapter of its own."""
+        self._stacks[role] = self._stacks[REFERENCE]
+        self.play(role)
+
+    def _stack(self, role: str, *, trainable: bool) -> None:
+        self._stacks[role] = (*self._stacks[REFERENCE], role)
+        self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
+        marker = f".{role}."
+        for name, parameter in self.model.named_parameters():
+            if marker in name and "lora_" in name:
+                parameter.requires_grad_(trainable)
+        self._trainable = [
+            p for n, p in self.model.named_parameters() if "lora_" in n and p.requires_grad
+        ]
+        self.model.eval()
+        self.play(role)
+
+    def play(self, role: str) -> None:
+        """Put on the adapters of `role`. What is trainable stays trainable."""
+        self._role = role
+        if not isinstance(self.model, PeftModel):
+            return
+        for layer in self._layers:
+            layer.set_adapter(list(self._stacks[role]), inference_mode=True)
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
+
+    @contextmanager
+    def acting(self, role: str) -> Iterator[None]:
+        """Inside, the model plays `role`; afterwards the one it played before."""
+        before = self._role
+        if role == before:
+            yield
+            return
+        self.play(role)
+        try:
+            yield
+        finally:
+            self.play(before)
+
+    def hidden(
+        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+    ) -> Float[Tensor, "B S d"]:
+        """Last hidden states of the acting role; padding may stand on either side."""
+        return self.causal_lm.base_model(
+            input_ids=tokens,
+            attention_mask=mask.long(),
+            position_ids=position_ids(mask),
+            use_cache=False,
+        ).last_hidden_state
+
+    def head(self, hidden: Float[Tensor, "*n d"]) -> Float[Tensor, "*n V"]:
+        """Logits of hidden states."""
+        return self.causal_lm.get_output_embeddings()(hidden)
+
+    def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
+        """The reward role's raw number for each sequence, read at its last real token."""
+        with self.acting(REWARD):
+            return self.heads[REWARD](last_real(self.hidden(tokens, mask), mask))
+
+    @torch.no_grad()
+    def probe(self, role: str) -> Float[Tensor, " V"]:
+        """fp32 logits that `role` gives after a fixed row of tokens: its fingerprint.
+
+        Two models with the same fingerprint are, for all that matters here, the same model. A
+        stage writes it beside its weights; the next one compares.
+        """
+        with self.acting(role):
+            return self.head(self.hidden(*self._probe_input())[:, -1]).float().cpu().squeeze(0)
+
+    def _probe_input(self) -> tuple[Int[Tensor, "1 S"], Bool[Tensor, "1 S"]]:
+        tokens = (torch.arange(1, 17) * 7919 % self.vocab_size)[None].to(self.device)
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """The logits must be `head(hidden)`; a model that caps or scales them is refused."""
+        tokens, mask = self._probe_input()
+        ours = self.head(self.hidden(tokens, mask)).float()
+        theirs = self.causal_lm(input_ids=tokens, attention_mask=mask.long()).logits.float()
+        if not same_logits(ours, theirs, self.causal_lm.dtype):
+            raise CheckpointError(
+                f"{self.causal_lm.config.model_type} changes its logits after the output layer "
+                "(soft-capping or scaling), which is not supported"
+            )
+
+
+def same_logits(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two rows of logits come from the same model, up to the rounding of `dtype`.
+
+    Root mean square difference relative to that of `b`: at most 1e-4 in fp32 (other kernels,
+    other order of sums) and 3e-2 in 16 bits (a merged adapter is rounded once more).
+    """
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    return bool((a - b).square().mean().sqrt() <= tolerance * b.square().mean().sqrt())
+
+
+def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+    """0 at the first real token, counting real tokens only; 0 on padding before it."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def trainable_names(module: nn.Module) -> Sequence[str]:
+    """Names of the parameters that are trained."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

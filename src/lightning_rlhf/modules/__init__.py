@@ -1,0 +1,1 @@
+"""The stages: one LightningModule each, sharing functions and no ancestor."""

@@ -1,0 +1,91 @@
+"""Optimizer, schedule and the one step that all stages take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_rlhf.core.config import StageConfig
+
+
+def build_optimizer(
+    groups: Mapping[float, nn.Module], config: StageConfig, total_steps: int
+) -> dict[str, Any]:
+    """AdamW over the trainable parameters, and its schedule, as Lightning wants them.
+
+    groups: learning-rate factor -> module. Vectors (biases, norms) get no weight decay.
+    total_steps: calls of the scheduler over the whole run.
+    """
+    parameter_groups = []
+    for factor, module in groups.items():
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for decay, matrices in ((config.weight_decay, True), (0.0, False)):
+            chosen = [p for p in trained if (p.ndim > 1) == matrices]
+            if chosen:
+                parameter_groups.append(
+                    {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
+                )
+    optimizer = torch.optim.AdamW(
+        parameter_groups, betas=(0.9, config.adam_beta2), eps=config.adam_eps
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, total_steps, config)
+    )
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
+    """Learning rate of step 0, 1, … over its peak: linear warm-up, then the schedule.
+
+    "linear" and "cosine" fall to 0 at total_steps, "constant" stays at 1.
+    """
+    warmup = config.warmup_fraction * total_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1.0, total_steps - warmup))
+    match config.lr_schedule:
+        case "linear":
+            return 1 - done
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        case _:
+            return 1.0
+
+
+def optimizer_step(
+    module: L.LightningModule, losses: Iterable[Tensor], max_grad_norm: float
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step on the sum of `losses`, each backpropagated as it comes.
+
+    The losses carry their denominator, so that N micro-batches give the gradient of one.
+    Returns: the summed loss and the global gradient norm before clipping, both 0-d.
+    """
+    optimizer = module.optimizers()
+    assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+    optimizer.zero_grad()
+    total = torch.zeros((), device=module.device)
+    for loss in losses:
+        module.manual_backward(loss)
+        total += loss.detach()
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(trained, max_grad_norm)
+    optimizer.step()
+    return total, norm
+
+
+def advance_schedule(module: L.LightningModule) -> None:
+    """Move the learning rate one step on; Lightning does not do it in manual optimization."""
+    scheduler = module.lr_schedulers()
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    scheduler.step()
+
+
+def trainable_state(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that training changes; the rest is in the checkpoints it started from."""
+    names = {name for name, p in module.named_parameters() if p.requires_grad}
+    return {k: v for k, v in nn.Module.state_dict(module).items() if k in names}

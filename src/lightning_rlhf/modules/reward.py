@@ -1,0 +1,71 @@
+"""Reward modelling: learn a score from pairs of which people preferred one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_rlhf.core.config import RMConfig
+from lightning_rlhf.core.losses import bradley_terry_loss
+from lightning_rlhf.core.types import Preferences
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.optim import (
+    advance_schedule,
+    build_optimizer,
+    optimizer_step,
+    trainable_state,
+)
+
+
+class RewardModule(L.LightningModule):
+    """Bradley-Terry on preference pairs, mean over the batch's pairs.
+
+    Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155
+    """
+
+    def __init__(self, roles: Roles, config: RMConfig) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False
+        self.roles = roles
+        self.config = config
+
+    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
+        rewards: list[dict[str, Tensor]] = []
+        parts = batch.split(self.config.microbatch_size)
+        losses = (self.loss_sum(part, rewards) / len(batch) for part in parts)
+        loss, grad_norm = optimizer_step(self, losses, self.config.max_grad_norm)
+        advance_schedule(self)
+        sides = {side: torch.cat([r[side] for r in rewards]) for side in ("chosen", "rejected")}
+        return {"loss": loss, "grad_norm": grad_norm, **sides}
+
+    def validation_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
+        return self.rewards(batch)
+
+    def loss_sum(self, batch: Preferences, rewards: list[dict[str, Tensor]]) -> Tensor:
+        """Loss summed over the pairs, 0-d; what the two sides got is appended to `rewards`."""
+        sides = self.rewards(batch)
+        rewards.append({name: reward.detach() for name, reward in sides.items()})
+        return bradley_terry_loss(sides["chosen"], sides["rejected"]).sum()
+
+    def rewards(self, batch: Preferences) -> dict[str, Tensor]:
+        """Raw rewards, [B], of the chosen and of the rejected responses, in one forward pass."""
+        width = max(batch.chosen.shape[1], batch.rejected.shape[1])
+        sides = (batch.chosen, batch.chosen_mask), (batch.rejected, batch.rejected_mask)
+        tokens, mask = (
+            torch.cat([F.pad(side[i], (0, width - side[i].shape[1])) for side in sides])
+            for i in range(2)
+        )
+        chosen, rejected = self.roles.reward(tokens, mask).chunk(2)
+        return {"chosen": chosen, "rejected": rejected}
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        return build_optimizer({1.0: self.roles}, self.config, steps)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return trainable_state(self)

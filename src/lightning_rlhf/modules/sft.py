@@ -1,0 +1,61 @@
+"""Supervised fine-tuning: imitate demonstrations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+
+from lightning_rlhf.core.config import SFTConfig
+from lightning_rlhf.core.logprobs import token_logprobs
+from lightning_rlhf.core.types import Demonstrations
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.optim import (
+    advance_schedule,
+    build_optimizer,
+    optimizer_step,
+    trainable_state,
+)
+
+
+class SFTModule(L.LightningModule):
+    """Cross-entropy on the tokens of the response and its end token, mean over the batch's tokens.
+
+    Source: Ouyang et al. 2022, section 3.5, https://arxiv.org/abs/2203.02155
+    """
+
+    def __init__(self, roles: Roles, config: SFTConfig) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False
+        self.roles = roles
+        self.config = config
+
+    def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
+        tokens = batch.target_mask.sum()
+        parts = batch.split(self.config.microbatch_size)
+        losses = (self.nll_sum(part) / tokens for part in parts)
+        loss, grad_norm = optimizer_step(self, losses, self.config.max_grad_norm)
+        advance_schedule(self)
+        return {"loss": loss, "tokens": tokens, "grad_norm": grad_norm}
+
+    def validation_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
+        return {"nll_sum": self.nll_sum(batch), "tokens": batch.target_mask.sum()}
+
+    def nll_sum(self, batch: Demonstrations) -> Tensor:
+        """Negative log-likelihood of the target tokens, nats, summed over the batch; 0-d."""
+        hidden = self.roles.hidden(batch.tokens, batch.mask)[:, :-1]
+        mask = batch.target_mask[:, 1:]
+        logprobs, _ = token_logprobs(
+            hidden[mask], batch.tokens[:, 1:][mask], self.roles.head,
+            temperature=1.0, vocab_size=self.roles.vocab_size,
+        )  # fmt: skip
+        return -logprobs.sum()
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        return build_optimizer({1.0: self.roles}, self.config, steps)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return trainable_state(self)

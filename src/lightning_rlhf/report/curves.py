@@ -1,0 +1,189 @@
+"""Which curves each stage shows: panels of axes of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Stage = Literal["sft", "rm", "ppo"]
+
+# Okabe and Ito's palette, told apart with every common colour blindness.
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+
+SHARE = (0.0, 1.04)
+"""Limits that show a share as what it is, with room for a line at 1."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric; sparse ones (of evaluations) get a marker at each point."""
+
+    metric: str
+    label: str
+    color: str
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Lines that share a unit."""
+
+    unit: str
+    lines: tuple[Line, ...]
+    scale: Literal["linear", "log"] = "linear"
+    limits: tuple[float, float] | None = None
+    """None fits them to the data."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot; `right` is a second axis with a unit of its own."""
+
+    title: str
+    left: Axis
+    right: Axis | None = None
+    reference: tuple[float, str] | None = None
+    """A level worth comparing with, and its name."""
+
+    @property
+    def metrics(self) -> Iterable[str]:
+        """The metrics it shows."""
+        axes = [self.left] if self.right is None else [self.left, self.right]
+        return (line.metric for axis in axes for line in axis.lines)
+
+
+SFT_PANELS = (
+    Panel(
+        "Loss",
+        Axis(
+            "nats a token",
+            (
+                Line("update/loss", "training", BLUE),
+                Line("eval/loss", "validation", ORANGE, sparse=True),
+            ),
+        ),
+    ),
+    Panel(
+        "Perplexity",
+        Axis(
+            "tokens",
+            (
+                Line("update/perplexity", "training", BLUE),
+                Line("eval/perplexity", "validation", ORANGE, sparse=True),
+            ),
+            scale="log",
+        ),
+    ),
+    Panel("Learning rate", Axis("", (Line("update/lr", "learning rate", BLUE),))),
+)
+
+RM_PANELS = (
+    Panel(
+        "Loss",
+        Axis(
+            "nats a pair",
+            (
+                Line("update/rm_loss", "training", BLUE),
+                Line("eval/rm_loss", "validation", ORANGE, sparse=True),
+            ),
+        ),
+        reference=(0.6931, "guessing"),
+    ),
+    Panel(
+        "Accuracy",
+        Axis(
+            "share of pairs",
+            (
+                Line("update/accuracy", "training", BLUE),
+                Line("eval/accuracy", "validation", ORANGE, sparse=True),
+            ),
+        ),
+        reference=(0.5, "guessing"),
+    ),
+    Panel(
+        "Rewards in training",
+        Axis(
+            "reward",
+            (
+                Line("update/reward_chosen", "chosen", GREEN),
+                Line("update/reward_rejected", "rejected", PURPLE),
+            ),
+        ),
+    ),
+    Panel(
+        "Margin, chosen less rejected",
+        Axis(
+            "reward",
+            (
+                Line("update/reward_margin", "training", BLUE),
+                Line("eval/reward_margin", "validation", ORANGE, sparse=True),
+            ),
+        ),
+        reference=(0.0, "no preference"),
+    ),
+)
+
+_PPO_PANELS = (
+    Panel(
+        "Reward, before the KL penalty",
+        Axis(
+            "score",
+            (
+                Line("reward_mean", "training", BLUE),
+                Line("eval/reward_mean", "held-out prompts", ORANGE, sparse=True),
+            ),
+        ),
+    ),
+    Panel(
+        "KL to the reference",
+        Axis(
+            "nats a response",
+            (
+                Line("kl_divergence", "training", BLUE),
+                Line("eval/kl", "held-out prompts", ORANGE, sparse=True),
+            ),
+        ),
+    ),
+    Panel("Entropy of the policy", Axis("nats a token", (Line("entropy", "training", BLUE),))),
+    Panel(
+        "Loss (no sign of progress)",
+        Axis(
+            "",
+            (
+                Line("ppo_loss", "PPO", BLUE),
+                Line("update/policy_loss", "policy", GREEN),
+                Line("update/value_loss", "value", PURPLE),
+            ),
+        ),
+    ),
+    Panel(
+        "Responses",
+        Axis("tokens", (Line("rollout/response_tokens", "length", BLUE),)),
+        Axis("share", (Line("rollout/ended", "ended (right)", GREEN),), limits=SHARE),
+    ),
+)
+
+_JUDGE = Panel(
+    "Judge, on held-out prompts",
+    Axis("score", (Line("eval/judge/gold", "gold", BLUE, sparse=True),)),
+    Axis("share", (Line("eval/judge/correct", "correct (right)", GREEN, True),), limits=SHARE),
+)
+
+_STEP_SIZE = Panel(
+    "Size of an iteration's update",
+    Axis("nats a token", (Line("update/approx_kl", "approx. KL", BLUE),)),
+    Axis("share of tokens", (Line("update/clip_fraction", "clipped (right)", GREEN),)),
+)
+
+
+def panels(stage: Stage, measured: Iterable[str]) -> Sequence[Panel]:
+    """The stage's panels; PPO's last one is the judge's where there was a judge."""
+    match stage:
+        case "sft":
+            return SFT_PANELS
+        case "rm":
+            return RM_PANELS
+        case "ppo":
+            judged = set(measured) & set(_JUDGE.metrics)
+            return (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE)

@@ -1,0 +1,123 @@
+"""curves.png: a run at a glance, drawn from its metrics.csv."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from lightning_rlhf.report.curves import Axis, Panel, Stage, panels
+
+TITLES: Mapping[Stage, str] = {
+    "sft": "Supervised fine-tuning",
+    "rm": "Reward model",
+    "ppo": "PPO",
+}
+X_LABELS: Mapping[Stage, str] = {
+    "sft": "optimizer step",
+    "rm": "optimizer step",
+    "ppo": "iteration",
+}
+COLUMNS: Mapping[Stage, int] = {"sft": 3, "rm": 2, "ppo": 3}
+
+WIDTH_IN, ROW_IN, DPI = 12.8, 3.4, 150
+GREY = "#777777"
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "font.size": 10,
+}
+
+Curve = tuple[list[int], list[float]]
+
+
+def draw_curves(run_dir: Path, stage: Stage) -> Path:
+    """Draw `<run_dir>/curves.png` from `<run_dir>/metrics.csv`."""
+    import matplotlib as mpl
+
+    curves = read_curves(run_dir / "metrics.csv")
+    shown = panels(stage, curves)
+    columns = COLUMNS[stage]
+    rows = -(-len(shown) // columns)
+    with mpl.rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(wspace=0.05, hspace=0.06)
+        figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.4), layout=layout)
+        figure.suptitle(f"{TITLES[stage]}: {_short(run_dir)}", x=0.01, ha="left", weight="bold")
+        plots = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, panel in zip(plots, shown, strict=True):
+            _draw_panel(axes, panel, curves)
+            axes.set_xlabel(X_LABELS[stage])
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        path = run_dir / "curves.png"
+        figure.savefig(path, dpi=DPI)
+    return path
+
+
+def read_curves(path: Path) -> dict[str, Curve]:
+    """Metric -> (steps, values), without the steps at which it was not measured."""
+    curves: dict[str, Curve] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            step = int(row.pop("step"))
+            for name, cell in row.items():
+                if cell:
+                    steps, values = curves.setdefault(name, ([], []))
+                    steps.append(step)
+                    values.append(float(cell))
+    return curves
+
+
+def _draw_panel(axes: Axes, panel: Panel, curves: Mapping[str, Curve]) -> None:
+    axes.set_title(panel.title, loc="left", pad=24, fontsize=11)
+    handles = _draw_lines(axes, panel.left, curves)
+    if panel.right is not None:
+        twin = axes.twinx()
+        twin.grid(visible=False)
+        twin.spines["right"].set_visible(True)
+        handles += _draw_lines(twin, panel.right, curves)
+    if panel.reference is not None:
+        level, name = panel.reference
+        handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
+    if not any(metric in curves for metric in panel.metrics):
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
+    # Above the plot, where no curve can run under it.
+    axes.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(handles),
+        frameon=False, borderaxespad=0.2, handlelength=1.6, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Line2D]:
+    axes.set_ylabel(axis.unit)
+    if axis.scale == "log":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter("")
+    axes.yaxis.set_major_formatter("{x:g}")
+    if axis.limits is not None:
+        axes.set_ylim(*axis.limits)
+    handles = []
+    for line in axis.lines:
+        if line.metric in curves:
+            steps, values = curves[line.metric]
+            # A line needs two points to be seen.
+            marker = "o" if line.sparse or len(steps) == 1 else None
+            handles += axes.plot(
+                steps, values, color=line.color, label=line.label, marker=marker, markersize=4,
+                linewidth=1.8 if line.sparse else 1.3, zorder=3 if line.sparse else 2,
+            )  # fmt: skip
+    return handles
+
+
+def _short(run_dir: Path) -> str:
+    """The last folders of the path, enough to tell runs apart."""
+    parts: Sequence[str] = run_dir.resolve().parts[-3:]
+    return "/".join(parts)

@@ -1,0 +1,111 @@
+"""Tables for the end of a run and of a sweep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+JUDGE = "eval/judge/"
+
+LABELS: Mapping[str, str] = {
+    "eval/reward_mean": "learned reward",
+    "eval/judge/gold": "gold score",
+    "eval/kl": "KL to the SFT model, nats a response",
+    "eval/response_tokens": "response length, tokens",
+    "eval/ended": "ended in time",
+    "eval/judge/correct": "correct",
+    "eval/judge/correct_misconception": "correct where people err",
+    "eval/judge/polite": "polite",
+    "eval/judge/rude": "rude",
+}
+"""Metric -> what it is called, in the order of the table; other parts of a judge follow."""
+
+ABSENT = "-"
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One job of a sweep."""
+
+    overrides: str
+    status: str
+    metrics: Mapping[str, float]
+
+
+def before_after_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """SFT against PPO on the same held-out prompts."""
+    table = Table(title="On held-out prompts", title_justify="left")
+    table.add_column("")
+    for heading in ("SFT", "after PPO", "change"):
+        table.add_column(heading, justify="right")
+    parts = sorted(name for name in after if name.startswith(JUDGE) and name not in LABELS)
+    for name in [*(name for name in LABELS if name in after), *parts]:
+        label = LABELS[name] if name in LABELS else name.removeprefix(JUDGE)
+        table.add_row(label, *_change(before, after, name))
+    return table
+
+
+def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
+    """`n` held-out prompts with the SFT model's and PPO's response.
+
+    The choice depends on the two files alone: spread evenly over the prompts whose responses
+    differ, or over all where none do.
+    """
+    pairs = list(zip(_read(before_jsonl), _read(after_jsonl), strict=True))
+    differing = [pair for pair in pairs if pair[0]["response"] != pair[1]["response"]]
+    table = Table(title="The same prompts", title_justify="left", show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    for before, after in spread(differing, n) or spread(pairs, n):
+        table.add_section()
+        table.add_row("prompt", Text(before["prompt"], style="bold"), "")
+        table.add_row("SFT", Text(before["response"]), _numbers(before))
+        table.add_row("PPO", Text(after["response"]), _numbers(after))
+    return table
+
+
+def spread(items: Sequence[Any], n: int) -> list[Any]:
+    """`n` items at even distances, all of them where there are no more."""
+    if len(items) <= n:
+        return list(items)
+    return [items[i * len(items) // n] for i in range(n)]
+
+
+def sweep_table(rows: Sequence[SweepRow]) -> Table:
+    """One line a job, with every metric that some job has."""
+    table = Table(title="Sweep", title_justify="left")
+    table.add_column("overrides", overflow="fold")
+    table.add_column("status")
+    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in rows:
+        numbers = [f"{row.metrics[n]:.3f}" if n in row.metrics else ABSENT for n in names]
+        table.add_row(Text(row.overrides), Text(row.status), *numbers)
+    return table
+
+
+def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) -> list[str]:
+    if name not in before:
+        return [ABSENT, f"{after[name]:.2f}", ABSENT]
+    change = after[name] - before[name]
+    return [f"{before[name]:.2f}", f"{after[name]:.2f}", f"{change:+.2f}"]
+
+
+def _read(path: Path) -> list[Sample]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _numbers(sample: Sample) -> str:
+    gold = f"gold {sample['judge']['gold']:+.2f}, " if "gold" in sample["judge"] else ""
+    return f"{gold}reward {sample['score']:+.2f}"

@@ -1,0 +1,1 @@
+"""Sources of the score that PPO maximises."""

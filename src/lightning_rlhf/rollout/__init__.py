@@ -1,0 +1,1 @@
+"""Generate responses and score them."""

@@ -1,0 +1,162 @@
+"""Modules that return what the real stages return, made of invented numbers, and run in no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch.utils.data import DataLoader
+
+from lightning_rlhf.core.types import Experience, Rollout, Scores, UpdateStats
+
+UPDATES = 2
+
+
+class Chat:
+    def decode_response(self, tokens: list[int]) -> str:
+        return " ".join(f"t{token}" for token in tokens)
+
+
+def make_experience(**changes: Any) -> Experience:
+    """Two responses, of 3 and of 1 token, after prompts of 1 token.
+
+    kl sums to 0.6 and -0.1, rewards to 1.4 and -0.9.
+    """
+    fields: dict[str, Any] = {
+        "tokens": torch.tensor([[9, 1, 2, 3], [8, 4, 0, 0]]),
+        "mask": torch.tensor([[True, True, True, True], [True, True, False, False]]),
+        "response_mask": torch.tensor([[True, True, True], [True, False, False]]),
+        "old_logprobs": torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]]),
+        "old_values": torch.tensor([[1.0, 1.0, 2.0], [0.0, 0.0, 0.0]]),
+        "kl": torch.tensor([[0.1, 0.2, 0.3], [-0.1, 0.0, 0.0]]),
+        "rewards": torch.tensor([[-0.1, -0.2, 1.7], [-0.9, 0.0, 0.0]]),
+        "advantages": torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.0, 0.0]]),
+        "returns": torch.tensor([[2.0, 1.0, 3.0], [-2.0, 0.0, 0.0]]),
+        "score": torch.tensor([2.0, -1.0]),
+        "ended": torch.tensor([True, False]),
+        "index": torch.tensor([1, 0]),
+    }
+    return Experience(**{**fields, **changes})
+
+
+def make_updates() -> tuple[UpdateStats, ...]:
+    """Two optimizer steps whose every number is 1 and 3."""
+    names = UpdateStats.__dataclass_fields__
+    return tuple(UpdateStats(**dict.fromkeys(names, torch.tensor(v))) for v in (1.0, 3.0))
+
+
+class FakePPO(LightningModule):
+    """Manual optimization with two optimizer steps an iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.iteration = 0
+        self.chat = Chat()
+
+    def prompt_rows(self, split: str) -> list[dict[str, Any]]:
+        return [{"prompt": f"{split} question {i} [b]?"} for i in range(2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        for _ in range(UPDATES):
+            self.optimizers().step()
+        self.iteration += 1
+        return {
+            "experience": make_experience(score=torch.tensor([2.0, -1.0]) + self.iteration),
+            "updates": make_updates(),
+            "kl_coef": 0.05,
+            "seconds": {"rollout": 2.0, "score": 1.0, "update": 1.0},
+        }
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        rollout = Rollout(
+            tokens=torch.tensor([[9, 1, 2, 3], [8, 4, 0, 0]]),
+            mask=torch.tensor([[True, True, True, True], [True, True, False, False]]),
+            response_mask=torch.tensor([[True, True, True], [True, False, False]]),
+            ended=torch.tensor([True, False]),
+            logprobs=torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]]),
+            values=torch.zeros(2, 3),
+            index=torch.tensor([0, 1]),
+        )
+        ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, 0.0, 0.0]])
+        score = torch.tensor([1.0, 0.0]) + self.iteration
+        return {"rollout": rollout, "scores": Scores(score=score, ref_logprobs=ref)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["iteration"] = self.iteration
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.iteration = checkpoint["iteration"]
+
+
+class FakeSFT(LightningModule):
+    """Batch k has k + 1 target tokens of loss k, so that a mean of means is not the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss = self.weight.sum() * 0.0 + float(batch_idx)
+        return {"loss": loss, "tokens": torch.tensor(batch_idx + 1)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"nll_sum": torch.tensor(2.0 * batch_idx), "tokens": torch.tensor(batch_idx + 1)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class FakeReward(FakeSFT):
+    """One pair right, one tied; with a gradient norm as under manual optimization."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        sides = self.validation_step(batch, batch_idx)
+        return {"loss": self.weight.sum() * 0.0, "grad_norm": torch.tensor(0.25), **sides}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        return {"chosen": torch.tensor([1.0, 0.0]), "rejected": torch.tensor([-1.0, 0.0])}
+
+
+Fit = Callable[..., Trainer]
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Fit:
+    """Fit a fake module for `batches` batches; a batch is nothing but a number."""
+
+    def run(
+        module: LightningModule,
+        callbacks: list[Callback],
+        loggers: list[Logger],
+        *,
+        batches: int,
+        ckpt_path: Path | None = None,
+        **options: Any,
+    ) -> Trainer:
+        torch.manual_seed(0)
+        defaults: dict[str, Any] = {"enable_progress_bar": False, "num_sanity_val_steps": 0}
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            logger=loggers,
+            callbacks=callbacks,
+            default_root_dir=tmp_path,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            **{**defaults, **options},
+        )
+        data = DataLoader(list(range(batches)))
+        trainer.fit(module, data, DataLoader(list(range(2))), ckpt_path=ckpt_path)
+        return trainer
+
+    return run

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.callbacks.evaluation import Evaluation, evaluation_metrics, load_judge
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.core.errors import ConfigError
+
+from .conftest import FakePPO, Fit
+
+
+def judge(row: Mapping[str, Any], response: str, ended: bool) -> dict[str, float | None]:
+    return {"gold": float(len(response)), "correct": 1.0 if ended else None}
+
+
+def test_every_sample_is_kept_and_the_means_are_over_them(fit: Fit, tmp_path: Path) -> None:
+    # Two validation batches of the same two responses: "t1 t2 t3" (ended) and "t4".
+    # KL: -1 + 1.5 = 0.5 and -2 + 1 = -1. Scores k + 1 and k in iteration k.
+    evaluation = Evaluation(judge, tmp_path)
+    fit(
+        FakePPO(), [evaluation], [MetricsFile(tmp_path)],
+        batches=4, val_check_interval=2, num_sanity_val_steps=-1,
+    )  # fmt: skip
+    files = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert files == ["eval_000000.jsonl", "eval_000002.jsonl", "eval_000004.jsonl"]
+    lines = (tmp_path / "samples" / "eval_000002.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[1]) == {
+        "index": 1, "prompt": "val question 1 [b]?", "response": "t4", "ended": False,
+        "tokens": 1, "score": 2.0, "kl": -1.0, "judge": {"gold": 2.0, "correct": None},
+    }  # fmt: skip
+    expected = {
+        "eval/reward_mean": 4.5, "eval/kl": -0.25, "eval/response_tokens": 2.0, "eval/ended": 0.5,
+        "eval/judge/correct": 1.0, "eval/judge/gold": 5.0,
+    }  # fmt: skip
+    assert evaluation.last == expected
+    assert evaluation.first == {**expected, "eval/reward_mean": 0.5}
+
+
+def test_the_first_evaluation_survives_a_resume(tmp_path: Path) -> None:
+    before, after = Evaluation(None, tmp_path), Evaluation(None, tmp_path)
+    before.first = before.last = {"eval/reward_mean": 1.0}
+    after.load_state_dict(before.state_dict())
+    assert after.first == {"eval/reward_mean": 1.0}
+
+
+def test_without_a_judge_there_is_no_verdict(fit: Fit, tmp_path: Path) -> None:
+    evaluation = Evaluation(None, tmp_path)
+    fit(FakePPO(), [evaluation], [], batches=1)
+    assert evaluation.last is not None
+    assert not any("judge" in name for name in evaluation.last)
+
+
+def test_a_part_that_never_applies_has_no_mean() -> None:
+    sample = {"score": 1.0, "kl": 0.0, "tokens": 1, "ended": True}
+    metrics = evaluation_metrics([{**sample, "judge": {"gold": 1.0, "polite": None}}])
+    assert "eval/judge/gold" in metrics
+    assert "eval/judge/polite" not in metrics
+
+
+def test_a_judge_is_loaded_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "rules.py"
+    file.write_text("def gold(row, response, ended):\n    return {'gold': 1.0}\n")
+    assert load_judge(f"{file}:gold")({}, "", True) == {"gold": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{folder}/rules.py", "allowed: 'path/to/file.py:function'"),
+        ("rules:gold", "allowed: 'path/to/file.py:function'"),
+        ("{folder}/none.py:gold", "there is no file"),
+        ("{folder}/rules.py:golden", r"no function 'golden', it has \['gold'\]"),
+    ],
+)
+def test_a_judge_that_is_not_there_is_named(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "rules.py").write_text("LIMIT = 3\ndef gold(row, response, ended): ...\n")
+    with pytest.raises(ConfigError, match=f"data.judge.*{message}"):
+        load_judge(source.format(folder=tmp_path))

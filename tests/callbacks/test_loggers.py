@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_rlhf.callbacks.loggers import (
+    LoggerConfig,
+    RunIdentity,
+    RunTensorBoard,
+    WandbConfig,
+    build_loggers,
+    close_loggers,
+    logger_config,
+    wandb_mode,
+)
+from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.core.errors import ConfigError
+
+from .conftest import FakePPO, Fit
+
+CONF = Path(__file__).parents[2] / "conf" / "logger"
+IDENTITY = RunIdentity(name="run", stage="ppo", model="tiny", sweep="lr", config={"seed": {"a": 1}})
+
+
+def options(kind: str) -> dict[str, Any]:
+    loaded = OmegaConf.to_container(OmegaConf.load(CONF / f"{kind}.yaml"))
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items()}
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for folder in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(folder, str(tmp_path / folder))
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "wandb"])
+def test_each_file_in_conf_is_a_config(kind: str) -> None:
+    config = logger_config(options(kind))
+    assert config.kind == kind
+    assert isinstance(config, WandbConfig if kind == "wandb" else LoggerConfig)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"kind": "mlflow"}, "logger.kind is 'mlflow'"), ({"mode": "on"}, "logger.mode is 'on'")],
+)
+def test_a_value_that_is_not_allowed_is_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{message}; allowed: "):
+        logger_config({**options("wandb"), **change})
+
+
+@pytest.mark.parametrize("change", [{"projekt": "x"}, {"kind": "csv"}])
+def test_keys_that_nothing_reads_are_refused(change: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="logger has the keys"):
+        logger_config({**options("wandb"), **change})
+
+
+def test_wandb_is_online_only_with_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert wandb_mode("auto") == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert wandb_mode("auto") == "online"
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert wandb_mode("auto") == "online"
+    assert wandb_mode("offline") == "offline"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode("online") == "disabled"
+
+
+def test_tensorboard_has_the_curves_the_samples_and_no_later_steps_after_a_rewind(
+    fit: Fit, tmp_path: Path
+) -> None:
+    config = logger_config(options("tensorboard"))
+    samples = Samples(every_n_iterations=2, count=1, characters=50, run_dir=tmp_path)
+    loggers = build_loggers(config, tmp_path, IDENTITY)
+    fit(FakePPO(), [PPOMetrics(), samples], loggers, batches=4)
+    resumed = RunTensorBoard(tmp_path)
+    resumed.rewind(2)
+    resumed.log_metrics({"reward_mean": 99.0}, step=3)
+    resumed.finalize("success")
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    rewards = [(event.step, event.value) for event in events.Scalars("reward_mean")]
+    assert rewards == [(1, 1.5), (2, 2.5), (3, 99.0)]
+    text = events.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "train question 1 [b]? | t1 t2 t3 |" in text
+    assert (tmp_path / "metrics.csv").exists()
+
+
+def test_wandb_offline_keeps_curves_samples_and_identity(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = logger_config(options("wandb"))
+    loggers = build_loggers(config, tmp_path, IDENTITY)
+    said = capsys.readouterr().out
+    assert said.startswith("W&B: offline, as WANDB_API_KEY and netrc hold no key; upload later")
+    assert said.count("\n") == 1
+
+    samples = Samples(every_n_iterations=1, count=2, characters=50, run_dir=tmp_path)
+    fit(FakePPO(), [PPOMetrics(), samples], loggers, batches=2)
+    close_loggers(loggers, exit_code=0)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    records = _wandb_records(folder)
+    run = next(r["run"] for r in records if r["type"] == "run")
+    assert run["run_id"] == (tmp_path / "wandb_id.txt").read_text()
+    assert run["tags"] == ["ppo", "tiny"]
+    assert run["run_group"] == "lr"
+    assert run["config"]["update"]["seed"] == {"a": 1}
+    axis = [r["metric"] for r in records if r["type"] == "metric"]
+    assert axis[-1]["glob_name"] == "*"
+    assert axis[-1]["step_metric"] == "iteration"
+    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    curve = [(h["iteration"], h["reward_mean"]) for h in history if "reward_mean" in h]
+    assert curve == [(1, 1.5), (2, 2.5)]
+    tables = [h for h in history if "samples._type" in h]
+    assert [h["samples._type"] for h in tables] == ["incremental-table-file"] * 2
+
+    # A resumed run is the same run to W&B.
+    resumed = build_loggers(config, tmp_path, IDENTITY)
+    assert resumed[1].version == run["run_id"]
+    close_loggers(resumed, exit_code=0)
+
+
+def _wandb_records(folder: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]

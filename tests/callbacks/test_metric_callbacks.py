@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+
+from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.names import METRICS
+
+from .conftest import FakePPO, FakeReward, FakeSFT, Fit
+
+
+def column(folder: Path, name: str) -> dict[int, float]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {int(r["step"]): float(r[name]) for r in csv.DictReader(file) if r[name]}
+
+
+def test_ppo_has_a_row_an_iteration_with_every_metric_of_its_training(
+    fit: Fit, tmp_path: Path
+) -> None:
+    trainer = fit(FakePPO(), [PPOMetrics()], [MetricsFile(tmp_path)], batches=3)
+    assert trainer.global_step == 6
+    assert column(tmp_path, "reward_mean") == {1: 1.5, 2: 2.5, 3: 3.5}
+    assert column(tmp_path, "update/lr") == {1: 0.5, 2: 0.5, 3: 0.5}
+    header = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
+    trained = [n for n, m in METRICS.items() if "ppo" in m.stages and m.phase != "eval"]
+    assert header == ["step", *trained]
+
+
+def test_headlines_can_be_monitored(fit: Fit, tmp_path: Path) -> None:
+    stop = EarlyStopping("reward_mean", stopping_threshold=2.0, mode="max")
+    module = FakePPO()
+    trainer = fit(module, [PPOMetrics(), stop], [], batches=6, val_check_interval=2)
+    assert module.iteration == 2
+    assert trainer.callback_metrics["reward_mean"] == 2.5
+
+
+class SaveAt(Callback):
+    def __init__(self, iteration: int, path: Path) -> None:
+        self.iteration, self.path = iteration, path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        if pl_module.iteration == self.iteration:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_continues_the_file_without_doubled_rows(fit: Fit, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "three.ckpt"
+    callbacks = [PPOMetrics(), SaveAt(3, checkpoint)]
+    fit(FakePPO(), callbacks, [MetricsFile(tmp_path)], batches=6)
+    MetricsFile(tmp_path).log_metrics({"reward_mean": -99.0}, step=7)
+
+    fit(FakePPO(), [PPOMetrics()], [MetricsFile(tmp_path)], batches=6, ckpt_path=checkpoint)
+    assert column(tmp_path, "reward_mean") == {k: k + 0.5 for k in range(1, 7)}
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6
+
+
+def test_sft_metrics_are_exact_over_the_batches_since_the_last_row(
+    fit: Fit, tmp_path: Path
+) -> None:
+    # Batch k has k + 1 tokens of loss k. Batches 0 and 1: (0 + 2) / 3; batches 2 and 3: 18 / 7.
+    # Validation: sums 0 and 2 over 1 and 2 tokens.
+    loggers = [MetricsFile(tmp_path)]
+    fit(FakeSFT(), [SFTMetrics()], loggers, batches=4, log_every_n_steps=2, val_check_interval=2)
+    assert column(tmp_path, "update/loss") == pytest.approx({2: 2 / 3, 4: 18 / 7})
+    assert column(tmp_path, "eval/loss") == pytest.approx({2: 2 / 3, 4: 2 / 3})
+    assert column(tmp_path, "eval/perplexity")[4] == pytest.approx(math.exp(2 / 3))
+
+
+def test_accumulated_micro_batches_change_no_loss(fit: Fit, tmp_path: Path) -> None:
+    loggers = [MetricsFile(tmp_path)]
+    options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2}
+    fit(FakeSFT(), [SFTMetrics()], loggers, batches=4, **options)
+    assert column(tmp_path, "update/loss") == pytest.approx({1: 2 / 3, 2: 18 / 7})
+
+
+def test_reward_metrics(fit: Fit, tmp_path: Path) -> None:
+    fit(FakeReward(), [RewardMetrics()], [MetricsFile(tmp_path)], batches=2, log_every_n_steps=1)
+    assert column(tmp_path, "update/accuracy") == {1: 0.75, 2: 0.75}
+    assert column(tmp_path, "update/grad_norm") == {1: 0.25, 2: 0.25}
+    assert column(tmp_path, "eval/reward_margin") == {2: 1.0}
+
+
+@pytest.mark.parametrize(("checked", "rows"), [(1, {2}), (-1, {0, 2})])
+def test_a_sanity_check_counts_only_if_it_covers_the_validation_set(
+    fit: Fit, tmp_path: Path, checked: int, rows: set[int]
+) -> None:
+    loggers = [MetricsFile(tmp_path)]
+    fit(FakeSFT(), [SFTMetrics()], loggers, batches=2, num_sanity_val_steps=checked)
+    assert set(column(tmp_path, "eval/loss")) == rows

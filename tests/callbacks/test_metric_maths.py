@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rlhf.callbacks.ppo_metrics import (
+    response_sums,
+    rollout_metrics,
+    time_metrics,
+    update_metrics,
+    update_rows,
+)
+from lightning_rlhf.callbacks.supervised_metrics import (
+    reward_metrics,
+    reward_sums,
+    sft_eval_sums,
+    sft_metrics,
+    sft_train_sums,
+)
+from lightning_rlhf.core.types import Experience
+
+from .conftest import make_experience, make_updates
+
+PER_TOKEN = ("old_logprobs", "old_values", "kl", "rewards", "advantages", "returns")
+
+
+def test_rollout_metrics_by_hand() -> None:
+    # Scores 2 and -1: mean 0.5, both 1.5 away from it. KL sums 0.6 and -0.1, reward sums 1.4, -0.9.
+    # Values 1, 1, 2, 0: mean 1. Returns 2, 1, 3, -2: mean 1, variance (1 + 0 + 4 + 9) / 4 = 3.5.
+    # Errors 1, 0, 1, -2: mean 0, variance (1 + 0 + 1 + 4) / 4 = 1.5.
+    assert rollout_metrics(response_sums(make_experience())) == pytest.approx(
+        {
+            "reward_mean": 0.5,
+            "kl_divergence": 0.25,
+            "rollout/reward_std": 1.5,
+            "rollout/reward_min": -1.0,
+            "rollout/reward_max": 2.0,
+            "rollout/response_tokens": 2.0,
+            "rollout/ended": 0.5,
+            "rollout/shaped_return": 0.25,
+            "rollout/value_mean": 1.0,
+            "rollout/explained_variance": 1.0 - 1.5 / 3.5,
+        },
+        abs=1e-6,
+    )
+
+
+def test_explained_variance_of_constant_returns_is_not_a_number() -> None:
+    constant = make_experience(returns=torch.full((2, 3), 4.0))
+    metrics = rollout_metrics(response_sums(constant))
+    assert math.isnan(metrics["rollout/explained_variance"])
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    columns=st.integers(1, 4),
+    junk=st.sampled_from([-1e6, -1.0, 1.0, 7.5, 1e6]),
+    seed=st.integers(0, 2**16),
+)
+def test_what_stands_on_padding_changes_no_metric(
+    lengths: list[int], columns: int, junk: float, seed: int
+) -> None:
+    clean = _random_experience(lengths, seed)
+    padded = _with_padding(clean, columns, junk)
+    expected = rollout_metrics(response_sums(clean))
+    assert rollout_metrics(response_sums(padded)) == pytest.approx(
+        expected, rel=1e-4, abs=1e-4, nan_ok=True
+    )
+
+
+def test_not_a_number_on_padding_does_not_leak() -> None:
+    padded = _with_padding(make_experience(), 2, math.nan)
+    expected = rollout_metrics(response_sums(make_experience()))
+    assert rollout_metrics(response_sums(padded)) == pytest.approx(expected)
+
+
+def test_update_metrics_are_means_over_steps_but_the_largest_ratio_is_the_largest() -> None:
+    metrics = update_metrics(update_rows(make_updates()))
+    assert metrics.pop("update/ratio_max") == 3.0
+    assert len(metrics) == len(fields(type(make_updates()[0]))) - 1
+    assert set(metrics.values()) == {2.0}
+
+
+def test_time_metrics_by_hand() -> None:
+    sums = response_sums(make_experience())
+    metrics = time_metrics({"rollout": 2.0, "score": 1.0, "update": 1.0}, sums)
+    assert metrics == {
+        "time/rollout_s": 2.0,
+        "time/score_s": 1.0,
+        "time/update_s": 1.0,
+        "time/iteration_s": 4.0,
+        "time/tokens_per_s": 1.0,
+        "time/episodes_per_s": 0.5,
+    }
+
+
+def test_sft_loss_is_the_mean_over_tokens_however_they_are_batched() -> None:
+    # 1 token of loss 4 and 3 tokens of loss 2: (4 + 6) / 4 = 2.5, where a mean of means says 3.
+    first = sft_train_sums({"loss": torch.tensor(4.0), "tokens": torch.tensor(1)})
+    second = sft_eval_sums({"nll_sum": torch.tensor(6.0), "tokens": torch.tensor(3)})
+    metrics = sft_metrics((first + second).tolist(), "eval")
+    assert metrics == pytest.approx({"eval/loss": 2.5, "eval/perplexity": math.exp(2.5)})
+
+
+def test_reward_metrics_count_a_tie_as_half_right() -> None:
+    # Pairs right by 2, wrong by 1 and tied: losses log(1 + e^-2), log(1 + e), log 2.
+    outputs = {"chosen": torch.tensor([1.0, 0.0, 3.0]), "rejected": torch.tensor([-1.0, 1.0, 3.0])}
+    loss = (math.log1p(math.exp(-2)) + math.log1p(math.exp(1)) + math.log(2)) / 3
+    assert reward_metrics(reward_sums(outputs).tolist(), "update") == pytest.approx(
+        {
+            "update/rm_loss": loss,
+            "update/accuracy": 0.5,
+            "update/reward_chosen": 4 / 3,
+            "update/reward_rejected": 1.0,
+            "update/reward_margin": 1 / 3,
+        }
+    )
+
+
+def _random_experience(lengths: list[int], seed: int) -> Experience:
+    generator = torch.Generator().manual_seed(seed)
+    size, width = len(lengths), max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    numbers = {
+        name: torch.where(mask, torch.randn(size, width, generator=generator), 0.0)
+        for name in PER_TOKEN
+    }
+    return Experience(
+        tokens=torch.zeros(size, width, dtype=torch.long),
+        mask=mask,
+        response_mask=mask,
+        score=torch.randn(size, generator=generator),
+        ended=torch.rand(size, generator=generator) > 0.5,
+        index=torch.arange(size),
+        **numbers,
+    )
+
+
+def _with_padding(experience: Experience, columns: int, junk: float) -> Experience:
+    """The same responses with `junk` on every padded place and `columns` more of it."""
+    rows, mask = len(experience), experience.response_mask
+    changes = {
+        name: torch.cat(
+            [torch.where(mask, getattr(experience, name), junk), torch.full((rows, columns), junk)],
+            dim=1,
+        )
+        for name in PER_TOKEN
+    }
+    more = torch.zeros(rows, columns, dtype=torch.bool)
+    return make_experience(
+        tokens=torch.cat([experience.tokens, more.long()], dim=1),
+        mask=torch.cat([experience.mask, more], dim=1),
+        response_mask=torch.cat([mask, more], dim=1),
+        score=experience.score,
+        ended=experience.ended,
+        index=experience.index,
+        **changes,
+    )

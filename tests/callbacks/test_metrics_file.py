@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_step_has_one_row_and_what_was_not_measured_an_empty_cell(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file.log_metrics({"reward_mean": 1.0}, step=1)
+    file.log_metrics({"reward_mean": 2.0}, step=2)
+    file.log_metrics({"eval/reward_mean": 3.0}, step=2)
+    file.log_metrics({"reward_mean": 4.0}, step=3)
+    assert read(tmp_path / "metrics.csv") == [
+        {"step": "1", "reward_mean": "1.0", "eval/reward_mean": ""},
+        {"step": "2", "reward_mean": "2.0", "eval/reward_mean": "3.0"},
+        {"step": "3", "reward_mean": "4.0", "eval/reward_mean": ""},
+    ]
+
+
+def test_every_row_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    for step in range(3):
+        file.log_metrics({"reward_mean": float(step)}, step=step)
+        assert len(read(tmp_path / "metrics.csv")) == step + 1
+
+
+def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> None:
+    before = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        before.log_metrics({"reward_mean": float(step), "entropy": 0.5}, step=step)
+    after = MetricsFile(tmp_path)
+    after.rewind(2)
+    after.log_metrics({"reward_mean": 30.0, "entropy": 0.5}, step=3)
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert [row["reward_mean"] for row in rows] == ["1.0", "2.0", "30.0"]
+
+
+def test_columns_follow_the_table_of_metrics(tmp_path: Path) -> None:
+    metrics = {"eval/judge/b": 1.0, "eval/judge/a": 1.0, "time/rollout_s": 1.0, "reward_mean": 1.0}
+    MetricsFile(tmp_path).log_metrics(metrics, step=1)
+    header = (tmp_path / "metrics.csv").read_text().splitlines()[0]
+    assert header == "step,reward_mean,time/rollout_s,eval/judge/a,eval/judge/b"
+
+
+def test_a_row_without_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step"):
+        MetricsFile(tmp_path).log_metrics({"reward_mean": 1.0})

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_rlhf.callbacks.names import METRICS, check_names, metrics_table
+
+PREFIXES = {"rollout": "rollout/", "update": "update/", "eval": "eval/", "time": "time/"}
+HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
+
+
+def test_only_the_four_headlines_go_without_the_prefix_of_their_phase() -> None:
+    bare = {name for name, metric in METRICS.items() if not name.startswith(PREFIXES[metric.phase])}
+    assert bare == HEADLINES
+
+
+def test_a_name_without_a_row_is_refused_by_name() -> None:
+    check_names(["reward_mean", "eval/judge/anything"])
+    with pytest.raises(ValueError, match="rollout/rewardmean"):
+        check_names(["reward_mean", "rollout/rewardmean"])
+
+
+def test_the_table_has_a_row_for_each_metric_and_five_cells_in_each_row() -> None:
+    lines = metrics_table().splitlines()
+    assert len(lines) == 2 + len(METRICS)
+    assert {line.count("|") for line in lines} == {6}

@@ -1,0 +1,52 @@
+"""Valid arguments of each stage's configuration, to change one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+
+STAGE: dict[str, Any] = {
+    "lr": 1e-3,
+    "adam_beta2": 0.99,
+    "adam_eps": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "lr_schedule": "constant",
+    "warmup_fraction": 0.0,
+    "microbatch_size": 2,
+    "val_every": 10,
+    "checkpoint_every": 10,
+}
+SFT = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 4}
+RM = SFT | {"calibration_samples": 8, "temperature": 1.0}
+PPO = STAGE | {
+    "iterations": 10,
+    "rollout_batch_size": 8,
+    "minibatch_size": 4,
+    "ppo_epochs": 2,
+    "max_response_tokens": 6,
+    "temperature": 1.0,
+    "kl_coef": 0.1,
+    "clip_range": 0.2,
+    "clip_range_vf": 0.2,
+    "gamma": 1.0,
+    "gae_lambda": 0.95,
+    "vf_coef": 0.1,
+    "ent_coef": 0.0,
+    "value_lr_factor": 10.0,
+    "whiten_advantages": True,
+    "missing_eos": "none",
+    "missing_eos_penalty": 1.0,
+    "val_samples_per_prompt": 1,
+    "samples_every": 10,
+}
+STAGES: dict[str, tuple[type, dict[str, Any]]] = {
+    "sft": (SFTConfig, SFT),
+    "rm": (RMConfig, RM),
+    "ppo": (PPOConfig, PPO),
+}
+
+
+def ppo_config(**changes: Any) -> PPOConfig:
+    return PPOConfig(**PPO | changes)

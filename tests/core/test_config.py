@@ -1,0 +1,207 @@
+"""Every bound of every stage's configuration, and what its error says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.core.config import require, require_divides, require_number, require_one_of
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+
+from .configs import STAGES
+
+STAGE_BOUNDS: list[tuple[str, Any, str]] = [
+    ("lr", 0, "a number and > 0"),
+    ("lr", -1e-5, "a number and > 0"),
+    ("adam_beta2", 0, "a number and > 0 and < 1"),
+    ("adam_beta2", 1.0, "a number and > 0 and < 1"),
+    ("adam_eps", 0.0, "a number and > 0"),
+    ("weight_decay", -0.1, "a number and >= 0"),
+    ("max_grad_norm", 0, "a number and > 0"),
+    ("lr_schedule", "sawtooth", "constant, linear, cosine"),
+    ("warmup_fraction", -0.1, "a number and >= 0 and < 1"),
+    ("warmup_fraction", 1, "a number and >= 0 and < 1"),
+    ("microbatch_size", 0, "a whole number and >= 1"),
+    ("microbatch_size", 2.0, "a whole number and >= 1"),
+    ("val_every", 0, "a whole number and >= 1"),
+    ("val_every", 1.5, "a whole number and >= 1"),
+    ("checkpoint_every", -3, "a whole number and >= 1"),
+]
+SUPERVISED_BOUNDS: list[tuple[str, Any, str]] = [
+    ("finetune", "half", "lora, full"),
+    ("epochs", 0, "a number and > 0"),
+    ("batch_size", 0, "a whole number and >= 1"),
+    ("batch_size", 4.0, "a whole number and >= 1"),
+]
+BOUNDS: dict[str, list[tuple[str, Any, str]]] = {
+    "sft": STAGE_BOUNDS + SUPERVISED_BOUNDS,
+    "rm": [
+        *STAGE_BOUNDS,
+        *SUPERVISED_BOUNDS,
+        ("calibration_samples", 1, "a whole number and >= 2"),
+        ("calibration_samples", 8.5, "a whole number and >= 2"),
+        ("temperature", 0, "a number and > 0"),
+    ],
+    "ppo": [
+        *STAGE_BOUNDS,
+        ("iterations", 0, "a whole number and >= 1"),
+        ("rollout_batch_size", 0, "a whole number and >= 1"),
+        ("minibatch_size", 0, "a whole number and >= 1"),
+        ("ppo_epochs", 0, "a whole number and >= 1"),
+        ("max_response_tokens", 0, "a whole number and >= 1"),
+        ("val_samples_per_prompt", 0, "a whole number and >= 1"),
+        ("samples_every", 0, "a whole number and >= 1"),
+        ("temperature", 0.0, "a number and > 0"),
+        ("kl_coef", -0.01, "a number and >= 0"),
+        ("clip_range", 0, "a number and > 0 and < 1"),
+        ("clip_range", 1, "a number and > 0 and < 1"),
+        ("clip_range_vf", 0, "a number and > 0"),
+        ("gamma", -0.1, "a number and >= 0 and <= 1"),
+        ("gamma", 1.01, "a number and >= 0 and <= 1"),
+        ("gae_lambda", -0.1, "a number and >= 0 and <= 1"),
+        ("gae_lambda", 1.01, "a number and >= 0 and <= 1"),
+        ("vf_coef", -1, "a number and >= 0"),
+        ("ent_coef", -1, "a number and >= 0"),
+        ("missing_eos_penalty", -1, "a number and >= 0"),
+        ("value_lr_factor", 0, "a number and > 0"),
+        ("whiten_advantages", "yes", "True, False"),
+        ("missing_eos", "maybe", "none, subtract, replace"),
+    ],
+}
+ROWS = [(stage, *row) for stage, rows in BOUNDS.items() for row in rows]
+NUMBERS = [
+    (stage, key)
+    for stage, (_, valid) in STAGES.items()
+    for key, value in valid.items()
+    if isinstance(value, int | float) and not isinstance(value, bool)
+]
+FIELDS = [(stage, f.name) for stage, (config, _) in STAGES.items() for f in fields(config)]
+
+
+def build(stage: str, **changes: Any) -> Any:
+    config, valid = STAGES[stage]
+    return config(**valid | changes)
+
+
+@pytest.mark.parametrize(("stage", "key", "found", "allowed"), ROWS)
+def test_out_of_bounds(stage: str, key: str, found: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(stage, **{key: found})
+    assert str(error.value) == f"{stage}.{key} is {found!r}; allowed: {allowed}"
+
+
+@pytest.mark.parametrize(("stage", "key"), NUMBERS)
+@pytest.mark.parametrize("found", [math.nan, math.inf, -math.inf, "1e-5", None, True])
+def test_what_is_no_finite_number_is_refused(stage: str, key: str, found: Any) -> None:
+    # "1e-5" is what YAML makes of 1e-5 written without a point.
+    with pytest.raises(ConfigError) as error:
+        build(stage, **{key: found})
+    assert str(error.value).startswith(f"{stage}.{key} is {found!r}; allowed: a ")
+
+
+@pytest.mark.parametrize(("stage", "key"), FIELDS)
+def test_no_field_goes_unchecked(stage: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{stage}\.{key} is "):
+        build(stage, **{key: object()})
+
+
+@pytest.mark.parametrize(("stage", "key"), FIELDS)
+def test_no_field_has_a_default(stage: str, key: str) -> None:
+    config, valid = STAGES[stage]
+    with pytest.raises(TypeError, match=key):
+        config(**{k: v for k, v in valid.items() if k != key})
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        *[(stage, {}) for stage in STAGES],
+        *[(stage, {"warmup_fraction": 0, "weight_decay": 0, "lr": 1}) for stage in STAGES],
+        *[("sft", {"lr_schedule": name}) for name in ("constant", "linear", "cosine")],
+        *[("sft", {"finetune": name}) for name in ("lora", "full")],
+        ("sft", {"epochs": 0.25}),
+        ("rm", {"calibration_samples": 2}),
+        ("ppo", {"gamma": 0, "gae_lambda": 0, "kl_coef": 0, "vf_coef": 0, "ent_coef": 0}),
+        ("ppo", {"gamma": 1, "gae_lambda": 1, "missing_eos_penalty": 0}),
+        ("ppo", {"whiten_advantages": False}),
+        *[("ppo", {"missing_eos": name}) for name in ("none", "subtract", "replace")],
+        ("ppo", {"rollout_batch_size": 8, "minibatch_size": 8, "microbatch_size": 8}),
+        ("ppo", {"rollout_batch_size": 1, "minibatch_size": 1, "microbatch_size": 1}),
+    ],
+)
+def test_the_ends_that_are_allowed(stage: str, changes: dict[str, Any]) -> None:
+    config = build(stage, **changes)
+    for key, value in changes.items():
+        assert getattr(config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "message"),
+    [
+        (
+            "sft",
+            {"batch_size": 10, "microbatch_size": 4},
+            "sft.batch_size is 10, which sft.microbatch_size = 4 does not divide",
+        ),
+        (
+            "rm",
+            {"batch_size": 2, "microbatch_size": 4},
+            "rm.batch_size is 2, which rm.microbatch_size = 4 does not divide",
+        ),
+        (
+            "ppo",
+            {"rollout_batch_size": 64, "minibatch_size": 24},
+            "ppo.rollout_batch_size is 64, which ppo.minibatch_size = 24 does not divide",
+        ),
+        (
+            "ppo",
+            {"minibatch_size": 4, "microbatch_size": 3},
+            "ppo.minibatch_size is 4, which ppo.microbatch_size = 3 does not divide",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(stage: str, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(stage, **changes)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_configuration_is_frozen_and_named_only(stage: str) -> None:
+    with pytest.raises(FrozenInstanceError):
+        build(stage).lr = 1.0
+    with pytest.raises(TypeError):
+        STAGES[stage][0](*STAGES[stage][1].values())
+
+
+def test_require() -> None:
+    require(True, "a.b", 1, "2")
+    with pytest.raises(ConfigError, match=r"^a\.b is 1; allowed: 2$"):
+        require(False, "a.b", 1, "2")
+
+
+def test_require_one_of() -> None:
+    require_one_of("a.b", "x", ("x", "y"))
+    with pytest.raises(ConfigError, match=r"^a\.b is 'z'; allowed: x, y$"):
+        require_one_of("a.b", "z", ("x", "y"))
+
+
+def test_require_number_has_open_and_closed_ends() -> None:
+    require_number("a.b", 2, at_least=2, at_most=2)
+    for found in (1, 3):
+        with pytest.raises(ConfigError, match=rf"is {found}; allowed: a number and > 1 and < 3$"):
+            require_number("a.b", found, above=1, below=3)
+    require_number("a.b", 2, above=1, below=3, whole=True)
+
+
+def test_require_divides() -> None:
+    require_divides("a.small", 4, "a.large", 12)
+    with pytest.raises(ConfigError, match=r"^a\.large is 12, which a\.small = 5 does not divide$"):
+        require_divides("a.small", 5, "a.large", 12)
+
+
+def test_a_configuration_error_is_one_that_users_can_cause() -> None:
+    assert issubclass(ConfigError, RLHFError)

@@ -1,0 +1,210 @@
+"""Chunked log-probabilities against torch.log_softmax of all logits in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_rlhf.core import logprobs as logprobs_file
+from lightning_rlhf.core.logprobs import token_logprobs
+
+from .conftest import close, drawn
+
+# The function computes in fp32 whatever it is given: log-probabilities of a few nats carry about
+# 1e-7 of each, sums over the vocabulary a few times that.
+FP32 = {"rtol": 1e-5, "atol": 2e-6}
+
+
+class Case:
+    """`rows` hidden states of width 5, a head to `vocabulary` tokens, and targets."""
+
+    def __init__(self, rows: int, vocabulary: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.vocabulary = vocabulary
+        self.hidden = torch.randn(rows, 5, generator=generator)
+        self.weight = torch.randn(vocabulary, 5, generator=generator)
+        self.targets = torch.randint(vocabulary, (rows,), generator=generator)
+        self.weighting = torch.randn(2, rows, generator=generator)
+
+    def ours(self, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probabilities, entropy, and the gradients of a weighted sum of both."""
+        hidden, weight = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(
+            hidden,
+            self.targets,
+            lambda h: h @ weight.T,
+            temperature=temperature,
+            vocab_size=self.vocabulary,
+        )
+        (logprobs * self.weighting[0] + entropy * self.weighting[1]).sum().backward()
+        return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+    def slow(self, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same in float64, one token at a time, from all logits."""
+        hidden = self.hidden.double().requires_grad_()
+        weight = self.weight.double().requires_grad_()
+        table = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+        logprobs = torch.stack([row[t] for row, t in zip(table, self.targets, strict=True)])
+        entropy = torch.stack([-sum(p.exp() * p for p in row) for row in table])
+        (logprobs * self.weighting[0] + entropy * self.weighting[1]).sum().backward()
+        found = logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+        return tuple(x.float() for x in found)
+
+
+@pytest.fixture
+def chunk(monkeypatch: pytest.MonkeyPatch):
+    return lambda elements: monkeypatch.setattr(logprobs_file, "CHUNK_ELEMENTS", elements)
+
+
+@drawn
+@given(
+    rows=st.integers(1, 9),
+    vocabulary=st.integers(2, 11),
+    seed=st.integers(0, 999),
+    elements=st.integers(1, 60),
+    temperature=st.floats(0.3, 3),
+)
+def test_values_and_gradients_are_those_of_the_full_table(
+    rows: int, vocabulary: int, seed: int, elements: int, temperature: float
+) -> None:
+    case = Case(rows, vocabulary, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs_file, "CHUNK_ELEMENTS", elements)
+        for found, expected in zip(case.ours(temperature), case.slow(temperature), strict=True):
+            close(found, expected, **FP32)
+
+
+@pytest.mark.parametrize("elements", [1, 7, 14, 21, 10_000])
+def test_chunks_change_neither_values_nor_gradients(chunk, elements: int) -> None:
+    case = Case(rows=9, vocabulary=7, seed=3)
+    whole = case.ours(0.7)
+    chunk(elements)
+    for found, expected in zip(case.ours(0.7), whole, strict=True):
+        close(found, expected, **FP32)
+
+
+@pytest.mark.parametrize(
+    ("elements", "sizes"),
+    [(1, [1, 1, 1, 1, 1]), (14, [2, 2, 1]), (20, [2, 2, 1]), (21, [3, 2]), (99, [5])],
+)
+def test_no_more_logits_than_allowed_are_alive(chunk, elements: int, sizes: list[int]) -> None:
+    # 5 rows, vocabulary 7: elements // 7 rows a chunk, and one where not even one fits.
+    chunk(elements)
+    case, seen = Case(rows=5, vocabulary=7, seed=0), []
+
+    def head(hidden: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return hidden @ case.weight.T
+
+    hidden = case.hidden.clone().requires_grad_()
+    logprobs, _ = token_logprobs(hidden, case.targets, head, temperature=1.0, vocab_size=7)
+    assert seen == sizes
+    logprobs.sum().backward()
+    # The backward pass asks the head again for every chunk instead of having kept its logits.
+    assert sorted(seen) == sorted(sizes * 2)
+
+
+def test_without_gradients_the_answer_is_the_same() -> None:
+    case = Case(rows=6, vocabulary=8, seed=1)
+    logprobs, entropy, _, _ = case.ours(1.3)
+    with torch.no_grad():
+        found = token_logprobs(
+            case.hidden, case.targets, lambda h: h @ case.weight.T, temperature=1.3, vocab_size=8
+        )
+    assert torch.equal(found[0], logprobs)
+    assert torch.equal(found[1], entropy)
+    assert not found[0].requires_grad
+
+
+def test_by_hand() -> None:
+    # Logits (0, ln 3): probabilities 1/4, 3/4; entropy 1/4 ln 4 + 3/4 ln 4/3.
+    # At temperature 1/2 they are (0, 2 ln 3): 1/10, 9/10.
+    logits = torch.tensor([[0.0, math.log(3)]] * 2)
+    targets = torch.tensor([0, 1])
+    logprobs, entropy = token_logprobs(logits, targets, nn.Identity(), temperature=1, vocab_size=2)
+    close(logprobs, torch.tensor([1 / 4, 3 / 4]).log(), rtol=1e-6)
+    expected = math.log(4) / 4 + 3 / 4 * math.log(4 / 3)
+    close(entropy, torch.tensor([expected, expected]), rtol=1e-6)
+    colder, _ = token_logprobs(logits, targets, nn.Identity(), temperature=0.5, vocab_size=2)
+    close(colder, torch.tensor([1 / 10, 9 / 10]).log(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 10, 1000])
+def test_a_uniform_distribution_has_entropy_log_v_and_nowhere_to_climb(vocabulary: int) -> None:
+    hidden = torch.zeros(3, vocabulary, requires_grad=True)
+    targets = torch.tensor([0, 1, vocabulary - 1])
+    logprobs, entropy = token_logprobs(
+        hidden, targets, nn.Identity(), temperature=2.0, vocab_size=vocabulary
+    )
+    close(entropy, torch.full((3,), math.log(vocabulary)), rtol=1e-6)
+    close(logprobs, torch.full((3,), -math.log(vocabulary)), rtol=1e-6)
+    entropy.sum().backward()
+    close(hidden.grad, torch.zeros_like(hidden), atol=1e-6)
+
+
+def test_a_certain_distribution_has_entropy_zero_and_not_nan() -> None:
+    # exp(-1000) is 0 in fp32; 0 * -1000 must count as 0.
+    logits = torch.tensor([[0.0, -1000.0, -1000.0]])
+    logprobs, entropy = token_logprobs(
+        logits, torch.tensor([1]), nn.Identity(), temperature=1.0, vocab_size=3
+    )
+    assert entropy.item() == 0
+    assert logprobs.item() == -1000
+
+
+@drawn
+@given(st.integers(1, 6), st.integers(2, 9), st.integers(0, 999), st.floats(0.3, 3))
+def test_entropy_is_bounded_and_grows_with_temperature(
+    rows: int, vocabulary: int, seed: int, temperature: float
+) -> None:
+    case = Case(rows, vocabulary, seed)
+    _, cold, _, _ = case.ours(temperature)
+    _, warm, _, _ = case.ours(temperature * 1.5)
+    assert (cold >= -1e-6).all()
+    assert (warm <= math.log(vocabulary) + 1e-6).all()
+    assert (warm >= cold - 1e-6).all()
+
+
+def test_gradient_raises_the_target() -> None:
+    # d log p_t / d logit_v = [v = t] - p_v: up for the target, down for all others.
+    hidden = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.tensor([0, 2, 5, 5])
+    logprobs, _ = token_logprobs(hidden, targets, nn.Identity(), temperature=1.0, vocab_size=6)
+    logprobs.sum().backward()
+    expected = nn.functional.one_hot(targets, 6) - hidden.detach().softmax(-1)
+    close(hidden.grad, expected, **FP32)
+
+
+def test_the_order_of_the_tokens_does_not_matter() -> None:
+    case = Case(rows=7, vocabulary=8, seed=5)
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(1))
+    logprobs, entropy, *_ = case.ours(1.0)
+    case.hidden, case.targets = case.hidden[order], case.targets[order]
+    shuffled_logprobs, shuffled_entropy, *_ = case.ours(1.0)
+    close(shuffled_logprobs, logprobs[order], **FP32)
+    close(shuffled_entropy, entropy[order], **FP32)
+
+
+def test_16_bit_hidden_states_give_fp32_log_probabilities() -> None:
+    case = Case(rows=4, vocabulary=8, seed=2)
+    hidden, weight = case.hidden.bfloat16(), case.weight.bfloat16()
+    logprobs, entropy = token_logprobs(
+        hidden, case.targets, lambda h: h @ weight.T, temperature=1.0, vocab_size=8
+    )
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    # The logits are rounded to 16 bits, what follows is not.
+    table = torch.log_softmax((hidden @ weight.T).double(), dim=-1)
+    close(logprobs, table.gather(-1, case.targets[:, None]).squeeze(-1).float(), **FP32)
+
+
+def test_no_tokens_no_numbers() -> None:
+    logprobs, entropy = token_logprobs(
+        torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), nn.Identity(),
+        temperature=1.0, vocab_size=4,
+    )  # fmt: skip
+    assert logprobs.shape == entropy.shape == (0,)

@@ -1,0 +1,168 @@
+"""Each loss: cases by hand, the sign and size of its gradient, and where there is none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_rlhf.core.losses import bradley_terry_loss, policy_loss, value_loss
+
+from .conftest import close, drawn
+
+sizes_and_seeds = st.tuples(st.integers(1, 20), st.integers(0, 2**20))
+
+
+def draw(size_and_seed: tuple[int, int], count: int) -> Tensor:
+    size, seed = size_and_seed
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, size, generator=generator, dtype=torch.float64)
+
+
+def leaf(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
+
+
+# clip_range 0.2, so that the ratio is kept within 0.8 .. 1.2. The loss is max(-A r, -A clip(r)),
+# its slope in the log-probability -A r where the first is the larger, else 0.
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "slope"),
+    [
+        (2, 1.5, -2.4, 0.0),  # good and already much likelier: nothing more to gain
+        (2, 0.5, -1.0, -1.0),  # good and less likely than before: pulled back up
+        (-2, 1.5, 3.0, 3.0),  # bad and much likelier: pushed down
+        (-2, 0.5, 1.6, 0.0),  # bad and already much less likely: nothing more to gain
+        (2, 1.1, -2.2, -2.2),
+        (2, 0.9, -1.8, -1.8),
+        (-2, 1.1, 2.2, 2.2),
+        (-2, 0.9, 1.8, 1.8),
+        (2, 1.0, -2.0, -2.0),  # the first step of every iteration: the plain policy gradient
+        (-2, 1.0, 2.0, 2.0),
+        (0, 1.5, 0.0, 0.0),
+    ],
+)
+def test_policy_loss_by_hand(advantage: float, ratio: float, loss: float, slope: float) -> None:
+    old = leaf(-1.25)
+    logprobs = (old.detach() + math.log(ratio)).requires_grad_()
+    found = policy_loss(logprobs, old.detach(), leaf(advantage).detach(), clip_range=0.2)
+    close(found, torch.tensor([loss], dtype=torch.float64))
+    found.sum().backward()
+    close(logprobs.grad, torch.tensor([slope], dtype=torch.float64))
+
+
+@drawn
+@given(sizes_and_seeds, st.floats(0.05, 0.9))
+def test_policy_loss_is_minus_the_pessimistic_surrogate(
+    drawn_: tuple[int, int], clip_range: float
+) -> None:
+    new, old, advantages = draw(drawn_, 3)
+    grads = []
+    for slow in (False, True):
+        logprobs = new.clone().requires_grad_()
+        if slow:
+            rows = []
+            for n, o, a in zip(logprobs, old, advantages, strict=True):
+                ratio = (n - o).exp()
+                clipped = min(max(ratio.item(), 1 - clip_range), 1 + clip_range)
+                inside = clipped == ratio.item()
+                surrogate = ratio * a
+                bounded = ratio * a if inside else clipped * a
+                rows.append(-surrogate if surrogate <= bounded else -bounded + 0 * n)
+            loss = torch.stack(rows)
+        else:
+            loss = policy_loss(logprobs, old, advantages, clip_range=clip_range)
+        loss.sum().backward()
+        grads.append((loss.detach(), logprobs.grad))
+    close(grads[0][0], grads[1][0])
+    close(grads[0][1], grads[1][1])
+
+
+@drawn
+@given(sizes_and_seeds)
+def test_a_step_against_the_gradient_favours_what_did_well(drawn_: tuple[int, int]) -> None:
+    old, advantages = draw(drawn_, 2)
+    logprobs = old.clone().requires_grad_()
+    policy_loss(logprobs, old, advantages, clip_range=0.2).sum().backward()
+    assert torch.equal(torch.sign(-logprobs.grad), torch.sign(advantages))
+    close(logprobs.grad, -advantages)
+
+
+# clip_range_vf 1/2 about an old value of 0. The slope in V is V - R where the plain error is the
+# larger, else 0.
+@pytest.mark.parametrize(
+    ("value", "target", "loss", "slope"),
+    [
+        (0.25, 1, 9 / 32, -0.75),  # inside: 1/2 (3/4)^2
+        (2, 3, 25 / 8, 0.0),  # went up too far, the target is further: 1/2 (1/2 - 3)^2
+        (-2, -3, 25 / 8, 0.0),  # the same, downwards
+        (2, 0, 2.0, 2.0),  # went up too far and past the target: pulled back, 1/2 2^2
+        (2, -1, 9 / 2, 3.0),
+        (0, 0, 0.0, 0.0),
+    ],
+)
+def test_value_loss_by_hand(value: float, target: float, loss: float, slope: float) -> None:
+    values = leaf(value)
+    old, returns = leaf(0.0).detach(), leaf(target).detach()
+    found = value_loss(values, old, returns, clip_range_vf=0.5)
+    close(found, torch.tensor([loss], dtype=torch.float64))
+    found.sum().backward()
+    close(values.grad, torch.tensor([slope], dtype=torch.float64))
+
+
+@drawn
+@given(sizes_and_seeds, st.floats(0.05, 3))
+def test_value_loss_is_the_larger_of_two_squares(
+    drawn_: tuple[int, int], clip_range_vf: float
+) -> None:
+    new, old, returns = draw(drawn_, 3)
+    values = new.clone().requires_grad_()
+    loss = value_loss(values, old, returns, clip_range_vf=clip_range_vf)
+    loss.sum().backward()
+    for i, (v, o, r) in enumerate(zip(new.tolist(), old.tolist(), returns.tolist(), strict=True)):
+        kept = max(o - clip_range_vf, min(o + clip_range_vf, v))
+        plain, bounded = (v - r) ** 2 / 2, (kept - r) ** 2 / 2
+        assert loss[i].item() == pytest.approx(max(plain, bounded), rel=1e-12)
+        slope = v - r if plain >= bounded else 0.0
+        assert values.grad[i].item() == pytest.approx(slope, rel=1e-12)
+
+
+def test_a_wide_value_clip_is_half_the_squared_error() -> None:
+    new, old, returns = draw((50, 3), 3)
+    close(value_loss(new, old, returns, clip_range_vf=1e6), 0.5 * (new - returns) ** 2)
+
+
+def test_bradley_terry_at_a_tie_is_log_2() -> None:
+    tie = leaf(-3.0, 0.0, 12.5).detach()
+    close(bradley_terry_loss(tie, tie), torch.full((3,), math.log(2), dtype=torch.float64))
+
+
+def test_bradley_terry_by_hand() -> None:
+    # A margin of ln 3 wins with probability 3/4: loss ln 4/3; its slope is the 1/4 that is missing.
+    # A margin of -ln 3 wins with 1/4: loss ln 4, slope 3/4.
+    chosen, rejected = leaf(5 + math.log(3), 5.0), leaf(5.0, 5 + math.log(3))
+    loss = bradley_terry_loss(chosen, rejected)
+    close(loss, torch.tensor([math.log(4 / 3), math.log(4)], dtype=torch.float64))
+    loss.sum().backward()
+    close(chosen.grad, torch.tensor([-1 / 4, -3 / 4], dtype=torch.float64))
+    close(rejected.grad, torch.tensor([1 / 4, 3 / 4], dtype=torch.float64))
+
+
+@drawn
+@given(sizes_and_seeds, st.floats(-50, 50))
+def test_bradley_terry_identities(drawn_: tuple[int, int], offset: float) -> None:
+    chosen, rejected = draw(drawn_, 2)
+    loss = bradley_terry_loss(chosen, rejected)
+    close(loss, (1 + (rejected - chosen).exp()).log())
+    close(bradley_terry_loss(chosen + offset, rejected + offset), loss, rtol=1e-8)
+    # -log s(m) + log s(-m) = -m
+    close(loss - bradley_terry_loss(rejected, chosen), rejected - chosen)
+
+
+def test_bradley_terry_far_from_a_tie_stays_finite() -> None:
+    # -log sigmoid(-1000) = 1000 and -log sigmoid(1000) = 0 to every digit a float has.
+    chosen, rejected = torch.tensor([0.0, 1000.0]), torch.tensor([1000.0, 0.0])
+    assert bradley_terry_loss(chosen, rejected).tolist() == [1000, 0]

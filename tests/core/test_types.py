@@ -1,0 +1,93 @@
+"""Records: frozen, of one length, cut by rows."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.core.types import Preferences, Prompts, Rollout
+
+from .conftest import F, T, drawn
+
+
+def prompts(rows: int) -> Prompts:
+    tokens = torch.arange(rows * 3).view(rows, 3)
+    return Prompts(tokens=tokens, mask=tokens % 2 == 0, index=torch.arange(rows) * 10)
+
+
+def same(a: Prompts, b: Prompts) -> bool:
+    return all(torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+
+
+def test_length_is_the_number_of_sequences() -> None:
+    assert len(prompts(4)) == 4
+    assert len(prompts(0)) == 0
+
+
+def test_select_takes_rows_of_every_field() -> None:
+    found = prompts(4).select(torch.tensor([2, 0, 2]))
+    assert found.tokens.tolist() == [[6, 7, 8], [0, 1, 2], [6, 7, 8]]
+    assert found.mask.tolist() == [[T, F, T], [T, F, T], [T, F, T]]
+    assert found.index.tolist() == [20, 0, 20]
+    assert isinstance(found, Prompts)
+    assert prompts(4).select(slice(1, 3)).index.tolist() == [10, 20]
+
+
+def test_fields_of_different_width_are_cut_alike() -> None:
+    pair = Preferences(
+        chosen=torch.arange(6).view(2, 3),
+        chosen_mask=torch.ones(2, 3, dtype=torch.bool),
+        rejected=torch.arange(10).view(2, 5),
+        rejected_mask=torch.ones(2, 5, dtype=torch.bool),
+    )
+    second = pair.select(slice(1, 2))
+    assert second.chosen.tolist() == [[3, 4, 5]]
+    assert second.rejected.tolist() == [[5, 6, 7, 8, 9]]
+
+
+@drawn
+@given(st.integers(0, 9), st.integers(1, 10))
+def test_the_parts_make_up_the_whole(rows: int, size: int) -> None:
+    whole = prompts(rows)
+    parts = list(whole.split(size))
+    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert len(parts) == -(-rows // size)
+    assert all(0 < len(part) <= size for part in parts)
+    for name in ("tokens", "mask", "index"):
+        joined = torch.cat([getattr(part, name) for part in parts] or [getattr(whole, name)])
+        assert torch.equal(joined, getattr(whole, name))
+
+
+def test_to_moves_every_field_and_keeps_the_original() -> None:
+    # "meta" is a device that every machine has.
+    whole = prompts(2)
+    moved = whole.to("meta")
+    assert {getattr(moved, f.name).device.type for f in fields(moved)} == {"meta"}
+    assert {getattr(whole, f.name).device.type for f in fields(whole)} == {"cpu"}
+    assert isinstance(moved, Prompts)
+    assert same(whole.to(torch.device("cpu"), non_blocking=True), whole)
+
+
+def test_a_record_cannot_be_edited() -> None:
+    whole = prompts(2)
+    with pytest.raises(FrozenInstanceError):
+        whole.tokens = torch.zeros(2, 3)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Prompts(torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1))  # type: ignore[misc]
+
+
+def test_responses_are_the_columns_after_the_prompt() -> None:
+    rollout = Rollout(
+        tokens=torch.tensor([[9, 8, 1, 2, 3]]),
+        mask=torch.tensor([[F, T, T, T, F]]),
+        response_mask=torch.tensor([[T, T, F]]),
+        ended=torch.tensor([T]),
+        logprobs=torch.zeros(1, 3),
+        values=torch.zeros(1, 3),
+        index=torch.tensor([0]),
+    )
+    assert rollout.responses.tolist() == [[1, 2, 3]]

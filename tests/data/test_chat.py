@@ -1,0 +1,187 @@
+"""Messages to tokens, against tokens counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from lightning_rlhf.core.errors import ConfigError, DataError
+from lightning_rlhf.data.chat import PLAIN_TEMPLATE, ChatFormat
+from lightning_rlhf.data.rows import Message
+
+Make = Callable[..., PreTrainedTokenizerFast]
+Ids = Callable[..., list[int]]
+
+DIALOGUE = (
+    Message("system", "Be kind."),
+    Message("user", "Hi"),
+    Message("assistant", "Hello"),
+    Message("user", "Bye"),
+)
+
+
+def test_prompt_of_a_template_with_end_markers(chatml: PreTrainedTokenizerFast, ids: Ids) -> None:
+    assert ChatFormat(chatml, {}).prompt_tokens(DIALOGUE) == ids(
+        chatml,
+        *("<|im_start|>", "system\nBe kind.", "<|im_end|>", "\n"),
+        *("<|im_start|>", "user\nHi", "<|im_end|>", "\n"),
+        *("<|im_start|>", "assistant\nHello", "<|im_end|>", "\n"),
+        *("<|im_start|>", "user\nBye", "<|im_end|>", "\n"),
+        *("<|im_start|>", "assistant\n"),
+    )
+
+
+def test_text_is_one_user_message(chatml: PreTrainedTokenizerFast) -> None:
+    chat = ChatFormat(chatml, {})
+    assert chat.prompt_tokens("Hi") == chat.prompt_tokens((Message("user", "Hi"),))
+
+
+def test_a_response_ends_with_the_marker_and_not_with_the_newline_after_it(
+    chatml: PreTrainedTokenizerFast, ids: Ids
+) -> None:
+    chat = ChatFormat(chatml, {})
+    assert chat.response_tokens("Hello") == ids(chatml, "Hello", "<|im_end|>")
+    assert chat.end_token_id == ids(chatml, "<|im_end|>")[0]
+    assert chat.end_token_ids == tuple(ids(chatml, "<|im_end|>", "<|eos|>"))
+    assert chat.pad_token_id == ids(chatml, "<|pad|>")[0]
+
+
+def test_bos_once_and_never_in_the_response(llama: PreTrainedTokenizerFast, ids: Ids) -> None:
+    # Called plainly this tokenizer puts a bos before any text.
+    assert llama("Hi").input_ids == ids(llama, "<|bos|>", "Hi")
+    chat = ChatFormat(llama, {})
+    assert chat.prompt_tokens("Hi") == ids(llama, "<|bos|>", "[user]Hi", "<|eot|>", "[assistant]")
+    assert chat.response_tokens("Hello") == ids(llama, "Hello", "<|eot|>")
+
+
+def test_the_end_token_may_be_eos_itself(make_tokenizer: Make, ids: Ids) -> None:
+    template = "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}"
+    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
+    assert ChatFormat(tokenizer, {}).end_token_ids == tuple(ids(tokenizer, "<|eos|>"))
+
+
+def test_without_a_marker_eos_ends(make_tokenizer: Make, ids: Ids) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
+    assert ChatFormat(tokenizer, {}).response_tokens("A") == ids(tokenizer, "A", "<|eos|>")
+
+
+def test_space_before_the_marker_is_passed_over(make_tokenizer: Make, ids: Ids) -> None:
+    template = "{% for m in messages %}{{ m.content }} \n<|eot|>{% endfor %}"
+    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
+    assert ChatFormat(tokenizer, {}).end_token_ids == tuple(ids(tokenizer, "<|eot|>", "<|eos|>"))
+
+
+def test_a_token_that_is_not_special_is_no_marker(make_tokenizer: Make, ids: Ids) -> None:
+    template = "{% for m in messages %}{{ m.content }}---{% endfor %}"
+    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
+    tokenizer.add_tokens(["---"])
+    assert ChatFormat(tokenizer, {}).end_token_ids == tuple(ids(tokenizer, "<|eos|>"))
+
+
+def test_without_eos_the_marker_ends_and_pads(make_tokenizer: Make, ids: Ids) -> None:
+    template = "{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
+    tokenizer = make_tokenizer(template)
+    chat = ChatFormat(tokenizer, {})
+    (eot,) = ids(tokenizer, "<|eot|>")
+    assert chat.end_token_ids == (eot,)
+    assert chat.pad_token_id == eot
+
+
+def test_without_marker_and_eos_nothing_could_end(make_tokenizer: Make) -> None:
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    with pytest.raises(ConfigError, match="no eos token"):
+        ChatFormat(make_tokenizer(template), {})
+
+
+@pytest.mark.parametrize("pad", [{}, {"pad_token": "<|eos|>"}])
+def test_padding_falls_back_to_eos(pad: dict[str, str], make_tokenizer: Make, ids: Ids) -> None:
+    tokenizer = make_tokenizer(None, eos_token="<|eos|>", **pad)
+    chat = ChatFormat(tokenizer, {})
+    assert chat.pad_token_id == ids(tokenizer, "<|eos|>")[0]
+    assert chat.response_tokens("A") == ids(tokenizer, "A", "<|eos|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "assistant's"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "user's"),
+        ("{{ messages[0].content }}{{ messages[1].content[:5] }}", "assistant's"),
+    ],
+)
+def test_a_template_that_loses_text_is_refused(
+    template: str, lost: str, make_tokenizer: Make
+) -> None:
+    with pytest.raises(ConfigError, match=f"does not reproduce the {lost} text"):
+        ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
+
+
+def test_a_template_that_fails_is_refused(make_tokenizer: Make) -> None:
+    template = "{{ raise_exception('tools only') }}"
+    with pytest.raises(ConfigError, match="tools only"):
+        ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
+
+
+def test_a_prompt_that_the_template_refuses(make_tokenizer: Make) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    chat = ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
+    with pytest.raises(DataError, match="system, user, assistant, user: no system"):
+        chat.prompt_tokens(DIALOGUE)
+
+
+def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(
+    make_tokenizer: Make, ids: Ids
+) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{{ opening }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
+    chat = ChatFormat(tokenizer, {"opening": "(thought)"})
+    sequence = chat.prompt_tokens("Hi") + chat.response_tokens("Hello")
+    assert sequence == ids(
+        tokenizer, "<user>Hi", "<|eot|>", "<assistant>(thought)", "Hello", "<|eot|>"
+    )
+
+
+def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
+    tokenizer = make_tokenizer(None, bos_token="<|bos|>", eos_token="<|eos|>")
+    chat = ChatFormat(tokenizer, {})
+    assert chat.render(DIALOGUE) == (
+        "<|bos|>System:\nBe kind.\n\nUser:\nHi\n\nAssistant:\nHello<|eos|>\n\nUser:\nBye\n\n"
+    )
+    assert chat.prompt_tokens(" Hi\n") == ids(tokenizer, "<|bos|>", "User:\n Hi\n\n\nAssistant:\n")
+    assert chat.response_tokens("Hello") == ids(tokenizer, "Hello", "<|eos|>")
+    assert tokenizer.chat_template == PLAIN_TEMPLATE
+
+
+def test_the_plain_template_without_bos(make_tokenizer: Make, ids: Ids) -> None:
+    tokenizer = make_tokenizer(None, eos_token="<|eos|>")
+    chat = ChatFormat(tokenizer, {})
+    assert chat.prompt_tokens("Hi") == ids(tokenizer, "User:\nHi\n\nAssistant:\n")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        (("Hello", "<|im_end|>"), "Hello"),
+        (("Hello", "<|im_end|>", "<|pad|>", "<|pad|>"), "Hello"),
+        (("Hello", "<|eos|>"), "Hello"),
+        (("Hello",), "Hello"),
+        ((" Hello \n", "<|im_end|>"), " Hello \n"),
+        (("Hel", "<|im_start|>", "lo", "<|im_end|>"), "Hel<|im_start|>lo"),
+        (("Hel", "<|pad|>", "lo"), "Hel<|pad|>lo"),
+        (("<|im_end|>",), ""),
+        ((), ""),
+    ],
+)
+def test_decoding_shows_what_was_said(
+    pieces: tuple[str, ...], said: str, chatml: PreTrainedTokenizerFast, ids: Ids
+) -> None:
+    assert ChatFormat(chatml, {}).decode_response(ids(chatml, *pieces)) == said

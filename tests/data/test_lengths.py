@@ -1,0 +1,214 @@
+"""What is dropped and cut. One character is one token; the chat template of these tests
+
+writes `[user]Hi<|eot|>[assistant]` after a bos, so a lone user message of n characters is a prompt
+of 1 + 6 + n + 1 + 11 = n + 19 tokens, and a response of n characters is n + 1 tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.data.lengths import (
+    tokenise_demonstrations,
+    tokenise_preferences,
+    tokenise_prompts,
+)
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
+
+Ids = Callable[..., list[int]]
+MakeConfig = Callable[..., DataConfig]
+
+
+@pytest.fixture
+def chat(llama: PreTrainedTokenizerFast) -> ChatFormat:
+    return ChatFormat(llama, {})
+
+
+def user(text: str) -> Messages:
+    return (Message("user", text),)
+
+
+def rows(*items: Any) -> Rows[Any]:
+    return Rows("mine.jsonl", items, Counter())
+
+
+def text(chat: ChatFormat, tokens: Any) -> str:
+    return chat.tokenizer.decode(list(tokens))
+
+
+def test_demonstrations_within_the_limits(
+    chat: ChatFormat, make_config: MakeConfig, ids: Ids
+) -> None:
+    config = make_config(max_prompt_tokens=21, max_response_tokens=6)
+    result = tokenise_demonstrations(rows(Demonstration(user("Hi"), "Hello")), chat, config)
+    (example,) = result.examples
+    assert list(example.prompt) == ids(
+        chat.tokenizer, "<|bos|>", "[user]Hi", "<|eot|>", "[assistant]"
+    )
+    assert list(example.response) == ids(chat.tokenizer, "Hello", "<|eot|>")
+    assert example.length == 21 + 6
+    assert not result.dropped
+    assert not result.cut
+
+
+def test_long_demonstrations_are_dropped(chat: ChatFormat, make_config: MakeConfig) -> None:
+    config = make_config(max_prompt_tokens=21, max_response_tokens=6)
+    result = tokenise_demonstrations(
+        rows(
+            Demonstration(user("Hi!"), "Hello"),
+            Demonstration(user("Ho"), "Hello"),
+            Demonstration(user("Hi"), "Hello!"),
+            Demonstration(user("Hi!"), "Hello!"),
+        ),
+        chat,
+        config,
+    )
+    assert [text(chat, e.prompt[7:9]) for e in result.examples] == ["Ho"]
+    assert result.dropped == Counter({"prompt too long": 2, "response too long": 1})
+    assert not result.cut
+
+
+def test_a_cut_response_has_no_end_token(
+    chat: ChatFormat, make_config: MakeConfig, ids: Ids
+) -> None:
+    config = make_config(max_response_tokens=5, long_responses="cut")
+    result = tokenise_demonstrations(
+        rows(Demonstration(user("Hi"), "Hello"), Demonstration(user("Hi"), "Hell")), chat, config
+    )
+    assert [list(e.response) for e in result.examples] == [
+        ids(chat.tokenizer, "Hello"),
+        ids(chat.tokenizer, "Hell", "<|eot|>"),
+    ]
+    assert result.cut == Counter({"response cut": 1})
+
+
+LONG = (
+    Message("system", "Kind."),  # [system]Kind.<|eot|>: 8 + 5 + 1 = 14 tokens
+    Message("user", "one"),  # 10 tokens
+    Message("assistant", "two"),  # 15 tokens
+    Message("user", "three"),  # 12 tokens
+    Message("assistant", "four"),  # 16 tokens
+    Message("user", "five 6789"),  # 16 tokens; with bos and [assistant] 95 in all
+)
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [
+        (95, "[system]Kind.<|eot|>[user]one<|eot|>[assistant]two<|eot|>[user]three<|eot|>"
+             "[assistant]four<|eot|>[user]five 6789<|eot|>"),
+        (94, "[system]Kind.<|eot|>[user]three<|eot|>[assistant]four<|eot|>"
+             "[user]five 6789<|eot|>"),
+        (70, "[system]Kind.<|eot|>[user]three<|eot|>[assistant]four<|eot|>"
+             "[user]five 6789<|eot|>"),
+        (69, "[system]Kind.<|eot|>[user]five 6789<|eot|>"),
+        (42, "[system]Kind.<|eot|>[user]five 6789<|eot|>"),
+        (41, "[system]Kind.<|eot|>[user]ive 6789<|eot|>"),
+        # The space before 6789 would come first and is left out with "five".
+        (38, "[system]Kind.<|eot|>[user]6789<|eot|>"),
+        (34, "[system]Kind.<|eot|>[user]9<|eot|>"),
+    ],
+)  # fmt: skip
+def test_cutting_keeps_the_system_turn_the_latest_turns_and_the_template(
+    limit: int, left: str, chat: ChatFormat, make_config: MakeConfig
+) -> None:
+    config = make_config(max_prompt_tokens=limit, long_prompts="cut")
+    result = tokenise_prompts(rows(Prompt(LONG, {})), chat, config)
+    (example,) = result.examples
+    assert text(chat, example.prompt) == f"<|bos|>{left}[assistant]"
+    assert len(example.prompt) <= limit
+    assert result.cut == (Counter() if limit == 95 else Counter({"prompt cut": 1}))
+
+
+def test_a_prompt_shorter_than_its_template_cannot_be_cut(
+    chat: ChatFormat, make_config: MakeConfig
+) -> None:
+    # 19 tokens of template: 20 leave one character, 19 none.
+    prompts = rows(Prompt(user("Hi"), {}))
+    config = make_config(max_prompt_tokens=20, long_prompts="cut")
+    (example,) = tokenise_prompts(prompts, chat, config).examples
+    assert text(chat, example.prompt) == "<|bos|>[user]i<|eot|>[assistant]"
+    config = make_config(max_prompt_tokens=19, long_prompts="cut")
+    with pytest.raises(DataError, match="the chat template alone"):
+        tokenise_prompts(prompts, chat, config)
+
+
+def test_prompts_keep_their_positions(chat: ChatFormat, make_config: MakeConfig) -> None:
+    config = make_config(max_prompt_tokens=20)
+    prompts = rows(*(Prompt(user(t), {}) for t in ("a", "bb", "c", "dd", "e")))
+    result = tokenise_prompts(prompts, chat, config)
+    assert [(text(chat, e.prompt[7:8]), e.index) for e in result.examples] == [
+        ("a", 0),
+        ("c", 2),
+        ("e", 4),
+    ]
+    assert result.dropped == Counter({"prompt too long": 2})
+
+
+def test_preferences(chat: ChatFormat, make_config: MakeConfig, ids: Ids) -> None:
+    config = make_config(max_response_tokens=5)
+    result = tokenise_preferences(
+        rows(
+            Preference(user("Hi"), "Yes", "No"),
+            Preference(user("Hi"), "Maybe", "No"),
+            Preference(user("Hi"), "Yes", "Maybe"),
+        ),
+        chat,
+        config,
+    )
+    (example,) = result.examples
+    assert list(example.chosen) == ids(chat.tokenizer, "Yes", "<|eot|>")
+    assert list(example.rejected) == ids(chat.tokenizer, "No", "<|eot|>")
+    assert example.length == 21 + 4
+    assert result.dropped == Counter({"response too long": 2})
+
+
+def test_pairs_that_cutting_makes_identical_are_dropped(
+    chat: ChatFormat, make_config: MakeConfig
+) -> None:
+    config = make_config(max_response_tokens=3, long_responses="cut")
+    result = tokenise_preferences(
+        rows(
+            Preference(user("Hi"), "Maybe", "Mayday"),
+            Preference(user("Hi"), "Maybe", "Made"),
+            Preference(user("Hi"), "Ma", "Maybe"),
+        ),
+        chat,
+        config,
+    )
+    assert [(text(chat, e.chosen), text(chat, e.rejected)) for e in result.examples] == [
+        ("May", "Mad"),
+        ("Ma<|eot|>", "May"),
+    ]
+    assert result.dropped == Counter({"chosen and rejected are the same tokens": 1})
+    assert result.cut == Counter({"response cut": 2})  # rows, not responses
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_prompt_tokens": 5}, "1 prompt too long"),
+        ({"max_response_tokens": 5}, "1 response too long"),
+    ],
+)
+def test_nothing_left_names_what_to_change(
+    changes: dict[str, int], reason: str, chat: ChatFormat, make_config: MakeConfig
+) -> None:
+    with pytest.raises(DataError) as error:
+        tokenise_demonstrations(
+            rows(Demonstration(user("Hi"), "Hello")), chat, make_config(**changes)
+        )
+    message = str(error.value)
+    assert "mine.jsonl" in message
+    assert reason in message
+    (key,) = changes
+    assert f"data.{key} (5)" in message

@@ -1,0 +1,141 @@
+"""Sources of a stage, held-out prompts, and the bounds of the configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_rlhf.core.errors import ConfigError, DataError
+from lightning_rlhf.data.config import DataConfig, Split
+from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
+
+MakeConfig = Callable[..., DataConfig]
+Jsonl = Callable[..., str]
+
+CONF = Path(__file__).parents[2] / "conf" / "data"
+
+
+@pytest.fixture
+def forty(jsonl: Jsonl) -> str:
+    """40 rows of 20 prompts."""
+    return jsonl(*({"prompt": f"p{i % 20}", "response": f"r{i}"} for i in range(40)))
+
+
+def test_named_sources_are_read_as_they_are(make_config: MakeConfig, jsonl: Jsonl) -> None:
+    train = jsonl({"prompt": "a", "response": "b"}, name="train.jsonl")
+    val = jsonl({"prompt": "a", "response": "c"}, name="val.jsonl")
+    split = load_demonstrations(make_config(demonstrations=Split(train=train, val=val)), seed=0)
+    assert [row.response for row in split.train.rows] == ["b"]
+    assert [row.response for row in split.val.rows] == ["c"]
+
+
+def test_a_quarter_of_the_prompts_is_held_out_with_all_their_rows(
+    make_config: MakeConfig, forty: str
+) -> None:
+    config = make_config(demonstrations=Split(train=forty, val=None), val_fraction=0.25)
+    split = load_demonstrations(config, seed=0)
+    # 5 of 20 prompts, two rows each.
+    assert (len(split.train), len(split.val)) == (30, 10)
+    assert not {r.prompt for r in split.train.rows} & {r.prompt for r in split.val.rows}
+    responses = [r.response for r in (*split.train.rows, *split.val.rows)]
+    assert sorted(responses) == sorted(f"r{i}" for i in range(40))
+
+
+def test_the_seed_decides_who_is_held_out(make_config: MakeConfig, forty: str) -> None:
+    config = make_config(demonstrations=Split(train=forty, val=None))
+    held_out = [load_demonstrations(config, seed).val.rows for seed in (0, 0, 1)]
+    assert held_out[0] == held_out[1] != held_out[2]
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.999, 19)])
+def test_neither_side_is_empty(
+    fraction: float, held_out: int, make_config: MakeConfig, forty: str
+) -> None:
+    config = make_config(prompts=Split(train=forty, val=None), val_fraction=fraction)
+    split = load_prompts(config, seed=0)
+    assert (len(split.train), len(split.val)) == (20 - held_out, held_out)
+
+
+def test_one_prompt_cannot_be_divided(make_config: MakeConfig, jsonl: Jsonl) -> None:
+    path = jsonl({"prompt": "a"})
+    with pytest.raises(DataError, match="one prompt only"):
+        load_prompts(make_config(prompts=Split(train=path, val=None)), seed=0)
+
+
+def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) -> None:
+    config = make_config(demonstrations=Split(train=forty, val=forty), max_val_rows=7)
+    samples = [load_demonstrations(config, seed).val.rows for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
+    numbers = [int(row.response[1:]) for row in samples[0]]
+    assert len(set(numbers)) == 7
+    assert numbers == sorted(numbers)
+    assert numbers != list(range(7))
+    assert len(load_demonstrations(config, seed=0).train) == 40
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (
+            load_demonstrations,
+            "data.demonstrations.train is not set; stage=sft needs demonstrations "
+            '{"prompt", "response"}: data.demonstrations.train=path.jsonl',
+        ),
+        (
+            load_preferences,
+            "data.preferences.train is not set; stage=rm needs preference pairs "
+            '{"prompt", "chosen", "rejected"}: data.preferences.train=path.jsonl',
+        ),
+        (
+            load_prompts,
+            'data.prompts.train is not set; stage=ppo needs prompts {"prompt"}: '
+            "data.prompts.train=path.jsonl",
+        ),
+    ],
+)
+def test_a_missing_source(load: Callable[..., Any], message: str, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(make_config(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("demonstrations", "rows.jsonl"),
+        ("val_fraction", 0),
+        ("val_fraction", 1),
+        ("val_fraction", "half"),
+        ("max_val_rows", 0),
+        ("max_val_rows", 1.5),
+        ("on_bad_row", "ignore"),
+        ("max_prompt_tokens", 0),
+        ("max_response_tokens", "many"),
+        ("long_prompts", "truncate"),
+        ("long_responses", True),
+        ("pool_batches", 0),
+        ("chat_template_kwargs", None),
+        ("judge", "judge.py"),
+    ],
+)
+def test_bounds(key: str, value: Any, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=rf"^data\.{key} is {re.escape(repr(value))}; allowed: "):
+        make_config(**{key: value})
+
+
+@pytest.mark.parametrize("value", ["", 5])
+def test_a_source_is_text(value: Any, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.prompts\.val is "):
+        make_config(prompts=Split(train=None, val=value))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "files", "hh"])
+def test_the_shipped_configurations(name: str) -> None:
+    OmegaConf.register_new_resolver("recipes", lambda path: f"recipes/{path}", replace=True)
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)
+    splits = {key: Split(**loaded[key]) for key in ("demonstrations", "preferences", "prompts")}
+    DataConfig(**(loaded | splits))

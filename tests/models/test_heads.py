@@ -1,0 +1,65 @@
+"""The scalar head, and the position it is read at."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_rlhf.models.heads import ScalarHead, last_real
+
+T, F = True, False
+
+
+def test_a_random_head_has_standard_deviation_one_over_root_d_plus_one() -> None:
+    d = 20_000
+    head = ScalarHead.random(d, torch.Generator().manual_seed(0))
+    expected = 1 / math.sqrt(d + 1)
+    # The standard error of a standard deviation of n normals is sigma / sqrt(2 n): 4 of them.
+    assert head.linear.weight.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * d))
+    assert abs(head.linear.weight.mean().item()) < 4 * expected / math.sqrt(d)
+    assert head.linear.bias.tolist() == [0.0]
+
+
+def test_the_plus_one_shows_for_few_weights() -> None:
+    # d = 1: 1 / sqrt(2), and not 1.
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.cat([ScalarHead.random(1, generator).linear.weight[0] for _ in range(2000)])
+    assert draws.std().item() == pytest.approx(1 / math.sqrt(2), rel=4 / math.sqrt(4000))
+
+
+def test_a_random_head_depends_on_its_generator_alone() -> None:
+    heads = []
+    for global_seed in (1, 2):
+        torch.manual_seed(global_seed)
+        heads.append(ScalarHead.random(16, torch.Generator().manual_seed(5)))
+    assert torch.equal(heads[0].linear.weight, heads[1].linear.weight)
+    other = ScalarHead.random(16, torch.Generator().manual_seed(6))
+    assert not torch.equal(heads[0].linear.weight, other.linear.weight)
+
+
+def test_a_value_head_starts_at_zero_and_can_be_trained() -> None:
+    head = ScalarHead.zeros(8)
+    assert head(torch.randn(3, 8)).tolist() == [0.0, 0.0, 0.0]
+    head(torch.ones(3, 8)).sum().backward()
+    assert head.linear.weight.grad is not None
+    assert head.linear.weight.grad.tolist() == [[3.0] * 8]
+
+
+def test_the_head_computes_in_fp32_under_autocast_and_from_bf16() -> None:
+    head = ScalarHead.random(512, torch.Generator().manual_seed(0))
+    hidden = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = hidden.double() @ head.linear.weight.detach().double()[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = head(hidden)
+    assert found.dtype == torch.float32
+    assert found.shape == (4,)
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)
+
+
+def test_the_last_real_position_is_found_on_either_side_and_in_between() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    mask = torch.tensor([[T, T, F, F], [F, F, T, T], [T, F, T, F]])
+    assert last_real(x, mask).tolist() == [1.0, 7.0, 10.0]
+    assert last_real(x[..., None].expand(-1, -1, 2), mask).tolist() == [[1, 1], [7, 7], [10, 10]]

@@ -1,0 +1,322 @@
+"""One base, several roles: who sees which adapters, and what can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.handover import add_policy, attach_reward, random_reward, start_from
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.roles import (
+    BASE,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    SFT,
+    Roles,
+    position_ids,
+    same_logits,
+    trainable_names,
+)
+
+LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
+MASK = torch.ones(3, 9, dtype=torch.bool)
+Train = Callable[[Roles, str, int], None]
+
+
+def load(lineage: Any) -> Roles:
+    """As stage=ppo puts its models together."""
+    roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
+    assert attach_reward(roles, lineage.rm, lineage.config, lineage.hash) is roles
+    add_policy(roles, lineage.config)
+    return roles
+
+
+def plain_sft(lineage: Any) -> PreTrainedModel | PeftModel:
+    """The SFT model as any other program loads it."""
+    if lineage.finetune == "full":
+        return AutoModelForCausalLM.from_pretrained(lineage.sft.path).eval()
+    base = AutoModelForCausalLM.from_pretrained(lineage.base).eval()
+    return PeftModel.from_pretrained(base, lineage.sft.path).eval()
+
+
+@torch.no_grad()
+def logits(roles: Roles, role: str, tokens: Tensor, mask: Tensor = MASK) -> Tensor:
+    with roles.acting(role):
+        return roles.head(roles.hidden(tokens, mask))
+
+
+@torch.no_grad()
+def test_the_reference_is_the_sft_model_bit_for_bit_and_the_policy_starts_there(
+    lineage: Any, tokens: Tensor
+) -> None:
+    expected = plain_sft(lineage)(
+        input_ids=tokens, attention_mask=MASK.long(), position_ids=position_ids(MASK)
+    ).logits
+    roles = load(lineage)
+    assert torch.equal(logits(roles, REFERENCE, tokens), expected)
+    assert torch.equal(logits(roles, POLICY, tokens), expected)
+    # The SFT model is not the base, so that this could not hold by accident.
+    base = AutoModelForCausalLM.from_pretrained(lineage.base).eval()(tokens).logits
+    assert (base - expected).abs().max() > 0.5
+
+
+def test_training_an_adapter_changes_its_own_role_alone(
+    lineage: Any, tokens: Tensor, train: Train
+) -> None:
+    roles = load(lineage)
+    before = {role: logits(roles, role, tokens) for role in (BASE, REFERENCE, POLICY, REWARD)}
+    with torch.no_grad():
+        score = roles.reward(tokens, MASK)
+
+    train(roles, POLICY, 11)
+    after = {role: logits(roles, role, tokens) for role in before}
+    assert (after[POLICY] - before[POLICY]).abs().max() > 0.1
+    for role in (BASE, REFERENCE, REWARD):
+        assert torch.equal(after[role], before[role]), role
+    with torch.no_grad():
+        assert torch.equal(roles.reward(tokens, MASK), score)
+
+    train(roles, REWARD, 12)
+    last = {role: logits(roles, role, tokens) for role in before}
+    assert (last[REWARD] - before[REWARD]).abs().max() > 0.1
+    assert torch.equal(last[POLICY], after[POLICY])
+    for role in (BASE, REFERENCE):
+        assert torch.equal(last[role], before[role]), role
+    with torch.no_grad():
+        assert (roles.reward(tokens, MASK) - score).abs().max() > 0.01
+
+
+def test_the_reward_is_that_of_its_own_stage(lineage: Any, tokens: Tensor) -> None:
+    """Recomputed with plain libraries: base, adapters, head times last hidden state."""
+    base = AutoModelForCausalLM.from_pretrained(
+        lineage.sft.path if lineage.finetune == "full" else lineage.base
+    )
+    model = PeftModel.from_pretrained(base, lineage.rm.path, adapter_name="rm").eval()
+    if lineage.finetune == "lora":
+        model.load_adapter(str(lineage.sft.path), adapter_name="sft")
+        model.base_model.set_adapter(["sft", "rm"])
+    roles = load(lineage)
+    weight = roles.heads[REWARD].linear.weight[0]
+    with torch.no_grad():
+        hidden = model(tokens, output_hidden_states=True).hidden_states[-1][:, -1]
+        torch.testing.assert_close(roles.reward(tokens, MASK), hidden @ weight, atol=1e-5, rtol=0)
+
+
+def test_acting_restores_the_role_after_an_exception_and_when_nested(
+    lineage: Any, tokens: Tensor, train: Train
+) -> None:
+    roles = load(lineage)
+    train(roles, POLICY, 11)
+    roles.play(POLICY)
+    with torch.no_grad():
+        as_policy = roles.hidden(tokens, MASK)
+        with pytest.raises(KeyError, match="inside"), roles.acting(REWARD):
+            with roles.acting(REFERENCE), roles.acting(REFERENCE):
+                assert not torch.equal(roles.hidden(tokens, MASK), as_policy)
+            with roles.acting(POLICY):
+                assert torch.equal(roles.hidden(tokens, MASK), as_policy)
+            assert not torch.equal(roles.hidden(tokens, MASK), as_policy)
+            raise KeyError("inside")
+        assert torch.equal(roles.hidden(tokens, MASK), as_policy)
+
+
+def test_reading_changes_nothing(lineage: Any, tokens: Tensor, train: Train) -> None:
+    roles = load(lineage)
+    train(roles, POLICY, 11)
+    roles.play(POLICY)
+    state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
+    names = trainable_names(roles)
+    with torch.no_grad():
+        hidden = roles.hidden(tokens, MASK)
+        _ = roles.causal_lm, roles.hidden_size, roles.vocab_size, roles.device
+        for role in (BASE, REFERENCE, POLICY, REWARD):
+            roles.probe(role)
+        roles.reward(tokens, MASK)
+        assert torch.equal(roles.hidden(tokens, MASK), hidden)
+    assert trainable_names(roles) == names
+    assert not any(module.training for module in roles.model.modules())
+    assert all(torch.equal(roles.state_dict()[name], state[name]) for name in state)
+
+
+def test_switching_roles_keeps_exactly_the_policy_trainable(lineage: Any, tokens: Tensor) -> None:
+    roles = load(lineage)
+    adapter = [n for n, _ in roles.named_parameters() if "lora_" in n and ".policy." in n]
+    head = ["heads.value.linear.weight", "heads.value.linear.bias"]
+    # all-linear, two matrices each: q k v o gate up down in a layer of full attention,
+    # in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj gate up down in one of linear attention.
+    layers = roles.causal_lm.config.layer_types
+    assert len(adapter) == sum(2 * (8 if "linear" in kind else 7) for kind in layers)
+    assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
+    for role in (REFERENCE, REWARD, BASE, POLICY):
+        with roles.acting(role):
+            assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
+        roles.play(role)
+    assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
+
+
+def test_gradients_reach_every_matrix_of_the_policy_and_nothing_else(
+    lineage: Any, tokens: Tensor, train: Train
+) -> None:
+    roles = load(lineage)
+    train(roles, POLICY, 11)
+    with roles.acting(REFERENCE), torch.no_grad():
+        roles.hidden(tokens, MASK)
+    with roles.acting(POLICY):
+        roles.head(roles.hidden(tokens, MASK)).square().mean().backward()
+    for name, parameter in roles.named_parameters():
+        if ".policy." in name:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() > 0, name
+        else:
+            assert parameter.grad is None, name
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "llama"])
+@torch.no_grad()
+def test_padding_on_either_side_changes_neither_hidden_states_nor_reward(
+    make_model: Callable[..., PreTrainedModel], tokens: Tensor, model_type: str
+) -> None:
+    roles = Roles(make_model(model_type))
+    random_reward(roles, torch.Generator().manual_seed(0))
+    for row in tokens:
+        whole = torch.ones(1, len(row), dtype=torch.bool)
+        alone = roles.hidden(row[None], whole)[0]
+        reward = roles.reward(row[None], whole)
+        for pad in ((4, 0), (0, 4), (2, 3)):
+            # Padded with the eos id, which also stands inside the text: only the mask tells.
+            padded = F.pad(row[None], pad, value=1)
+            mask = F.pad(whole, pad, value=False)
+            hidden = roles.hidden(padded, mask)[0][mask[0]]
+            torch.testing.assert_close(hidden, alone, atol=1e-5, rtol=0)
+            torch.testing.assert_close(roles.reward(padded, mask), reward, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_padding_may_differ_by_row(
+    make_model: Callable[..., PreTrainedModel], tokens: Tensor
+) -> None:
+    for model_type in ("qwen3", "qwen3_5_text"):
+        roles = Roles(make_model(model_type))
+        random_reward(roles, torch.Generator().manual_seed(0))
+        lengths = (9, 4, 6)
+        alone = torch.cat(
+            [
+                roles.reward(row[None, :n], torch.ones(1, n, dtype=torch.bool))
+                for row, n in zip(tokens, lengths, strict=True)
+            ]
+        )
+        left = torch.stack(
+            [F.pad(r[:n], (9 - n, 0), value=1) for r, n in zip(tokens, lengths, strict=True)]
+        )
+        left_mask = torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]
+        right_mask = left_mask.flip(1)
+        torch.testing.assert_close(roles.reward(left, left_mask), alone, atol=1e-5, rtol=0)
+        torch.testing.assert_close(roles.reward(tokens, right_mask), alone, atol=1e-5, rtol=0)
+
+
+def test_positions_count_real_tokens() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        (
+            "qwen3_5_text",
+            "in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj q_proj k_proj v_proj o_proj "
+            "gate_proj up_proj down_proj",
+        ),
+        ("qwen3", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
+        ("llama", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
+    ],
+)
+def test_all_linear_reaches_every_projection_and_not_the_output_layer(
+    make_model: Callable[..., PreTrainedModel], model_type: str, expected: str
+) -> None:
+    roles = Roles(make_model(model_type))
+    roles.add_adapter(POLICY, LORA)
+    adapted = {n.split(".lora_")[0] for n, _ in roles.named_parameters() if ".lora_" in n}
+    assert {name.rsplit(".", 1)[-1] for name in adapted} == set(expected.split())
+    # Every layer has its own: 7 linear layers, or 8 in a layer of linear attention.
+    layers = getattr(roles.causal_lm.config, "layer_types", None) or ["full_attention"] * 2
+    assert len(adapted) == sum(8 if kind == "linear_attention" else 7 for kind in layers)
+
+
+def test_target_modules_can_be_named(make_model: Callable[..., PreTrainedModel]) -> None:
+    roles = Roles(make_model("qwen3"))
+    roles.add_adapter(POLICY, LoRASettings(r=2, alpha=2, target_modules=("q_proj", "v_proj")))
+    adapted = {n.split(".lora_")[0].rsplit(".", 1)[-1] for n in trainable_names(roles)}
+    assert adapted == {"q_proj", "v_proj"}
+
+
+def test_target_modules_that_do_not_exist_are_refused(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    roles = Roles(make_model("qwen3"))
+    settings = LoRASettings(r=2, alpha=2, target_modules=("query_key_value",))
+    with pytest.raises(CheckpointError, match=r"model\.lora\.target_modules=.*query_key_value"):
+        roles.add_adapter(POLICY, settings)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma2", {"final_logit_softcapping": 1.0, "head_dim": 8}),
+        ("granite", {"logits_scaling": 8.0}),
+    ],
+)
+def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused(
+    make_model: Callable[..., PreTrainedModel], model_type: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=model_type):
+        Roles(make_model(model_type, **changes))
+
+
+def test_the_same_model_without_capping_is_accepted(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    Roles(make_model("gemma2", final_logit_softcapping=None, head_dim=8))
+    Roles(make_model("granite", logits_scaling=1.0))
+
+
+def test_probe_is_the_logits_after_a_fixed_row(make_model: Callable[..., PreTrainedModel]) -> None:
+    model = make_model("qwen3")
+    # i * 7919 mod 97 for i = 1..16; 7919 = 81 * 97 + 62.
+    row = torch.tensor([[62 * i % 97 for i in range(1, 17)]])
+    with torch.no_grad():
+        expected = model(row).logits[0, -1]
+    torch.testing.assert_close(Roles(model).probe(BASE), expected, atol=1e-5, rtol=0)
+
+
+def test_same_logits_is_relative_to_the_size_of_the_second() -> None:
+    b = torch.tensor([3.0, -4.0])  # root mean square 5 / sqrt(2)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        inside, outside = b * (1 + 0.9 * tolerance), b * (1 + 1.1 * tolerance)
+        assert same_logits(inside, b, dtype)
+        assert not same_logits(outside, b, dtype)
+        assert not same_logits(b * float("nan"), b, dtype)
+
+
+def test_a_role_without_an_adapter_plays_the_reference(
+    make_model: Callable[..., PreTrainedModel], tokens: Tensor
+) -> None:
+    roles = Roles(make_model("llama"))
+    roles.assign(SFT)
+    assert torch.equal(logits(roles, SFT, tokens), logits(roles, BASE, tokens))
+    assert trainable_names(roles) == []
+    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(0))
+    assert sorted(trainable_names(roles)) == [
+        "heads.reward.linear.bias",
+        "heads.reward.linear.weight",
+    ]

@@ -1,0 +1,286 @@
+"""Tiny models with random weights, in the roles of each stage, and a Trainer that says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.types import Prompts, Record
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rollout.score import RewardSource
+
+VOCABULARY, END = 64, 1
+ARCHITECTURES = ("qwen3", "qwen3_5")
+"""Attention alone; linear attention, which carries a state, and attention in turn."""
+LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
+
+STAGE: dict[str, Any] = {
+    "lr": 1e-3,
+    "adam_beta2": 0.99,
+    "adam_eps": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1e9,
+    "lr_schedule": "constant",
+    "warmup_fraction": 0.0,
+    "microbatch_size": 2,
+    "val_every": 10,
+    "checkpoint_every": 10,
+}
+SUPERVISED = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 6}
+PPO = STAGE | {
+    "iterations": 3,
+    "rollout_batch_size": 8,
+    "minibatch_size": 4,
+    "ppo_epochs": 2,
+    "max_response_tokens": 6,
+    "temperature": 1.0,
+    "kl_coef": 0.1,
+    "clip_range": 0.2,
+    "clip_range_vf": 0.2,
+    "gamma": 1.0,
+    "gae_lambda": 0.95,
+    "vf_coef": 0.1,
+    "ent_coef": 0.01,
+    "value_lr_factor": 10.0,
+    "whiten_advantages": True,
+    "missing_eos": "subtract",
+    "missing_eos_penalty": 1.0,
+    "val_samples_per_prompt": 1,
+    "samples_every": 10,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def sft_config(**changes: Any) -> SFTConfig:
+    return SFTConfig(**SUPERVISED | changes)
+
+
+def rm_config(**changes: Any) -> RMConfig:
+    return RMConfig(**SUPERVISED | {"calibration_samples": 8, "temperature": 1.0} | changes)
+
+
+def ppo_config(**changes: Any) -> PPOConfig:
+    return PPOConfig(**PPO | changes)
+
+
+def language_model(architecture: str, seed: int = 0) -> PreTrainedModel:
+    """Two layers of width 32, frozen. Weights wide enough that tokens differ in probability."""
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if architecture == "qwen3":
+            model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**common))
+        else:
+            config = Qwen3_5TextConfig(
+                **common,
+                layer_types=["linear_attention", "full_attention"],
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+            )
+            model = Qwen3_5ForCausalLM(config)
+    return model.float().eval().requires_grad_(False)
+
+
+def shake(module: nn.Module, marker: str, seed: int, size: float = 0.05) -> None:
+    """Add noise to the parameters whose name holds `marker`, as if they had been trained."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if marker in name:
+                parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def with_adapter(roles: Roles, role: str, seed: int) -> None:
+    """An adapter that already does something; it starts as nothing, with half its gradients 0."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        roles.add_adapter(role, LORA)
+    shake(roles, f".{role}.", seed)
+
+
+def sft_roles(architecture: str) -> Roles:
+    roles = Roles(language_model(architecture))
+    with_adapter(roles, SFT, seed=1)
+    return roles
+
+
+def rm_roles(architecture: str) -> Roles:
+    roles = Roles(language_model(architecture))
+    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(2))
+    with_adapter(roles, REWARD, seed=2)
+    return roles
+
+
+@pytest.fixture(scope="session")
+def reward_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Architecture -> folder of a reward adapter for its model."""
+    folders = {}
+    for name in ARCHITECTURES:
+        folder = tmp_path_factory.mktemp(name)
+        rm_roles(name).model.save_pretrained(str(folder), selected_adapters=[REWARD])
+        folders[name] = folder / REWARD
+    return folders
+
+
+@pytest.fixture
+def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
+    """A PPO module: frozen reward adapter and head, policy and value head as if trained a while."""
+
+    def make(
+        architecture: str = "qwen3",
+        *,
+        seed: int = 0,
+        reward: RewardSource | None = None,
+        fresh: bool = False,
+        **changes: Any,
+    ) -> PPOModule:
+        roles = Roles(language_model(architecture))
+        roles.heads[REWARD] = ScalarHead.random(
+            roles.hidden_size, torch.Generator().manual_seed(2)
+        ).requires_grad_(False)
+        roles.load_adapter(REWARD, reward_adapters[architecture])
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            roles.add_adapter(POLICY, LORA)
+        roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
+        if not fresh:
+            shake(roles, f".{POLICY}.", seed=3)
+            shake(roles, f"heads.{VALUE}.", seed=4)
+        return PPOModule(
+            roles,
+            reward or LearnedReward(roles.reward, mean=0.1, std=0.5),
+            ppo_config(**changes),
+            chat=SimpleNamespace(end_token_ids=(END,)),  # type: ignore[arg-type]
+            prompts={"train": [], "val": []},
+            seed=seed,
+        )
+
+    return make
+
+
+def prompts(rows: int = 8, width: int = 5, seed: int = 0) -> Prompts:
+    """Left-padded prompts of 1 to `width` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.arange(rows) % width + 1
+    return Prompts(
+        tokens=torch.randint(2, VOCABULARY, (rows, width), generator=generator),
+        mask=torch.arange(width) >= width - lengths[:, None],
+        index=torch.arange(rows),
+    )
+
+
+def fit(
+    module: L.LightningModule, batches: Sequence[Record], callbacks: Sequence[Callback] = ()
+) -> L.Trainer:
+    """A real `Trainer.fit` over the batches, once, on the CPU."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+    trainer.fit(module, DataLoader(list(batches), batch_size=None))
+    return trainer
+
+
+class Outputs(Callback):
+    """What training_step returned, and the gradients that its last optimizer step saw."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.grads: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.steps.append(outputs)
+        self.grads.append(grads(pl_module))
+
+
+def within_fit(module: L.LightningModule, work: Callable[[], Any]) -> Any:
+    """`work()` in place of a training step, so that optimizer and backward are Lightning's."""
+    found: list[Any] = []
+    module.training_step = lambda batch, batch_idx: found.append(work())
+    fit(module, [prompts(1)])
+    return found[0]
+
+
+def grads(module: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    """Names of the parameters of which a single bit differs."""
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def same_direction(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 1e-5
+) -> None:
+    """Each gradient equals the other to `rtol` of the largest element of all.
+
+    A single element may be a small difference of large sums, in fp32 with no digit of its own.
+    """
+    assert found.keys() == expected.keys()
+    scale = max(g.abs().max().item() for g in expected.values())
+    assert scale > 0
+    for name, grad in found.items():
+        torch.testing.assert_close(
+            grad, expected[name], rtol=rtol, atol=rtol * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def close(found: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)

@@ -1,0 +1,177 @@
+"""Cross-entropy on the response alone, whatever the padding and the size of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.types import Demonstrations
+from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.modules.sft import SFTModule
+
+from .conftest import (
+    VOCABULARY,
+    Outputs,
+    changed,
+    close,
+    fit,
+    language_model,
+    parameters,
+    same_direction,
+    sft_config,
+    sft_roles,
+)
+
+LENGTHS = ((3, 4), (1, 8), (5, 1), (2, 2), (6, 3), (1, 1))  # prompt, response
+
+
+def demonstrations(seed: int = 0, extra_columns: int = 0) -> Demonstrations:
+    """Six rows of uneven length; more columns bring other ids on the padding."""
+    width = max(p + r for p, r in LENGTHS)
+    tokens = torch.randint(
+        VOCABULARY, (len(LENGTHS), width), generator=torch.Generator().manual_seed(seed)
+    )
+    garbage = torch.randint(VOCABULARY, (len(LENGTHS), extra_columns))
+    tokens = torch.cat([tokens, garbage], dim=1)
+    position = torch.arange(tokens.shape[1])
+    prompt = torch.tensor([p for p, _ in LENGTHS])[:, None]
+    end = torch.tensor([p + r for p, r in LENGTHS])[:, None]
+    return Demonstrations(
+        tokens=tokens,
+        mask=position < end,
+        target_mask=(position >= prompt) & (position < end),
+    )
+
+
+def slow_nll(roles: Roles, batch: Demonstrations) -> Tensor:
+    """Row by row without padding, token by token, from the model's own logits."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, (prompt, response) in enumerate(LENGTHS):
+        tokens = batch.tokens[row, : prompt + response]
+        logits = roles.causal_lm(input_ids=tokens[None]).logits[0].double()
+        for t in range(prompt, prompt + response):
+            total = total + torch.logsumexp(logits[t - 1], 0) - logits[t - 1, tokens[t]]
+    return total
+
+
+def test_nll_is_that_of_the_response_tokens(architecture: str) -> None:
+    module = SFTModule(sft_roles(architecture), sft_config())
+    batch = demonstrations()
+    with torch.no_grad():
+        close(module.nll_sum(batch).double(), slow_nll(module.roles, batch))
+    step = module.validation_step(batch, 0)
+    assert step["tokens"].item() == 4 + 8 + 1 + 2 + 3 + 1
+    close(step["nll_sum"], module.nll_sum(batch))
+
+
+def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
+    module = SFTModule(sft_roles(architecture), sft_config(microbatch_size=6))
+    outputs, batch = Outputs(), demonstrations()
+    slow_roles = sft_roles(architecture)
+    (slow_nll(slow_roles, batch) / 19).backward()
+    fit(module, [batch], [outputs])
+    expected = {
+        f"roles.{n}": p.grad for n, p in slow_roles.named_parameters() if p.grad is not None
+    }
+    same_direction(outputs.grads[0], expected)
+
+
+def test_the_mean_is_over_the_tokens_of_the_batch() -> None:
+    # Not over rows and not over micro-batches, which here hold from 1 to 12 target tokens.
+    module = SFTModule(sft_roles("qwen3"), sft_config(microbatch_size=2))
+    outputs, batch = Outputs(), demonstrations()
+    with torch.no_grad():
+        expected = slow_nll(module.roles, batch) / 19
+    fit(module, [batch], [outputs])
+    close(outputs.steps[0]["loss"].double(), expected)
+    assert outputs.steps[0]["tokens"].item() == 19
+    norm = torch.stack([g.square().sum() for g in outputs.grads[0].values()]).sum().sqrt()
+    close(outputs.steps[0]["grad_norm"], norm)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 3])
+def test_micro_batches_give_the_gradient_of_the_batch(
+    architecture: str, microbatch_size: int
+) -> None:
+    found = []
+    for size in (6, microbatch_size):
+        module = SFTModule(sft_roles(architecture), sft_config(microbatch_size=size))
+        outputs = Outputs()
+        fit(module, [demonstrations()], [outputs])
+        found.append(outputs)
+    whole, parts = found
+    same_direction(parts.grads[0], whole.grads[0])
+    close(parts.steps[0]["loss"], whole.steps[0]["loss"])
+    close(parts.steps[0]["grad_norm"], whole.steps[0]["grad_norm"])
+
+
+def test_padding_changes_nothing(architecture: str) -> None:
+    module = SFTModule(sft_roles(architecture), sft_config())
+    narrow, wide = demonstrations(), demonstrations(extra_columns=7)
+    garbage = wide.tokens.clone()
+    garbage[~wide.mask] = (garbage[~wide.mask] + 17) % VOCABULARY
+    with torch.no_grad():
+        expected = module.nll_sum(narrow)
+        close(module.nll_sum(wide), expected)
+        close(module.nll_sum(replace(wide, tokens=garbage)), expected)
+        order = torch.tensor([3, 0, 5, 1, 4, 2])
+        close(module.nll_sum(narrow.select(order)), expected)
+
+
+def test_an_adapter_is_all_that_moves() -> None:
+    module = SFTModule(sft_roles("qwen3"), sft_config())
+    before = parameters(module)
+    fit(module, [demonstrations()] * 2)
+    adapter = {name for name in before if f".{SFT}." in name}
+    assert adapter
+    assert changed(before, parameters(module)) == adapter
+    assert set(module.state_dict()) == adapter
+
+
+def test_full_fine_tuning_moves_every_weight() -> None:
+    roles = Roles(language_model("qwen3").requires_grad_(True))
+    roles.assign(SFT)
+    module = SFTModule(roles, sft_config(finetune="full"))
+    before = parameters(module)
+    fit(module, [demonstrations()])
+    assert changed(before, parameters(module)) == before.keys()
+
+
+def test_it_learns_the_demonstrations() -> None:
+    module = SFTModule(sft_roles("qwen3"), sft_config(lr=2e-2))
+    outputs = Outputs()
+    fit(module, [demonstrations()] * 40, [outputs])
+    losses = [step["loss"].item() for step in outputs.steps]
+    assert losses[0] > 3  # about log 64 at the start
+    assert losses[-1] < losses[0] / 3
+
+
+def test_the_schedule_moves_once_a_batch() -> None:
+    module = SFTModule(sft_roles("qwen3"), sft_config(lr=0.1, lr_schedule="linear"))
+    trainer = fit(module, [demonstrations()] * 4)
+    # Four steps of a linear schedule at 4/4, 3/4, 2/4, 1/4; it stands at the end now.
+    assert trainer.global_step == 4
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+    module = SFTModule(sft_roles("qwen3"), sft_config(lr=0.1, lr_schedule="linear"))
+    seen: list[float] = []
+    step = module.training_step
+
+    def training_step(batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
+        seen.append(module.optimizers().param_groups[0]["lr"])
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    fit(module, [demonstrations()] * 4)
+    assert seen == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def test_the_same_run_twice_gives_the_same_weights() -> None:
+    states = []
+    for _ in range(2):
+        module = SFTModule(sft_roles("qwen3"), sft_config())
+        fit(module, [demonstrations(seed) for seed in range(3)])
+        states.append(parameters(module))
+    assert not changed(*states)

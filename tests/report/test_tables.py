@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from lightning_rlhf.report.tables import (
+    SweepRow,
+    before_after_table,
+    side_by_side,
+    spread,
+    sweep_table,
+)
+
+
+def shown(renderable: RenderableType) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def cells(table: str) -> list[list[str]]:
+    rows = [line.strip("│┃ \n") for line in table.splitlines() if line[:1] in "│┃"]
+    return [[cell.strip() for cell in row.replace("┃", "│").split("│")] for row in rows]
+
+
+def test_before_and_after_with_their_difference() -> None:
+    before = {"eval/reward_mean": 0.125, "eval/kl": 0.0, "eval/judge/words": 9.0}
+    after = {
+        "eval/judge/words": 8.5, "eval/kl": 2.5, "eval/reward_mean": 1.0, "eval/judge/rude": 0.02,
+    }  # fmt: skip
+    assert cells(shown(before_after_table(before, after)))[1:] == [
+        ["learned reward", "0.12", "1.00", "+0.88"],
+        ["KL to the SFT model, nats a response", "0.00", "2.50", "+2.50"],
+        ["rude", "-", "0.02", "-"],
+        ["words", "9.00", "8.50", "-0.50"],
+    ]
+
+
+def samples(path: Path, responses: list[str], judge: dict[str, Any]) -> Path:
+    rows = [
+        {"prompt": f"question {i} [x]", "response": r, "score": float(i), "judge": judge}
+        for i, r in enumerate(responses)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_same_prompts_side_by_side(tmp_path: Path) -> None:
+    # Of ten prompts the even ones are answered differently: 0, 2, 4, 6, 8; two spread: 0 and 4.
+    before = samples(tmp_path / "b.jsonl", ["same"] * 10, {"gold": -1.0})
+    after = samples(tmp_path / "a.jsonl", ["new", "same"] * 5, {"gold": 0.5})
+    text = shown(side_by_side(before, after, n=2))
+    assert [i for i in range(10) if f"question {i} [x]" in text] == [0, 4]
+    assert "gold -1.00, reward +0.00" in text
+    assert "gold +0.50, reward +4.00" in text
+    assert text == shown(side_by_side(before, after, n=2))
+
+
+def test_side_by_side_where_nothing_changed_and_nobody_judged(tmp_path: Path) -> None:
+    path = samples(tmp_path / "s.jsonl", ["same"] * 3, {})
+    text = shown(side_by_side(path, path, n=2))
+    assert text.count("question") == 2
+    assert "gold" not in text
+
+
+@pytest.mark.parametrize(
+    ("size", "n", "expected"), [(10, 5, [0, 2, 4, 6, 8]), (3, 5, [0, 1, 2]), (0, 5, [])]
+)
+def test_spread(size: int, n: int, expected: list[int]) -> None:
+    assert spread(range(size), n) == expected
+
+
+def test_a_failed_job_has_its_line_in_the_sweep() -> None:
+    rows = [
+        SweepRow("ppo.kl_coef=0.1", "finished", {"eval/reward_mean": 1.0, "eval/kl": 2.0}),
+        SweepRow("ppo.kl_coef=[0]", "failed", {}),
+    ]
+    assert cells(shown(sweep_table(rows))) == [
+        ["overrides", "status", "eval/reward_mean", "eval/kl"],
+        ["ppo.kl_coef=0.1", "finished", "1.000", "2.000"],
+        ["ppo.kl_coef=[0]", "failed", "-", "-"],
+    ]
