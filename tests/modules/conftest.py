@@ -30,7 +30,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.score import RewardSource
 
-VOCABULARY, END = 64, 1
+VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "qwen3_5")
 """Attention alone; linear attention, which carries a state, and attention in turn."""
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
@@ -193,7 +193,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             roles,
             reward or LearnedReward(roles.reward, mean=0.1, std=0.5),
             ppo_config(**changes),
-            chat=SimpleNamespace(end_token_ids=(END,)),  # type: ignore[arg-type]
+            chat=SimpleNamespace(end_token_ids=END),  # type: ignore[arg-type]
             prompts={"train": [], "val": []},
             seed=seed,
         )

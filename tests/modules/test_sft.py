@@ -31,10 +31,9 @@ LENGTHS = ((3, 4), (1, 8), (5, 1), (2, 2), (6, 3), (1, 1))  # prompt, response
 def demonstrations(seed: int = 0, extra_columns: int = 0) -> Demonstrations:
     """Six rows of uneven length; more columns bring other ids on the padding."""
     width = max(p + r for p, r in LENGTHS)
-    tokens = torch.randint(
-        VOCABULARY, (len(LENGTHS), width), generator=torch.Generator().manual_seed(seed)
-    )
-    garbage = torch.randint(VOCABULARY, (len(LENGTHS), extra_columns))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (len(LENGTHS), width), generator=generator)
+    garbage = torch.randint(VOCABULARY, (len(LENGTHS), extra_columns), generator=generator)
     tokens = torch.cat([tokens, garbage], dim=1)
     position = torch.arange(tokens.shape[1])
     prompt = torch.tensor([p for p, _ in LENGTHS])[:, None]

@@ -24,8 +24,13 @@ CONF, RECIPES = HOME / "conf", HOME / "recipes"
 def main() -> None:
     """Entry point of train.py and of the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    OmegaConf.register_new_resolver("recipes", lambda p: str(RECIPES / p), replace=True)
+    register_resolvers()
     compose()
+
+
+def register_resolvers() -> None:
+    """`${recipes:path}` in the configuration is a path inside recipes/."""
+    OmegaConf.register_new_resolver("recipes", lambda p: str(RECIPES / p), replace=True)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")

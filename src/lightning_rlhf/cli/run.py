@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -66,6 +67,21 @@ from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.generate import generate
+
+NOISY_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.accelerators.cuda",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+)
+NOISY_WARNINGS = (
+    ".*does not have many workers.*",  # the data is in memory
+    ".*in eval mode at the start of training.*",  # on purpose: no dropout
+    ".*check_val_every_n_epoch.*",  # one epoch is the whole run
+    ".*dataloader is not resumable.*",  # the schedule starts where the checkpoint ends
+    ".*smaller than the logging interval.*",
+    ".*LeafSpec.*",
+    ".*is_gradient_checkpointing.*",
+)
 
 
 @dataclass(frozen=True)
@@ -370,10 +386,7 @@ def _quiet_libraries() -> None:
     """Silence what is said at every start and asks nothing of the user."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    import logging
-
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
-    for pattern in (".*does not have many workers.*", ".*in eval mode at the start of training.*",
-                    ".*check_val_every_n_epoch.*", ".*dataloader is not resumable.*", ".*LeafSpec.*", ".*is_gradient_checkpointing.*"):  # fmt: skip
+    for pattern in NOISY_WARNINGS:
         warnings.filterwarnings("ignore", pattern)

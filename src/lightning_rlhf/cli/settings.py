@@ -19,6 +19,7 @@ from lightning_rlhf.core.config import (
     RMConfig,
     SFTConfig,
     require,
+    require_flag,
     require_number,
     require_one_of,
 )
@@ -104,7 +105,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     model["lora"] = build(LoRASettings, lora, "model.lora")
     require_number("seed", tree["seed"], at_least=0, whole=True)
     for key in ("resume", "overwrite", "debug"):
-        require_one_of(key, tree[key], (True, False))
+        require_flag(key, tree[key])
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
     return Settings(

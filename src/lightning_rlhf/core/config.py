@@ -52,6 +52,11 @@ def require_number(
     require(inside and abs(found) != float("inf"), key, found, allowed)
 
 
+def require_flag(key: str, found: Any) -> None:
+    """Raise ConfigError unless `found` is a boolean."""
+    require(isinstance(found, bool), key, found, "true, false")
+
+
 def require_divides(small_key: str, small: int, large_key: str, large: int) -> None:
     """Raise ConfigError unless `small` divides `large`."""
     if large % small:
@@ -173,7 +178,7 @@ class PPOConfig(StageConfig):
         for key in ("vf_coef", "ent_coef", "missing_eos_penalty"):
             require_number(f"ppo.{key}", getattr(self, key), at_least=0)
         require_number("ppo.value_lr_factor", self.value_lr_factor, above=0)
-        require_one_of("ppo.whiten_advantages", self.whiten_advantages, (True, False))
+        require_flag("ppo.whiten_advantages", self.whiten_advantages)
         require_one_of("ppo.missing_eos", self.missing_eos, get_args(MissingEOS))
         require_divides(
             "ppo.minibatch_size",

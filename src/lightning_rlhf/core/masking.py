@@ -27,6 +27,7 @@ def masked_whiten(
     The variance is the population's (divided by the count, not by the count minus one), so that
     appending a copy of the batch changes nothing. Returns 0 on padding.
     """
+    x = torch.where(mask, x, 0)
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0)

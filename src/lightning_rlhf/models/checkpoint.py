@@ -172,7 +172,7 @@ def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
     if expected is None:
         return
     found = roles.probe(role)
-    if found.shape != expected.shape or not same_logits(found, expected, roles.causal_lm.dtype):
+    if found.shape != expected.shape or not same_logits(found, expected, roles.causal_lm):
         raise CheckpointError(
             f"{final.path} does not fit: the {role} model here gives other logits than "
             f"{'it gave' if of == 'self' else 'the model that it was trained on gave'}. Train it "

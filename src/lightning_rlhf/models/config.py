@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_rlhf.core.config import require, require_number, require_one_of
+from lightning_rlhf.core.config import require, require_flag, require_number, require_one_of
 from lightning_rlhf.core.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
@@ -62,4 +62,4 @@ class ModelConfig:
         require(bool(self.name), "model.name", self.name, "a short name for the output folder")
         require_one_of("model.dtype", self.dtype, get_args(DType))
         require_one_of("model.quantization", self.quantization, get_args(Quantization))
-        require_one_of("model.trust_remote_code", self.trust_remote_code, (True, False))
+        require_flag("model.trust_remote_code", self.trust_remote_code)

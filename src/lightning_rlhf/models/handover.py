@@ -87,7 +87,7 @@ def add_policy(roles: Roles, config: ModelConfig) -> None:
     roles.add_adapter(POLICY, config.lora)
     roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     for role in (REFERENCE, POLICY):
-        if not same_logits(roles.probe(role), before, roles.causal_lm.dtype):
+        if not same_logits(roles.probe(role), before, roles.causal_lm):
             raise CheckpointError(
                 f"the {role} does not start as the SFT model: its logits changed when the "
                 "policy's adapter was added. This is a fault of the adapter library's version"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.models.roles import trainable_names
 
 
 def build_optimizer(
-    groups: Mapping[float, nn.Module], config: StageConfig, total_steps: int
+    groups: Sequence[tuple[float, nn.Module]], config: StageConfig, total_steps: int
 ) -> dict[str, Any]:
     """AdamW over the trainable parameters, and its schedule, as Lightning wants them.
 
-    groups: learning-rate factor -> module. Vectors (biases, norms) get no weight decay.
+    groups: learning-rate factors with the modules they are for. Vectors (biases, norms) get no
+        weight decay.
     total_steps: calls of the scheduler over the whole run.
     """
     parameter_groups = []
-    for factor, module in groups.items():
+    for factor, module in groups:
         trained = [p for p in module.parameters() if p.requires_grad]
         for decay, matrices in ((config.weight_decay, True), (0.0, False)):
             chosen = [p for p in trained if (p.ndim > 1) == matrices]
@@ -87,5 +89,5 @@ def advance_schedule(module: L.LightningModule) -> None:
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
     """The parameters that training changes; the rest is in the checkpoints it started from."""
-    names = {name for name, p in module.named_parameters() if p.requires_grad}
-    return {k: v for k, v in nn.Module.state_dict(module).items() if k in names}
+    state = nn.Module.state_dict(module)
+    return {name: state[name] for name in trainable_names(module)}

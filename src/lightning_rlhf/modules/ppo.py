@@ -186,7 +186,7 @@ class PPOModule(L.LightningModule):
         return self.prompts[split]
 
     def configure_optimizers(self) -> Any:
-        groups = {1.0: self.roles.model, self.config.value_lr_factor: self.roles.heads[VALUE]}
+        groups = [(1.0, self.roles.model), (self.config.value_lr_factor, self.roles.heads[VALUE])]
         return build_optimizer(groups, self.config, self.config.iterations)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

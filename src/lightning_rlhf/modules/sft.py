@@ -55,7 +55,7 @@ class SFTModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        return build_optimizer({1.0: self.roles}, self.config, steps)
+        return build_optimizer([(1.0, self.roles)], self.config, steps)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return trainable_state(self)

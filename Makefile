@@ -1,0 +1,48 @@
+# make help lists what there is. Everything happens in .venv, which is made when it is missing.
+PYTHON := $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint types lock clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+quickstart: $(BIN)/.installed  ## SFT -> reward model -> PPO on the embedded model; add ARGS="overwrite=true" to do it again
+	$(BIN)/python train.py recipe=quickstart $(ARGS)
+
+test: $(BIN)/.installed-dev  ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(BIN)/.installed-dev  ## style and the floors of the architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(BIN)/.installed-dev  ## static types
+	$(BIN)/mypy
+
+lock: $(BIN)/.installed-dev  ## write constraints.txt anew from pyproject.toml
+	$(BIN)/python -m pip install -q uv
+	echo "torch==2.13.0" | $(BIN)/uv pip compile pyproject.toml --extra dev --universal -c - \
+		--no-header --no-annotate -q -o constraints.txt
+
+clean:  ## remove the environment and all caches; outputs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No python3 was found; install Python 3.11."; exit 1; }
+	@case "$(PYTHON)" in *python3.11) ;; *) echo "python3.11 was not found; trying $$($(PYTHON) --version). The tested version is 3.11.";; esac
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+		|| { echo "Python 3.11, 3.12 or 3.13 is needed, found $$($(PYTHON) --version)."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(BIN)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -e . -c constraints.txt
+	@touch $@
+
+$(BIN)/.installed-dev: $(BIN)/.installed
+	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@

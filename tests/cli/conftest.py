@@ -1,0 +1,204 @@
+"""The command, called as a user calls it, on a model and data so small that a stage takes seconds.
+
+`model=mini` and `data=small` are presets in tests/cli/presets, given with Hydra's --config-dir as a
+user would give presets of his own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from lightning_rlhf.cli.main import HOME, RECIPES, main
+
+PRESETS = Path(__file__).parent / "presets"
+MINI = ("--config-dir", str(PRESETS), "model=mini", "data=small")
+SHIPPED = RECIPES / "quickstart" / "data"
+STAGES = ("sft", "rm", "ppo")
+ROWS: Mapping[str, int] = {
+    "sft_train": 32,
+    "sft_val": 4,
+    "preferences_train": 32,
+    "preferences_val": 4,
+    "prompts_train": 16,
+    "prompts_val": 4,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left on the terminal."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one message of a command that refuses; fails the test where it is anything else."""
+        assert self.status == 1, self
+        assert "Traceback" not in self.out + self.err, self.err
+        assert self.err.startswith("error: "), self.err
+        assert self.err.count("error: ") == 1, self.err
+        assert len(self.err.strip().splitlines()) == 1, self.err
+        return self.err.removeprefix("error: ").strip()
+
+    @property
+    def succeeded(self) -> Outcome:
+        """Itself; fails the test where the command failed."""
+        assert self.status == 0, f"{self.out}\n{self.err}"
+        return self
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder to stand in, with small data, where `outputs/` grows."""
+
+    folder: Path
+
+    @property
+    def outputs(self) -> Path:
+        return self.folder / "outputs"
+
+    def stage(self, stage: str, run: str = "default") -> Path:
+        """The folder of a stage of model=mini."""
+        return self.outputs / run / "mini" / stage
+
+    def mini(self, *overrides: str) -> Outcome:
+        """`python train.py model=mini data=small overrides`, in this process."""
+        return self.call(*MINI, *overrides)
+
+    def call(self, *arguments: str) -> Outcome:
+        """`python train.py arguments`, in this process."""
+        out, err = io.StringIO(), io.StringIO()
+        status: object = 0
+        with (
+            contextlib.chdir(self.folder),
+            process_state([str(HOME / "train.py"), *arguments]),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            try:
+                main()
+            except SystemExit as stop:
+                status = stop.code or 0
+        return Outcome(status if isinstance(status, int) else 1, out.getvalue(), err.getvalue())
+
+    def process(
+        self, command: list[str], *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> Outcome:
+        """`command arguments` as a process of its own."""
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def process_state(argv: list[str]) -> Iterator[None]:
+    """The command line `argv`; afterwards all that a process holds once is as before.
+
+    Hydra refuses to start inside itself, sets the root logger up and is told of its job globally.
+    """
+    hydra, job = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    environment, arguments = dict(os.environ), sys.argv
+    GlobalHydra.instance().clear()
+    sys.argv = argv
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        sys.argv = arguments
+        os.environ.clear()
+        os.environ.update(environment)
+        for handler in set(root.handlers) - set(handlers):
+            handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        GlobalHydra.instance().hydra = hydra
+        HydraConfig.instance().cfg = job
+
+
+TRAIN_PY = [sys.executable, str(HOME / "train.py")]
+MODULE = [sys.executable, "-m", "lightning_rlhf"]
+CONSOLE = [str(Path(sys.executable).with_name("lightning-rlhf"))]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def make_workplace(folder: Path) -> Workplace:
+    """An empty workplace with the first rows of the shipped data."""
+    (folder / "data").mkdir(parents=True)
+    for name, count in ROWS.items():
+        with (SHIPPED / f"{name}.jsonl").open(encoding="utf-8") as file:
+            rows = [line for line, _ in zip(file, range(count), strict=False)]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+    return Workplace(folder)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    """An empty one."""
+    return make_workplace(tmp_path / "work")
+
+
+@pytest.fixture(scope="session")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """One in which run=default went through all stages. To be read; write into another run."""
+    place = make_workplace(tmp_path_factory.mktemp("pipeline") / "work")
+    for stage in STAGES:
+        place.mini(f"stage={stage}").succeeded  # noqa: B018
+    return place
+
+
+@pytest.fixture
+def finished(tmp_path: Path, pipeline: Workplace) -> Workplace:
+    """A copy of the workplace in which all stages ran."""
+    shutil.copytree(pipeline.folder, tmp_path / "finished")
+    return Workplace(tmp_path / "finished")
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file below `folder` and the hash of what is in it."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def weights(stage_folder: Path) -> dict[str, str]:
+    """The safetensors in `final/`: adapters, full weights, heads, fingerprints."""
+    files = tree(stage_folder / "final")
+    return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}

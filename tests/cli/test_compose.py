@@ -1,0 +1,344 @@
+"""Everything that conf/ offers composes, is accepted, and is read by some line."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig
+
+import lightning_rlhf
+from lightning_rlhf.callbacks.loggers import LoggerConfig, WandbConfig
+from lightning_rlhf.cli import main
+from lightning_rlhf.cli.settings import (
+    PolicySource,
+    RewardConfig,
+    Settings,
+    TrainerConfig,
+    read_settings,
+)
+from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data.config import DataConfig, Split
+from lightning_rlhf.models.config import LoRASettings, ModelConfig
+
+CONF = main.CONF
+SOURCE = Path(lightning_rlhf.__file__).parent
+
+
+def options(group: str) -> list[str]:
+    """The presets of a group of conf/."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+STAGES, MODELS = options("stage"), options("model")
+HUB = ["model.name=other", "model.name_or_path=someone/model"]
+"""What model=hub asks for."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _composer() -> Iterator[None]:
+    """Hydra on conf/, with the resolver that the command registers."""
+    OmegaConf.register_new_resolver("recipes", lambda p: str(main.RECIPES / p), replace=True)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> DictConfig:
+    return compose("config", list(overrides))
+
+
+def model_overrides(model: str) -> list[str]:
+    return [f"model={model}", *(HUB if model == "hub" else [])]
+
+
+def yaml(group: str, option: str) -> dict[str, Any]:
+    """One file of conf/ as it is written, interpolations included."""
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
+    return {key: value for key, value in tree.items() if key != "defaults"}
+
+
+def test_groups_are_those_that_the_tests_below_go_through() -> None:
+    groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
+    assert groups == {"stage", "model", "data", "reward", "trainer", "logger", "stage_model"}
+    assert STAGES == ["ppo", "rm", "sft"]
+    assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
+    assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_stage_and_model_composes_with_all_else(stage: str, model: str) -> None:
+    others = [options(group) for group in ("data", "reward", "trainer", "logger")]
+    rounds = max(len(names) for names in others)
+    for i in range(rounds):
+        data, reward, trainer, logger = (names[i % len(names)] for names in others)
+        cfg = composed(f"stage={stage}", *model_overrides(model), f"data={data}",
+                       f"reward={reward}", f"trainer={trainer}", f"logger={logger}")  # fmt: skip
+        settings = read_settings(cfg)
+        assert settings.stage == stage
+        assert settings.model.name == ("other" if model == "hub" else model)
+        assert settings.reward.kind == reward
+        assert settings.trainer.accelerator == trainer
+        assert settings.logger.kind == logger
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("trainer", options("trainer"))
+def test_every_data_reward_and_logger_composes_with_each_other(stage: str, trainer: str) -> None:
+    groups = [options(group) for group in ("data", "reward", "logger")]
+    for data, reward, logger in itertools.product(*groups):
+        settings = read_settings(
+            composed(f"stage={stage}", f"trainer={trainer}", f"data={data}", f"reward={reward}",
+                     f"logger={logger}")
+        )  # fmt: skip
+        assert isinstance(settings.data.demonstrations, Split)
+        assert (settings.data.judge is not None) == (data == "quickstart")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_s_own_numbers_apply_to_it_alone(stage: str, model: str) -> None:
+    cfg = composed(f"stage={stage}", *model_overrides(model))
+    expected = yaml("stage", stage)
+    if (CONF / "stage_model" / f"{stage}_{model}.yaml").is_file():
+        own = yaml("stage_model", f"{stage}_{model}")
+        assert any(expected[key] != value for key, value in own.items())
+        expected |= own
+    assert OmegaConf.to_container(cfg[stage]) == expected
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tiny_has_numbers_of_its_own(stage: str) -> None:
+    """By hand, three that the quickstart depends on."""
+    wanted = {"sft": ("finetune", "full"), "rm": ("epochs", 2), "ppo": ("iterations", 100)}
+    key, value = wanted[stage]
+    assert composed(f"stage={stage}", "model=tiny")[stage][key] == value
+    assert composed(f"stage={stage}", "model=qwen0.8b")[stage][key] != value
+
+
+def test_numbers_of_a_model_belong_to_a_stage_and_a_model_that_exist() -> None:
+    known = {f"{stage}_{model}" for stage in STAGES for model in MODELS}
+    assert set(options("stage_model")) <= known
+    for option in options("stage_model"):
+        stage, model = option.split("_", 1)
+        keys = set(yaml("stage_model", option))
+        assert keys <= set(yaml("stage", stage)), f"{option} sets what stage={stage} does not have"
+        package = (CONF / "stage_model" / f"{option}.yaml").read_text().splitlines()[0]
+        assert package == f"# @package {stage}"
+        assert model in MODELS
+
+
+def test_weights_dtype_of_the_trainer_reaches_hub_models_alone() -> None:
+    def dtype(*overrides: str) -> str:
+        return read_settings(composed("stage=sft", *overrides)).model.dtype
+
+    assert dtype("model=qwen0.8b", "trainer=gpu") == "bfloat16"
+    assert dtype("model=qwen0.8b", "trainer=cpu") == "float32"
+    assert dtype("model=tiny", "trainer=gpu") == "float32"
+
+
+# Every key is a field, every field is read.
+
+SECTIONS: dict[str, type] = {
+    "stage/sft": SFTConfig,
+    "stage/rm": RMConfig,
+    "stage/ppo": PPOConfig,
+    "model": ModelConfig,
+    "data": DataConfig,
+    "reward": RewardConfig,
+    "trainer": TrainerConfig,
+}
+NESTED = {"lora": LoRASettings, "demonstrations": Split, "preferences": Split, "prompts": Split}
+RECEIVERS: dict[type, set[str]] = {
+    SFTConfig: {"config"},
+    RMConfig: {"config"},
+    PPOConfig: {"config"},
+    ModelConfig: {"config", "model"},
+    LoRASettings: {"settings"},
+    DataConfig: {"config", "data"},
+    Split: {"split", "sources"},
+    RewardConfig: {"reward"},
+    TrainerConfig: {"trainer"},
+    LoggerConfig: {"config"},
+    WandbConfig: {"config"},
+    PolicySource: {"policy"},
+    Settings: {"settings", "cfg"},
+}
+"""What a value of the class is called where it is read: `settings.trainer.devices`."""
+READ_IN_YAML = {(TrainerConfig, "weights_dtype"): ("model/hub.yaml", "${trainer.weights_dtype}")}
+"""Read by another value instead of by a line of Python."""
+
+
+def names(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def files(section: str) -> list[Path]:
+    path = CONF / f"{section}.yaml"
+    return [path] if path.is_file() else sorted((CONF / section).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_is_a_field_and_every_field_a_key(section: str) -> None:
+    written: set[str] = set()
+    for file in files(section):
+        tree = yaml(str(file.parent.relative_to(CONF)), file.stem)
+        assert set(tree) <= names(SECTIONS[section]), file
+        written |= set(tree)
+        for key, cls in NESTED.items():
+            if key in tree:
+                assert set(tree[key]) == names(cls), f"{file}: {key}"
+    assert written == names(SECTIONS[section])
+
+
+def test_every_key_of_a_logger_is_a_field() -> None:
+    for option in options("logger"):
+        wanted = WandbConfig if option == "wandb" else LoggerConfig
+        assert set(yaml("logger", option)) == names(wanted), option
+
+
+def test_every_root_key_is_a_setting() -> None:
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    groups = {"model", "data", "reward", "trainer", "logger"}
+    derived = {"stage", "config", "tree"}  # which section is there; that section; everything
+    assert set(tree) - {"defaults", "hydra", "recipe"} == names(Settings) - groups - derived
+    assert set(tree["policy"]) == names(PolicySource)
+
+
+def test_every_key_of_a_model_s_configuration_is_known_to_transformers() -> None:
+    """transformers takes any key in silence."""
+    for option in options("model"):
+        from_config = yaml("model", option).get("from_config")
+        if from_config:
+            keys = dict(from_config)
+            plain = AutoConfig.for_model(keys.pop("model_type"))
+            assert {key for key in keys if not hasattr(plain, key)} == set(), option
+
+
+def reads() -> set[tuple[str, str]]:
+    """(receiver, attribute) of all attributes that src reads, but for a class's own checks."""
+    found: set[tuple[str, str]] = set()
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                receiver = node.value
+                if isinstance(receiver, ast.Attribute):
+                    found.add((receiver.attr, node.attr))
+                elif isinstance(receiver, ast.Name):
+                    found.add((receiver.id, node.attr))
+    return found
+
+
+@pytest.mark.parametrize("cls", RECEIVERS, ids=lambda cls: cls.__name__)
+def test_every_field_is_read(cls: type) -> None:
+    read = reads()
+    unread = {
+        name
+        for name in names(cls)
+        if not any((receiver, name) in read for receiver in RECEIVERS[cls])
+    }
+    for (owner, name), (file, text) in READ_IN_YAML.items():
+        if owner is cls:
+            assert text in (CONF / file).read_text()
+            unread.discard(name)
+    assert unread == set()
+
+
+def test_the_search_for_reads_finds_what_is_not_read() -> None:
+    assert ("config", "kl_coef") in reads()
+    assert ("config", "klcoef") not in reads()
+    assert ("self", "kl_coef") in reads()  # in __post_init__, which no receiver above is called
+
+
+# What is not known is refused.
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("++ppo.klcoef=1", "ppo.kl_coef"),
+        ("++model.lora.alpa=1", "model.lora.alpha"),
+        ("++data.max_prompt_token=9", "data.max_prompt_tokens"),
+        ("++data.prompts.trian=x", "data.prompts.train"),
+        ("++reward.checkpiont=x", "reward.checkpoint"),
+        ("++trainer.device=1", "trainer.devices"),
+        ("++policy.checkpoints=x", "policy.checkpoint"),
+        ("++overwrit=true", "overwrite"),
+        ("++modle.name=x", "model"),
+        ("++zebra=1", None),
+    ],
+)
+def test_unknown_keys_are_refused_and_the_close_one_named(override: str, meant: str | None) -> None:
+    key = override.lstrip("+").split("=")[0]
+    unknown = "modle" if key.startswith("modle") else key
+    with pytest.raises(ConfigError) as raised:
+        read_settings(composed("stage=ppo", override))
+    hint = f"; did you mean {meant}?" if meant else ""
+    assert str(raised.value) == f"{unknown} is not a known key{hint}"
+
+
+def test_unknown_keys_of_a_logger_are_refused() -> None:
+    with pytest.raises(ConfigError, match="projct"):
+        read_settings(composed("stage=sft", "logger=wandb", "++logger.projct=x"))
+
+
+def test_a_missing_value_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.name has no value"):
+        read_settings(composed("stage=sft", "model=hub"))
+    with pytest.raises(ConfigError, match=r"^model\.name_or_path has no value"):
+        read_settings(composed("stage=sft", "model=hub", "model.name=x"))
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"ppo\.kl_coef is missing"):
+        read_settings(composed("stage=ppo", "~ppo.kl_coef"))
+    with pytest.raises(ConfigError, match=r"model\.lora\.r is missing"):
+        read_settings(composed("stage=ppo", "~model.lora.r"))
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("~seed", "seed"),
+        ("~policy", "policy"),
+        ("~logger", "logger"),
+        ("~model.lora", "model.lora"),
+        ("model.lora=null", "model.lora"),
+        ("data.prompts=null", "data.prompts"),
+        ("data.prompts.train=3", "data.prompts.train"),
+        ("policy=null", "policy"),
+        ("reward=[]", "reward"),
+        ("outputs=null", "outputs"),
+        ("run=null", "run"),
+        ("seed=a", "seed"),
+        ("seed=-1", "seed"),
+        ("resume=1.5", "resume"),
+        ("overwrite=maybe", "overwrite"),
+        ("trainer.devices=2", "trainer.devices"),
+        ("trainer.precision=16", "trainer.precision"),
+        ("trainer.log_every_n_steps=often", "trainer.log_every_n_steps"),
+        ("trainer.weights_dtype=half", "trainer.weights_dtype"),
+        ("ppo.lr=fast", "ppo.lr"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_their_key(override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_settings(composed("stage=ppo", override))
+    assert key in str(raised.value)
+
+
+def test_the_sections_of_two_stages_are_not_said_to_be_none() -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_settings(composed("stage=rm", "++sft.epochs=1"))
+    assert "sft" in str(raised.value)
+    assert "no stage is chosen" not in str(raised.value)

@@ -1,0 +1,473 @@
+"""The final/ folder: what one stage writes is what the next reads, or is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models.checkpoint import (
+    Final,
+    check_fingerprint,
+    find,
+    load_head,
+    tokenizer_hash,
+    versions,
+    write_final,
+)
+from lightning_rlhf.models.handover import (
+    add_policy,
+    attach_reward,
+    random_reward,
+    start_from,
+)
+from lightning_rlhf.models.roles import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
+
+Make = Callable[..., Any]
+# i * 7919 mod 97 for i = 1..16; 7919 = 81 * 97 + 62.
+PROBE = torch.tensor([[62 * i % 97 for i in range(1, 17)]])
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+COMMON_FILES = TOKENIZER_FILES | {"manifest.json", "fingerprint.safetensors"}
+
+
+def copy(final: Final, to: Path) -> Final:
+    shutil.copytree(final.path, to)
+    return find(str(to), "reward.checkpoint")
+
+
+def with_manifest(final: Final, **changes: Any) -> Final:
+    file = final.path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return find(str(final.path), "reward.checkpoint")
+
+
+def reference(lineage: Any) -> Roles:
+    return start_from(lineage.config, lineage.sft, trainable=False, seed=0)
+
+
+def attach(lineage: Any, final: Final) -> Roles:
+    return attach_reward(reference(lineage), final, lineage.config, lineage.hash)
+
+
+@torch.no_grad()
+def plain_logits(model: Any) -> torch.Tensor:
+    return model.eval()(PROBE).logits[0, -1].float()
+
+
+# Written and found again
+
+
+def test_the_folder_holds_what_its_docstring_lists(lineage: Any) -> None:
+    adapter = {"adapter_model.safetensors", "adapter_config.json"}
+    weights = {"model.safetensors", "config.json", "generation_config.json"}
+    sft = COMMON_FILES | (adapter if lineage.finetune == "lora" else weights)
+    rm = COMMON_FILES | adapter | {"reward_head.safetensors"}
+    ppo = COMMON_FILES | adapter | {"value_head.safetensors"}
+    for final, files in ((lineage.sft, sft), (lineage.rm, rm), (lineage.ppo, ppo)):
+        assert {file.name for file in final.path.iterdir()} == files
+        assert not final.path.with_name("final.tmp").exists()
+    assert lineage.sft.is_adapter == (lineage.finetune == "lora")
+    assert lineage.rm.is_adapter
+    assert lineage.ppo.is_adapter
+
+
+def test_the_manifest_comes_back_as_it_was_written(lineage: Any, make_manifest: Make) -> None:
+    assert lineage.sft.manifest == make_manifest("sft")
+    assert lineage.rm.manifest == make_manifest("rm", tokenizer_hash=lineage.hash)
+    assert lineage.rm.require_manifest("rm") is lineage.rm.manifest
+
+
+def test_the_fingerprints_are_those_of_the_models(lineage: Any) -> None:
+    """Recomputed from the folders with plain libraries."""
+
+    def sft() -> Any:
+        if lineage.finetune == "full":
+            return AutoModelForCausalLM.from_pretrained(lineage.sft.path)
+        base = AutoModelForCausalLM.from_pretrained(lineage.base)
+        return PeftModel.from_pretrained(base, lineage.sft.path, adapter_name="sft")
+
+    def reward() -> Any:
+        if lineage.finetune == "full":
+            return PeftModel.from_pretrained(sft(), lineage.rm.path)
+        model = sft()
+        model.load_adapter(str(lineage.rm.path), adapter_name="rm")
+        model.base_model.set_adapter(["sft", "rm"])
+        return model
+
+    def check(final: Final, name: str, expected: torch.Tensor) -> None:
+        stored = load_file(final.path / "fingerprint.safetensors")[name]
+        torch.testing.assert_close(stored, expected, atol=1e-5, rtol=0)
+
+    check(lineage.sft, "self", plain_logits(sft()))
+    check(lineage.rm, "self", plain_logits(reward()))
+    check(lineage.rm, "below", plain_logits(sft()))
+    check(lineage.ppo, "self", lineage.policy_logits)
+    if lineage.finetune == "lora":
+        base = AutoModelForCausalLM.from_pretrained(lineage.base)
+        check(lineage.sft, "below", plain_logits(base))
+
+
+def test_weights_and_heads_come_back_bit_for_bit(
+    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    train: Make, make_config: Make,
+) -> None:  # fmt: skip
+    roles = Roles(make_model("qwen3"))
+    add_policy(roles, make_config(name_or_path="x"))
+    train(roles, POLICY, 1)
+    with torch.no_grad():
+        roles.heads[VALUE].linear.weight.normal_()
+        roles.heads[VALUE].linear.bias.fill_(0.25)
+    write_final(tmp_path / "final", roles, POLICY, tokenizer, make_manifest("ppo"), VALUE)
+    final = find(str(tmp_path / "final"), "policy.checkpoint")
+    again = Roles(make_model("qwen3"))
+    again.load_adapter(POLICY, final.path)
+    ours = {n: p for n, p in roles.named_parameters() if "lora_" in n}
+    theirs = {n: p for n, p in again.named_parameters() if "lora_" in n}
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert not any(p.requires_grad for p in again.parameters())
+    head = load_head(final, VALUE, roles.hidden_size)
+    assert torch.equal(head.linear.weight, roles.heads[VALUE].linear.weight)
+    assert head.linear.bias.tolist() == [0.25]
+    assert not any(p.requires_grad for p in head.parameters())
+
+
+def test_the_adapter_is_written_for_inference_on_its_base(
+    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    make_config: Make,
+) -> None:  # fmt: skip
+    roles = Roles(make_model("qwen3"))
+    add_policy(roles, make_config(name_or_path="x"))
+    manifest = make_manifest("ppo", base="org/base")
+    write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
+    written = json.loads((tmp_path / "final" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "org/base"
+    assert written["inference_mode"] is True
+    assert written["r"] == 4
+    # What is being trained is not touched by saving it.
+    assert roles.model.peft_config[POLICY].inference_mode is False
+
+
+def test_writing_an_adapter_does_not_ask_the_hub(
+    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    make_config: Make, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A run must not fail or wait at its very end for want of a network."""
+    asked = []
+
+    def unknown_host(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
+    monkeypatch.setattr(time, "sleep", asked.append)
+    model = make_model("qwen3")
+    model.name_or_path = "nobody-at-all/no-such-model"
+    roles = Roles(model)
+    add_policy(roles, make_config(name_or_path="x"))
+    write_final(tmp_path / "final", roles, POLICY, tokenizer, make_manifest("ppo"), VALUE)
+    assert (tmp_path / "final" / "adapter_model.safetensors").is_file()
+    assert asked == []
+
+
+def test_the_tokenizer_and_its_template_travel_along(
+    adapters: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    again = AutoTokenizer.from_pretrained(adapters.ppo.path)
+    dialogue = [{"role": "user", "content": "Where is Peru?"}]
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert again.apply_chat_template(dialogue) == tokenizer.apply_chat_template(dialogue)
+
+
+def test_writing_keeps_neither_a_half_nor_an_old_folder(
+    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = tmp_path / "run" / "final"
+    roles = Roles(make_model("llama"))
+    roles.assign(SFT)
+
+    def cut_off(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_rlhf.models.checkpoint.save_file", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
+    assert not folder.exists()
+
+    write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
+    (folder / "stale").write_text("of an earlier run")
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_rlhf.models.checkpoint.save_file", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
+    assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft")
+
+    write_final(folder, roles, SFT, tokenizer, make_manifest("sft", base="other"), None)
+    assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft", base="other")
+    assert not (folder / "stale").exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["final"]
+
+
+def test_the_hash_is_of_the_vocabulary_alone(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    again.chat_template = "another"
+    assert tokenizer_hash(again) == tokenizer_hash(tokenizer)
+    again.add_tokens(["<|new|>"])
+    assert tokenizer_hash(again) != tokenizer_hash(tokenizer)
+
+
+def test_versions_are_those_of_the_running_libraries() -> None:
+    assert versions()["torch"] == torch.__version__
+    assert set(versions()) >= {"lightning-rlhf", "transformers", "peft", "lightning"}
+
+
+# Foreign folders
+
+
+@pytest.mark.parametrize("text", ['{"stage": "sft"}', "{", "[]", '"text"', '{"other": 1}'])
+def test_a_foreign_manifest_is_refused(adapters: Any, tmp_path: Path, text: str) -> None:
+    folder = copy(adapters.rm, tmp_path / "copy").path
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a manifest"):
+        find(str(folder), "policy.checkpoint")
+
+
+def test_a_plain_model_folder_is_found_without_a_manifest(adapters: Any) -> None:
+    final = find(str(adapters.base), "policy.checkpoint")
+    assert final.manifest is None
+    assert not final.is_adapter
+    with pytest.raises(CheckpointError, match="stage=rm"):
+        final.require_manifest("rm")
+
+
+# Refused as a reward
+
+
+def test_the_final_folder_of_another_stage_is_no_reward_model(lineage: Any) -> None:
+    for final, stage in ((lineage.ppo, "ppo"), (lineage.sft, "sft")):
+        with pytest.raises(CheckpointError, match=rf"written by stage={stage}.*stage=rm"):
+            attach(lineage, final)
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused(adapters: Any) -> None:
+    with pytest.raises(CheckpointError, match="another tokenizer") as caught:
+        attach_reward(reference(adapters), adapters.rm, adapters.config, "f" * 16)
+    assert adapters.hash in str(caught.value)
+    assert "f" * 16 in str(caught.value)
+
+
+def test_a_missing_head_is_an_error_and_never_a_random_one(adapters: Any, tmp_path: Path) -> None:
+    final = copy(adapters.rm, tmp_path / "copy")
+    (final.path / "reward_head.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no reward_head\.safetensors"):
+        attach(adapters, final)
+
+
+def test_a_head_for_another_hidden_size_is_refused(adapters: Any, tmp_path: Path) -> None:
+    final = copy(adapters.rm, tmp_path / "copy")
+    head = {"linear.weight": torch.zeros(1, 7), "linear.bias": torch.zeros(1)}
+    save_file(head, final.path / "reward_head.safetensors")
+    with pytest.raises(CheckpointError, match=r"size 7.*32"):
+        attach(adapters, final)
+
+
+@pytest.mark.parametrize("damage", ["cut", "other names", "no bias"])
+def test_a_broken_head_is_one_error_that_names_the_file(
+    adapters: Any, tmp_path: Path, damage: str
+) -> None:
+    final = copy(adapters.rm, tmp_path / "copy")
+    file = final.path / "reward_head.safetensors"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-8])
+    else:
+        name = "weight" if damage == "other names" else "linear.weight"
+        save_file({name: torch.zeros(1, 32)}, file)
+    with pytest.raises(CheckpointError, match=r"reward_head\.safetensors"):
+        attach(adapters, final)
+
+
+def test_a_reward_adapter_trained_on_another_model_is_refused(
+    adapters: Any, tmp_path: Path, make_model: Make, make_config: Make
+) -> None:
+    make_model("llama", seed=9).save_pretrained(tmp_path / "other")
+    config = make_config(name_or_path=str(tmp_path / "other"))
+    roles = start_from(config, None, trainable=False, seed=0)
+    with pytest.raises(CheckpointError, match="the model that it was trained on"):
+        attach_reward(roles, adapters.rm, config, adapters.hash)
+    # On the base without the SFT adapter that it was trained over, too.
+    roles = start_from(adapters.config, None, trainable=False, seed=0)
+    with pytest.raises(CheckpointError, match="the model that it was trained on"):
+        attach_reward(roles, adapters.rm, adapters.config, adapters.hash)
+
+
+def test_a_reward_adapter_that_was_changed_is_refused(adapters: Any, tmp_path: Path) -> None:
+    final = copy(adapters.rm, tmp_path / "copy")
+    file = final.path / "adapter_model.safetensors"
+    state = load_file(file)
+    name = next(name for name in state if "lora_B" in name)
+    save_file(state | {name: state[name] + 0.3}, file)
+    with pytest.raises(CheckpointError, match="gives other logits than it gave"):
+        attach(adapters, final)
+
+
+@pytest.mark.parametrize("damage", ["absent", "cut", "half"])
+def test_a_broken_adapter_is_one_error_that_names_the_folder(
+    adapters: Any, tmp_path: Path, damage: str
+) -> None:
+
+    def start(final: Final) -> Roles:
+        return start_from(adapters.config, final, trainable=False, seed=0)
+
+    def reward(final: Final) -> Roles:
+        return attach(adapters, final)
+
+    for which, load in ((adapters.sft, start), (adapters.rm, reward)):
+        final = copy(which, tmp_path / f"{damage}-{which.manifest.stage}")
+        file = final.path / "adapter_model.safetensors"
+        if damage == "absent":
+            file.unlink()
+        elif damage == "cut":
+            file.write_bytes(file.read_bytes()[:-64])
+        else:
+            state = load_file(file)
+            save_file({n: t for n, t in state.items() if "layers.0" in n}, file)
+        with pytest.raises(CheckpointError) as caught:
+            load(final)
+        assert str(final.path) in str(caught.value)
+
+
+# Refused as a start
+
+
+def test_an_sft_adapter_on_another_base_is_refused(
+    adapters: Any, tmp_path: Path, make_model: Make, make_config: Make
+) -> None:
+    make_model("llama", seed=9).save_pretrained(tmp_path / "other")
+    config = make_config(name_or_path=str(tmp_path / "other"))
+    with pytest.raises(CheckpointError, match="the model that it was trained on"):
+        start_from(config, adapters.sft, trainable=False, seed=0)
+
+
+def test_full_weights_that_were_changed_are_refused(
+    tmp_path: Path, make_model: Make, make_config: Make, make_manifest: Make,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    roles = Roles(make_model("qwen3"))
+    roles.assign(SFT)
+    write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
+    final = find(str(tmp_path / "final"), "policy.checkpoint")
+    config = make_config(name_or_path="unused")
+    again = start_from(config, final, trainable=False, seed=0)
+    check_fingerprint(again, REFERENCE, final, "self")
+    make_model("qwen3", seed=5).save_pretrained(final.path)
+    with pytest.raises(CheckpointError, match="gives other logits than it gave"):
+        start_from(config, final, trainable=False, seed=0)
+
+
+def test_full_fine_tuning_cannot_start_from_an_adapter(adapters: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"is an adapter.*finetune=lora"):
+        start_from(adapters.config, adapters.sft, trainable=True, seed=0)
+
+
+def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
+    tmp_path: Path, make_config: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    make_model: Make, train: Make,
+) -> None:  # fmt: skip
+    shape = make_model("qwen3").config.to_diff_dict() | {"model_type": "qwen3"}
+    config = make_config(from_config=shape, tokenizer="x")
+    roles = start_from(config, None, trainable=False, seed=41)
+    roles.add_adapter(SFT, config.lora)
+    train(roles, SFT, 1)
+    manifest = make_manifest("sft", base_seed=41)
+    write_final(tmp_path / "final", roles, SFT, tokenizer, manifest, None)
+    final = find(str(tmp_path / "final"), "policy.checkpoint")
+    again = start_from(config, final, trainable=False, seed=7)
+    torch.testing.assert_close(again.probe(REFERENCE), roles.probe(SFT), atol=1e-5, rtol=0)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        start_from(config, with_manifest(final, base_seed=7), trainable=False, seed=41)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_full_sft_model_can_be_the_quantised_base_of_the_next_stage(
+    tmp_path: Path, make_model: Make, make_config: Make, make_manifest: Make,
+    tokenizer: PreTrainedTokenizerBase, quantization: str,
+) -> None:  # fmt: skip
+    roles = Roles(make_model("qwen3", hidden_size=64, intermediate_size=128, head_dim=16,
+                             num_key_value_heads=4))  # fmt: skip
+    roles.assign(SFT)
+    write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
+    final = find(str(tmp_path / "final"), "policy.checkpoint")
+    config = make_config(name_or_path="unused", quantization=quantization)
+    assert start_from(config, final, trainable=False, seed=0).probe(REFERENCE).isfinite().all()
+
+
+def test_a_bf16_base_passes_the_check_of_an_fp32_run(
+    tmp_path: Path, make_model: Make, make_config: Make, make_manifest: Make,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    roles = Roles(make_model("llama"))
+    roles.assign(SFT)
+    write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
+    final = find(str(tmp_path / "final"), "policy.checkpoint")
+    config = make_config(name_or_path="unused", dtype="bfloat16")
+    roles = start_from(config, final, trainable=False, seed=0)
+    assert roles.causal_lm.dtype == torch.bfloat16
+
+
+# A reward model with weights of its own
+
+
+def test_a_fully_trained_reward_model_keeps_its_own_weights(
+    adapters: Any, tmp_path: Path, make_model: Make, make_manifest: Make,
+    tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor,
+) -> None:  # fmt: skip
+    own = Roles(make_model("qwen3", seed=8))
+    random_reward(own, torch.Generator().manual_seed(0))
+    manifest = make_manifest("rm", tokenizer_hash=adapters.hash)
+    write_final(tmp_path / "final", own, REWARD, tokenizer, manifest, REWARD)
+    roles = reference(adapters)
+    before = roles.probe(REFERENCE)
+    final = find(str(tmp_path / "final"), "reward.checkpoint")
+    owner = attach_reward(roles, final, adapters.config, adapters.hash)
+    assert owner is not roles
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            owner.reward(tokens, mask), own.reward(tokens, mask), atol=1e-5, rtol=0
+        )
+    assert not any(p.requires_grad for p in owner.parameters())
+    assert torch.equal(roles.probe(REFERENCE), before)
+    assert REWARD not in roles.heads
+
+
+def test_the_policy_must_start_at_the_reference(
+    adapters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were an adapter library to start an adapter elsewhere, PPO would not run."""
+    roles = reference(adapters)
+    add_adapter = Roles.add_adapter
+
+    def elsewhere(self: Roles, role: str, settings: Any) -> None:
+        add_adapter(self, role, settings)
+        self._stacks[role] = (role,)  # without the SFT adapter below it
+        self.play(BASE)
+
+    monkeypatch.setattr(Roles, "add_adapter", elsewhere)
+    with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):
+        add_policy(roles, adapters.config)

@@ -1,0 +1,378 @@
+"""From a hub id, a folder or a configuration to a model, and what is said when that fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
+
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer
+from lightning_rlhf.models.roles import BASE, POLICY, Roles, trainable_names
+
+ABSENT = "nobody-at-all/no-such-model"
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A machine without a network. Returns the seconds that were waited, without waiting."""
+    seconds: list[float] = []
+
+    def unknown_host(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_model: Make, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A whole model folder, as a download leaves it."""
+    path = tmp_path / "model"
+    make_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def one_message(error: BaseException) -> str:
+    """The message, which the command line prints: short, and no traceback's text."""
+    message = str(error)
+    assert len(message) < 700
+    assert "\n" not in message
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("key", "load"),
+    [
+        ("model.name_or_path", lambda c: load_causal_lm(c, trainable=False, seed=0)),
+        ("model.name_or_path", load_tokenizer),
+        ("policy.checkpoint", lambda c: find(c.name_or_path, "policy.checkpoint")),
+    ],
+    ids=["weights", "tokenizer", "checkpoint"],
+)
+def test_without_a_network_a_hub_id_fails_fast_and_says_the_way_to_a_local_folder(
+    slept: list[float], make_config: Make, key: str, load: Callable[[ModelConfig], Any]
+) -> None:
+    started = time.perf_counter()
+    with pytest.raises(HubError) as caught:
+        load(make_config(name_or_path=ABSENT))
+    seconds = time.perf_counter() - started + sum(slept)
+    message = one_message(caught.value)
+    assert ABSENT in message
+    assert f"hf download {ABSENT} --local-dir FOLDER" in message
+    assert f"{key}=FOLDER" in message
+    assert seconds < 20
+
+
+def test_offline_mode_gives_the_same_error(
+    monkeypatch: pytest.MonkeyPatch, make_config: Make
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    config = make_config(name_or_path=ABSENT, tokenizer="nobody-at-all/no-such-tokenizer")
+    with pytest.raises(HubError, match=ABSENT) as caught:
+        load_causal_lm(config, trainable=False, seed=0)
+    one_message(caught.value)
+    with pytest.raises(HubError, match=r"no-such-tokenizer.*model\.tokenizer=FOLDER"):
+        load_tokenizer(config)
+
+
+@pytest.mark.parametrize("missing", ["/no/such/folder", "./no/such/folder", "~/no/such/folder"])
+def test_a_missing_folder_is_not_looked_up_on_the_hub(
+    slept: list[float], make_config: Make, missing: str
+) -> None:
+    config = make_config(name_or_path=missing)
+    for load in (
+        lambda: load_causal_lm(config, trainable=False, seed=0),
+        lambda: load_tokenizer(config),
+        lambda: find(missing, "model.name_or_path"),
+    ):
+        with pytest.raises(CheckpointError, match=f"model.name_or_path={missing}: no such folder"):
+            load()
+    assert slept == []
+
+
+def test_a_folder_in_the_home_directory_is_found(
+    folder: Path, make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell does not expand the tilde of key=~/folder."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    config = make_config(name_or_path=f"~/{folder.name}")
+    assert load_causal_lm(config, trainable=False, seed=0).config.model_type == "qwen3"
+    assert len(load_tokenizer(config)) > 1000
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path, make_config: Make) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
+        load_causal_lm(make_config(name_or_path=str(tmp_path)), trainable=False, seed=0)
+    one_message(caught.value)
+    with pytest.raises(CheckpointError, match="not a model folder"):
+        find(str(tmp_path), "policy.checkpoint")
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "absent"])
+def test_a_broken_weights_file_is_one_error_that_names_the_folder(
+    folder: Path, make_config: Make, damage: str
+) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    if damage == "absent":
+        file.unlink()
+    else:
+        file.write_bytes({"cut": whole[:-1000], "garbage": b"x" * 99, "empty": b""}[damage])
+    with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
+        load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
+    assert str(folder) in one_message(caught.value)
+
+
+def test_weights_of_another_shape_are_refused(folder: Path, make_config: Make) -> None:
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    name = next(name for name in state if "q_proj" in name)
+    save_file({**state, name: state[name][:8].clone()}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
+    assert str(folder) in one_message(caught.value)
+
+
+def test_missing_weights_are_refused_and_not_made_up(folder: Path, make_config: Make) -> None:
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    name = next(name for name in state if "q_proj" in name)
+    del state[name]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="q_proj"):
+        load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
+
+
+def test_a_broken_configuration_file_is_one_error(folder: Path, make_config: Make) -> None:
+    for text in ('{"model_type": ', '{"model_type": "no_such_type"}'):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
+            load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
+        assert str(folder) in one_message(caught.value)
+
+
+def test_a_folder_without_tokenizer_files_has_no_tokenizer(folder: Path, make_config: Make) -> None:
+    for file in folder.glob("token*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_tokenizer(make_config(name_or_path=str(folder)))
+
+
+def test_the_tokenizer_is_the_checkpoints_else_the_presets_else_the_models(
+    folder: Path, tmp_path: Path, make_config: Make, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Three copies, told apart by a token."""
+
+    def marked(name: str) -> Path:
+        tokenizer.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "tokenizer_config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps(config | {"model_max_length": len(name)}))
+        return tmp_path / name
+
+    own = make_config(name_or_path=str(folder))
+    preset = make_config(name_or_path=str(folder), tokenizer=str(marked("preset")))
+    checkpoint = marked("checkpoint")
+    assert load_tokenizer(own).model_max_length == tokenizer.model_max_length
+    assert load_tokenizer(preset).model_max_length == len("preset")
+    assert load_tokenizer(preset, checkpoint).model_max_length == len("checkpoint")
+
+
+def test_random_weights_need_a_tokenizer_and_one_source(make_config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"model\.tokenizer"):
+        make_config(from_config=SMALL)
+    with pytest.raises(ConfigError, match="exactly one"):
+        make_config(from_config=SMALL, tokenizer="x", name_or_path="y")
+    with pytest.raises(ConfigError, match="exactly one"):
+        make_config()
+    with pytest.raises(ConfigError, match="model_type"):
+        make_config(from_config={"hidden_size": 3}, tokenizer="x")
+
+
+def test_random_weights_depend_on_the_seed_alone(make_config: Make) -> None:
+    config = make_config(from_config=SMALL, tokenizer="x")
+    first, same, other = (
+        load_causal_lm(config, trainable=False, seed=seed).get_input_embeddings().weight
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("wrong", [{"model_type": "qwen33"}, {"hidden_size": "wide"}])
+def test_a_wrong_from_config_is_an_error_that_names_the_key(
+    make_config: Make, wrong: dict[str, Any]
+) -> None:
+    config = make_config(from_config=SMALL | wrong, tokenizer="x")
+    with pytest.raises(RLHFError, match=r"model\.from_config"):
+        load_causal_lm(config, trainable=False, seed=0)
+
+
+def test_quantised_random_weights_are_refused(make_config: Make) -> None:
+    """Nothing would be quantised, and nothing would say so."""
+    with pytest.raises(ConfigError, match=r"model\.quantization"):
+        load_causal_lm(
+            make_config(from_config=SMALL, tokenizer="x", quantization="int8"),
+            trainable=False,
+            seed=0,
+        )
+
+
+def test_weights_are_frozen_in_the_given_dtype_or_trainable_in_fp32(
+    folder: Path, make_config: Make
+) -> None:
+    config = make_config(name_or_path=str(folder), dtype="bfloat16")
+    frozen = load_causal_lm(config, trainable=False, seed=0)
+    assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
+    assert trainable_names(frozen) == []
+    trained = load_causal_lm(config, trainable=True, seed=0)
+    assert {p.dtype for p in trained.parameters()} == {torch.float32}
+    assert len(trainable_names(trained)) == len(list(trained.parameters()))
+    for model in (frozen, trained):
+        assert not any(module.training for module in model.modules())
+
+
+def test_other_weights_replace_the_presets_own(folder: Path, make_model: Make, make_config: Make,
+                                               tmp_path: Path) -> None:  # fmt: skip
+    make_model("llama", seed=5).save_pretrained(tmp_path / "other")
+    config = make_config(name_or_path=str(folder))
+    model = load_causal_lm(config, str(tmp_path / "other"), trainable=False, seed=0)
+    assert model.config.model_type == "llama"
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    # Sizes that nf4 takes on a CPU: blocks of 64 weights, 32 outputs.
+    "qwen3": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+              "num_key_value_heads": 4},
+    "qwen3_5_text": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+                     "num_key_value_heads": 4, "linear_num_value_heads": 32},
+}  # fmt: skip
+
+
+def dequantised(model: PreTrainedModel, whole: PreTrainedModel) -> PreTrainedModel:
+    """`whole` with the rounded weights of the nf4 `model`."""
+    state = {
+        f"{name}.weight": bnb.functional.dequantize_4bit(m.weight.data, m.weight.quant_state)
+        for name, m in model.named_modules()
+        if isinstance(m, bnb.nn.Linear4bit)
+    }
+    assert all((whole.state_dict()[name] - state[name]).abs().max() > 1e-3 for name in state)
+    whole.load_state_dict(state, strict=False)
+    return whole
+
+
+@pytest.mark.parametrize("model_type", list(QUANTISED))
+@pytest.mark.parametrize(
+    # int8 rounds activations too, so that it is only near the whole model. nf4 rounds weights
+    # alone, and is the model with those weights.
+    ("quantization", "layer", "near", "alike"),
+    [("int8", bnb.nn.Linear8bitLt, 0.05, 0.9), ("nf4", bnb.nn.Linear4bit, 0.01, 0.999)],
+)
+def test_a_quantised_base_loads_runs_and_carries_a_trainable_adapter(
+    tmp_path: Path,
+    make_model: Make,
+    make_config: Make,
+    model_type: str,
+    quantization: str,
+    layer: type,
+    near: float,
+    alike: float,
+) -> None:
+    make_model(model_type, **QUANTISED[model_type]).save_pretrained(tmp_path)
+    config = make_config(name_or_path=str(tmp_path))
+    whole = load_causal_lm(config, trainable=False, seed=0)
+    config = make_config(name_or_path=str(tmp_path), quantization=quantization)
+    model = load_causal_lm(config, trainable=False, seed=0)
+    linear = [m for n, m in model.named_modules() if n.endswith("_proj")]
+    assert linear
+    assert all(isinstance(module, layer) for module in linear)
+    if quantization == "nf4":
+        whole = dequantised(model, whole)
+
+    # After a pass without gradients, as in a rollout, logits and gradients are those due.
+    logits, gradients = [], []
+    for roles in (Roles(model), Roles(whole)):
+        torch.manual_seed(0)
+        roles.add_adapter(POLICY, LoRASettings(r=2, alpha=4, target_modules="all-linear"))
+        logits.append(roles.probe(POLICY))
+        tokens = torch.arange(2, 14).reshape(2, 6)
+        roles.hidden(tokens, torch.ones(2, 6, dtype=torch.bool)).square()[..., :9].sum().backward()
+        assert all("lora_" in name for name in trainable_names(roles))
+        matrices = [p for n, p in roles.named_parameters() if "lora_B" in n]
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in matrices)
+        gradients.append(torch.cat([p.grad.flatten() for p in matrices]))
+    found, expected = logits
+    assert (found - expected).square().mean() < near**2 * expected.square().mean()
+    assert torch.cosine_similarity(*gradients, dim=0) > alike
+
+
+def test_nf4_runs_the_sixteen_heads_of_qwen3_5_0_8b(
+    tmp_path: Path, make_model: Make, make_config: Make
+) -> None:
+    shape = QUANTISED["qwen3_5_text"] | {"linear_num_value_heads": 16}
+    make_model("qwen3_5_text", **shape).save_pretrained(tmp_path)
+    config = make_config(name_or_path=str(tmp_path), quantization="nf4")
+    assert Roles(load_causal_lm(config, trainable=False, seed=0)).probe(BASE).isfinite().all()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+def test_a_quantised_model_cannot_be_fine_tuned_in_full(
+    folder: Path, make_config: Make, quantization: str
+) -> None:
+    config = make_config(name_or_path=str(folder), quantization=quantization)
+    with pytest.raises(ConfigError, match=rf"model\.quantization={quantization}.*finetune=lora"):
+        load_causal_lm(config, trainable=True, seed=0)
+
+
+def test_the_multimodal_checkpoint_loads_as_text(
+    tmp_path: Path, make_model: Make, make_config: Make
+) -> None:
+    """Qwen3.5's hub repositories hold a vision tower; the text model in them is loaded exactly."""
+    text: PreTrainedModel = make_model("qwen3_5_text")
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+              "out_hidden_size": 32, "num_position_embeddings": 4, "patch_size": 4}  # fmt: skip
+    whole = Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision)
+    )
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    loaded = load_causal_lm(make_config(name_or_path=str(tmp_path)), trainable=False, seed=0)
+    assert type(loaded) is type(text)
+    expected = text.state_dict()
+    assert set(loaded.state_dict()) == set(expected)
+    assert all(torch.equal(tensor, expected[n]) for n, tensor in loaded.state_dict().items())

@@ -1,0 +1,102 @@
+"""Models of some ten thousand random weights, and prompts of uneven lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.roles import POLICY, VALUE, Roles
+
+VOCABULARY = 61
+END = (1, 2, 3, 4, 5, 6)
+"""Many end tokens, so that responses of random models end here and there."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "initializer_range": 0.05,  # its recurrence magnifies rounding
+    },
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _calm() -> None:
+    """One thread: on matrices this small a second one waits longer than it works."""
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(params=list(SHAPES))
+def roles(request: pytest.FixtureRequest) -> Roles:
+    """A policy that differs from its reference, and a critic that is not zero."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+        "bos_token_id": None,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **(shape | SHAPES[request.param]))
+    roles = Roles(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+    roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in roles.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    roles.heads[VALUE] = ScalarHead.random(32, torch.Generator().manual_seed(1))
+    return roles
+
+
+@pytest.fixture
+def make_prompts() -> Callable[..., Prompts]:
+    def make(*rows: list[int], extra: int = 0, pad: int = 1) -> Prompts:
+        """Left-padded to the longest and `extra` more, with an id that is also an end token."""
+        width = max(map(len, rows)) + extra
+        tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+        mask = torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
+        return Prompts(tokens=tokens, mask=mask, index=10 + torch.arange(len(rows)))
+
+    return make
+
+
+@pytest.fixture
+def prompts(make_prompts: Callable[..., Prompts]) -> Prompts:
+    """1, both filler and end token, is also said in two prompts: only the mask tells."""
+    return make_prompts(
+        [7, 8, 9, 10, 11, 12], [13], [1, 14, 1], [15, 16, 17, 1], [18, 19], [20, 21, 22, 23, 24]
+    )
+
+
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
+    """Let the next rollouts use these uniform numbers, [B, T], in place of random ones."""
+
+    def use(uniforms: Tensor) -> None:
+        def rand(*size: int, **kwargs: Any) -> Tensor:
+            assert size == tuple(uniforms.shape)
+            return uniforms.clone()
+
+        monkeypatch.setattr(torch, "rand", rand)
+
+    return use

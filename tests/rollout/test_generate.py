@@ -1,0 +1,204 @@
+"""Generation: what is recorded at sampling is what the model says when it is asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.models.roles import POLICY, REFERENCE, VALUE, Roles
+from lightning_rlhf.rollout.generate import generate
+from lightning_rlhf.rollout.score import response_hidden, response_logprobs
+
+END = (1, 2, 3, 4, 5, 6)
+Draw = Callable[[Tensor], None]
+
+
+def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
+    arguments: dict[str, Any] = {
+        "value": roles.heads[VALUE],
+        "max_response_tokens": 24,
+        "temperature": 0.7,
+        "end_token_ids": END,
+        "generator": torch.Generator().manual_seed(3),
+    }
+    with roles.acting(POLICY):
+        return generate(roles, prompts, **(arguments | changes))
+
+
+@torch.no_grad()
+def alone(roles: Roles, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Last hidden states of one row without its padding, by the plain model: no cache, no mask."""
+    with roles.acting(POLICY):
+        model = roles.causal_lm
+        return model(tokens[mask][None], output_hidden_states=True).hidden_states[-1][0]
+
+
+def test_what_was_recorded_is_what_a_whole_forward_pass_says(
+    roles: Roles, prompts: Prompts
+) -> None:
+    rollout = roll_out(roles, prompts)
+    lengths = rollout.response_mask.sum(1)
+    assert lengths.min() < lengths.max()  # of uneven length, or this shows little
+    with roles.acting(POLICY), torch.no_grad():
+        hidden = response_hidden(roles, rollout)
+        logprobs, _ = response_logprobs(roles, hidden, rollout, 0.7)
+        values = roles.heads[VALUE](hidden)
+    mask = rollout.response_mask
+    torch.testing.assert_close(rollout.logprobs[mask], logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(rollout.values[mask], values, atol=1e-5, rtol=0)
+
+
+def test_what_was_recorded_is_what_each_row_gives_alone(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts)
+    for i in range(len(prompts)):
+        n = int(rollout.response_mask[i].sum())
+        hidden = alone(roles, rollout.tokens[i], rollout.mask[i])[-n - 1 : -1]
+        said = rollout.responses[i, :n]
+        distribution = torch.log_softmax(roles.head(hidden) / 0.7, dim=-1)
+        expected = distribution[torch.arange(n), said]
+        torch.testing.assert_close(rollout.logprobs[i, :n], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            rollout.values[i, :n], roles.heads[VALUE](hidden), atol=1e-5, rtol=0
+        )
+
+
+def test_the_record_is_of_the_acting_role(roles: Roles, prompts: Prompts) -> None:
+    as_policy = roll_out(roles, prompts)
+    roles.play(POLICY)
+    with roles.acting(REFERENCE):
+        as_reference = generate(
+            roles, prompts, value=roles.heads[VALUE], max_response_tokens=24, temperature=0.7,
+            end_token_ids=END, generator=torch.Generator().manual_seed(3),
+        )  # fmt: skip
+    assert (as_policy.logprobs[:, 0] - as_reference.logprobs[:, 0]).abs().max() > 1e-3
+
+
+def test_a_response_goes_up_to_its_first_end_token(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts)
+    assert {bool(ended) for ended in roll_out(roles, prompts, max_response_tokens=4).ended} == {
+        True,
+        False,
+    }
+    for short in (rollout, roll_out(roles, prompts, max_response_tokens=4)):
+        width = short.response_mask.shape[1]
+        for i in range(len(prompts)):
+            said = short.responses[i].tolist()
+            ends = [t for t, token in enumerate(said) if token in END]
+            length = ends[0] + 1 if ends else width  # the end token is part of the response
+            expected = torch.arange(width) < length
+            assert torch.equal(short.response_mask[i], expected)
+            assert short.ended[i].item() == bool(ends)
+            assert short.logprobs[i, length:].tolist() == [0.0] * (width - length)
+            assert short.values[i, length:].tolist() == [0.0] * (width - length)
+
+
+def test_the_prompt_stays_as_it_was(roles: Roles, prompts: Prompts) -> None:
+    before = prompts.tokens.clone(), prompts.mask.clone()
+    rollout = roll_out(roles, prompts)
+    p = prompts.tokens.shape[1]
+    assert torch.equal(rollout.tokens[:, :p], before[0])
+    assert torch.equal(rollout.mask[:, :p], before[1])
+    assert torch.equal(rollout.mask[:, p:], rollout.response_mask)
+    assert torch.equal(prompts.tokens, before[0])
+    assert torch.equal(prompts.mask, before[1])
+    assert torch.equal(rollout.index, prompts.index)
+    assert rollout.mask.dtype == rollout.response_mask.dtype == rollout.ended.dtype == torch.bool
+
+
+def test_it_stops_when_every_row_has_ended(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts, max_response_tokens=100)
+    assert rollout.ended.all()
+    width = rollout.response_mask.shape[1]
+    assert width < 100
+    assert width == rollout.response_mask.sum(1).max()
+
+
+def test_all_numbers_are_drawn_beforehand(roles: Roles, prompts: Prompts) -> None:
+    """What a generator gives after a rollout does not depend on how long the responses were."""
+    generator, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    rollout = roll_out(roles, prompts, max_response_tokens=100, generator=generator)
+    assert rollout.response_mask.shape[1] < 100
+    torch.rand(len(prompts), 100, generator=other)
+    assert torch.equal(generator.get_state(), other.get_state())
+
+
+def test_the_same_generator_gives_the_same_rollout(roles: Roles, prompts: Prompts) -> None:
+    first, second = roll_out(roles, prompts), roll_out(roles, prompts)
+    other = roll_out(roles, prompts, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(first.logprobs, second.logprobs)
+    assert first.tokens.shape != other.tokens.shape or not torch.equal(first.tokens, other.tokens)
+
+
+def test_a_response_does_not_depend_on_its_batch_nor_on_its_padding(
+    roles: Roles, make_prompts: Callable[..., Prompts], draw: Draw
+) -> None:
+    rows = [[7, 8, 9, 10, 11, 12], [13], [1, 14, 1], [15, 16, 17, 1]]
+    uniforms = torch.rand(4, 24, generator=torch.Generator().manual_seed(5))
+    draw(uniforms)
+    together = roll_out(roles, make_prompts(*rows))
+    padded = roll_out(roles, make_prompts(*rows, extra=5))
+    for i, row in enumerate(rows):
+        draw(uniforms[i : i + 1])
+        single = roll_out(roles, make_prompts(row))
+        draw(uniforms[[i, 3 - i]])
+        other_company = roll_out(roles, make_prompts(row, rows[3 - i], extra=2))
+        n = int(together.response_mask[i].sum())
+        said = together.responses[i, :n]
+        for rollout, j in ((padded, i), (single, 0), (other_company, 0)):
+            assert int(rollout.response_mask[j].sum()) == n
+            assert torch.equal(rollout.responses[j, :n], said)
+            torch.testing.assert_close(
+                rollout.logprobs[j, :n], together.logprobs[i, :n], atol=1e-5, rtol=0
+            )
+            torch.testing.assert_close(
+                rollout.values[j, :n], together.values[i, :n], atol=1e-5, rtol=0
+            )
+            assert rollout.ended[j] == together.ended[i]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
+    roles: Roles, make_prompts: Callable[..., Prompts], draw: Draw, temperature: float
+) -> None:
+    """Evenly spread numbers in place of random ones: each frequency is exact to one count."""
+    n = 500
+    draw(((torch.arange(n) + 0.5) / n)[:, None])
+    prompts = make_prompts(*[[7, 8, 9]] * n)
+    rollout = roll_out(roles, prompts, max_response_tokens=1, temperature=temperature)
+    found = torch.bincount(rollout.responses[:, 0], minlength=61)
+    hidden = alone(roles, torch.tensor([7, 8, 9]), torch.ones(3, dtype=torch.bool))[-1]
+    expected = n * torch.softmax(roles.head(hidden).double() / temperature, dim=-1)
+    assert (found - expected).abs().max() <= 1.01
+    assert found.max() > 1.2 * n / 61  # the model has preferences
+
+
+def test_one_token_responses(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts, max_response_tokens=1, end_token_ids=range(0, 61, 2))
+    assert rollout.response_mask.tolist() == [[True]] * len(prompts)
+    assert rollout.ended.tolist() == (rollout.responses[:, 0] % 2 == 0).tolist()
+    assert len(set(rollout.ended.tolist())) == 2
+    assert rollout.logprobs.shape == rollout.values.shape == (len(prompts), 1)
+
+
+def test_a_cold_policy_is_greedy(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts, temperature=1e-5, max_response_tokens=6)
+    for i in range(len(prompts)):
+        n = int(rollout.response_mask[i].sum())
+        hidden = alone(roles, rollout.tokens[i], rollout.mask[i])[-n - 1 : -1]
+        assert roles.head(hidden).argmax(-1).tolist() == rollout.responses[i, :n].tolist()
+    assert rollout.logprobs.abs().max() < 1e-3
+
+
+def test_generation_leaves_the_model_as_it_was(roles: Roles, prompts: Prompts) -> None:
+    state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
+    rollout = roll_out(roles, prompts)
+    assert all(torch.equal(roles.state_dict()[name], state[name]) for name in state)
+    assert not rollout.logprobs.requires_grad
+    assert not rollout.values.requires_grad
+    assert any(p.requires_grad for p in roles.parameters())
