@@ -79,7 +79,7 @@ class TestBeforeAModelLoads:
                 ["data/none.jsonl", "does not exist"],
             ),
             (["stage=sft", "data.demonstrations.train=null"], ["data.demonstrations.train"]),
-            (["stage=sft", "data.demonstrations.train=data/x.csv"], ["x.csv", ".jsonl"]),
+            (["stage=sft", "data.demonstrations.train=data"], ["'data'", ".jsonl"]),
             (["stage=ppo", "reward=random", "data.judge=none.py:f",
               "policy.checkpoint=base"], ["data.judge", "none.py"]),
             (["stage=sft", "model.tokenizer=./none"], ["model.tokenizer", "./none"]),

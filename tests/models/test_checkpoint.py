@@ -160,10 +160,13 @@ def test_the_adapter_is_written_for_inference_on_its_base(
 
 
 def test_writing_an_adapter_does_not_ask_the_hub(
-    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
-    make_config: Make, monkeypatch: pytest.MonkeyPatch,
+    adapters: Any, tmp_path: Path, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A run must not fail or wait at its very end for want of a network."""
+    """A run must not fail or wait at its very end for want of a network.
+
+    The SFT adapter below names a base that is no folder here, as hub ids are none.
+    """
     asked = []
 
     def unknown_host(*args: Any, **kwargs: Any) -> Any:
@@ -172,11 +175,11 @@ def test_writing_an_adapter_does_not_ask_the_hub(
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
     monkeypatch.setattr(time, "sleep", asked.append)
-    model = make_model("qwen3")
-    model.name_or_path = "nobody-at-all/no-such-model"
-    roles = Roles(model)
-    add_policy(roles, make_config(name_or_path="x"))
-    write_final(tmp_path / "final", roles, POLICY, tokenizer, make_manifest("ppo"), VALUE)
+    roles = reference(adapters)
+    assert roles.model.peft_config[SFT].base_model_name_or_path == "from_config"
+    add_policy(roles, adapters.config)
+    manifest = make_manifest("ppo", parents={"sft": str(adapters.sft.path)})
+    write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
     assert (tmp_path / "final" / "adapter_model.safetensors").is_file()
     assert asked == []
 

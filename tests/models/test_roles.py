@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.handover import add_policy, attach_reward, random_reward, start_from
 from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import (
     BASE,
     POLICY,
@@ -309,13 +311,31 @@ def test_probe_is_the_logits_after_a_fixed_row(make_model: Callable[..., PreTrai
     torch.testing.assert_close(Roles(model).probe(BASE), expected, atol=1e-5, rtol=0)
 
 
-def test_same_logits_is_relative_to_the_size_of_the_second() -> None:
-    b = torch.tensor([3.0, -4.0])  # root mean square 5 / sqrt(2)
+def test_same_logits_is_relative_to_the_size_of_the_second(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    b = torch.tensor([3.0, -4.0])
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        model = make_model("llama").to(dtype)
         inside, outside = b * (1 + 0.9 * tolerance), b * (1 + 1.1 * tolerance)
-        assert same_logits(inside, b, dtype)
-        assert not same_logits(outside, b, dtype)
-        assert not same_logits(b * float("nan"), b, dtype)
+        assert same_logits(inside, b, model)
+        assert not same_logits(outside, b, model)
+        assert not same_logits(b * float("nan"), b, model)
+
+
+def test_capping_is_noticed_on_a_quantised_base_too(
+    make_model: Callable[..., PreTrainedModel], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The room that quantisation needs against a checkpoint is not due within one model."""
+    model = make_model("gemma2", final_logit_softcapping=None, head_dim=8, initializer_range=0.1)
+    size = Roles(model).probe(BASE).square().mean().sqrt().item()
+    # tanh(x) is near x - x^3 / 3: with a cap of 1.5 root mean squares, logits shrink by a fifth.
+    model.config.final_logit_softcapping = 1.5 * size
+    model.save_pretrained(tmp_path)
+    config = make_config(name_or_path=str(tmp_path), quantization="int8")
+    capped = load_causal_lm(config, trainable=False, seed=0)
+    with pytest.raises(CheckpointError, match="gemma2"):
+        Roles(capped)
 
 
 def test_a_role_without_an_adapter_plays_the_reference(

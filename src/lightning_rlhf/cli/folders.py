@@ -17,9 +17,8 @@ VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe")
 
 
 def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
-    """outputs/<run>/<model>/<stage>, and one folder deeper for a job of a sweep."""
-    folder = outputs / run / model / stage
-    return folder / job if job else folder
+    """outputs/<run>/<model>/<stage>, or outputs/<run>/<model>/<job>/<stage>."""
+    return outputs / run / model / (job or "") / stage
 
 
 def folder_of(settings: Settings, stage: str | None = None) -> Path:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich import get_console
 from rich.table import Table
 
+from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import FINAL, LAST, changed_key, folder_of
 from lightning_rlhf.cli.settings import Settings, build, read_settings
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -180,11 +181,6 @@ def check_promises(recipe: Recipe, metrics: Mapping[str, Mapping[str, float]]) -
     get_console().print(table)
     if broken:
         raise RLHFError(f"{recipe.title} did not keep its promises: {'; '.join(broken)}")
-
-
-def say(message: str) -> None:
-    """One line for the user."""
-    get_console().print(message, highlight=False, soft_wrap=True)
 
 
 def _key(override: str) -> str:

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
-from rich import get_console
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
-from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
-from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
-from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.samples import Samples
-from lightning_rlhf.cli.folders import FINAL, LAST, find_reward, find_sft, prepare
+from lightning_rlhf.cli.console import quiet_libraries, say, say_lengths
+from lightning_rlhf.cli.folders import BASE, find_reward, find_sft
+from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.data.collate import (
     collate_demonstrations,
     collate_preferences,
@@ -38,20 +29,13 @@ from lightning_rlhf.data.collate import (
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import (
     PromptTokens,
-    Tokenised,
     tokenise_demonstrations,
     tokenise_preferences,
     tokenise_prompts,
 )
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
-from lightning_rlhf.models.checkpoint import (
-    Final,
-    Manifest,
-    tokenizer_hash,
-    versions,
-    write_final,
-)
+from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
 from lightning_rlhf.models.handover import (
     add_policy,
     attach_reward,
@@ -59,48 +43,17 @@ from lightning_rlhf.models.handover import (
     start_from,
 )
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.loading import load_tokenizer
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rollout.generate import generate
-
-NOISY_LOGGERS = (
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.pytorch.accelerators.cuda",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-)
-NOISY_WARNINGS = (
-    ".*does not have many workers.*",  # the data is in memory
-    ".*in eval mode at the start of training.*",  # on purpose: no dropout
-    ".*check_val_every_n_epoch.*",  # one epoch is the whole run
-    ".*dataloader is not resumable.*",  # the schedule starts where the checkpoint ends
-    ".*smaller than the logging interval.*",
-    ".*LeafSpec.*",
-    ".*is_gradient_checkpointing.*",
-)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What the stages have in common once their inputs are checked."""
-
-    settings: Settings
-    folder: Path
-    resume_from: Path | None
-    tokenizer: PreTrainedTokenizerBase
-    chat: ChatFormat
-    parents: Mapping[str, Final]
-    """Role -> the checkpoint that plays it."""
-    started: float
+from lightning_rlhf.rollout.calibrate import reward_moments
 
 
 def run_stage(settings: Settings) -> Path:
     """Run the stage and return the path of its `final/` folder."""
-    _quiet_libraries()
+    quiet_libraries()
     L.seed_everything(settings.seed, verbose=False)
     match settings.config:
         case SFTConfig():
@@ -113,7 +66,7 @@ def run_stage(settings: Settings) -> Path:
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
     """Supervised fine-tuning."""
-    if settings.policy.checkpoint not in (None, "base"):
+    if settings.policy.checkpoint not in (None, BASE):
         raise ConfigError(
             f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage=sft starts from "
             "model.name_or_path; set that instead"
@@ -174,8 +127,19 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         pool_batches=settings.data.pool_batches,
     )
     metrics = fit(ready, RewardModule(roles, config), data, [RewardMetrics()])
-    prompts = [PromptTokens(e.prompt, i) for i, e in enumerate(train.examples)]
-    mean, std = calibrate(ready, roles, prompts, config)
+    roles.to(ready.device)
+    mean, std = reward_moments(
+        roles,
+        calibration_prompts(ready, [e.prompt for e in train.examples], config),
+        max_response_tokens=settings.data.max_response_tokens,
+        temperature=config.temperature,
+        end_token_ids=ready.chat.end_token_ids,
+        generator=torch.Generator().manual_seed(settings.seed),
+    )
+    say(
+        f"reward on {config.calibration_samples} SFT samples: mean {mean:.3f}, standard "
+        f"deviation {std:.3f}"
+    )
     return hand_over(ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std))
 
 
@@ -222,15 +186,6 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=VALUE)
 
 
-def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:
-    """The run's folder, the tokenizer and the chat format, once the inputs are known to be good."""
-    sft = parents.get(SFT)
-    tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
-    chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
-    folder, resume_from = prepare(settings)
-    return Prepared(settings, folder, resume_from, tokenizer, chat, parents, time.perf_counter())
-
-
 def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:
     """What PPO maximises, standardised with what the reward model's stage measured."""
     final = ready.parents.get(REWARD)
@@ -244,130 +199,20 @@ def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:
     assert manifest.reward_mean is not None
     assert manifest.reward_std is not None
     if owner is not roles:
-        owner.to(_device(ready.settings))
+        owner.to(ready.device)
     return LearnedReward(owner.reward, mean=manifest.reward_mean, std=manifest.reward_std)
 
 
-def fit(
-    ready: Prepared, module: L.LightningModule, data: StageData[Any], callbacks: list[Callback]
-) -> dict[str, float]:
-    """Train over the whole schedule, validate at the end, draw the curves; the last metrics."""
-    settings, config = ready.settings, ready.settings.config
-    is_ppo = isinstance(config, PPOConfig)
-    identity = RunIdentity(
-        name=f"{settings.run}/{settings.model.name}/{settings.stage}",
-        stage=settings.stage,
-        model=settings.model.name,
-        sweep=settings.run if settings.job else None,
-        config=settings.tree,
-    )
-    loggers = build_loggers(settings.logger, ready.folder, identity)
-    trainer = L.Trainer(
-        accelerator=settings.trainer.accelerator,
-        devices=settings.trainer.devices,
-        precision=settings.trainer.precision,  # type: ignore[arg-type]
-        log_every_n_steps=settings.trainer.log_every_n_steps,
-        max_epochs=1,
-        val_check_interval=config.val_every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=-1 if is_ppo else 0,
-        logger=loggers,
-        callbacks=[
-            *callbacks,
-            Progress(settings.stage),
-            ResumeCheckpoint(ready.folder / LAST, config.checkpoint_every),
-        ],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=ready.folder,
-    )
-    exit_code = 1
-    try:
-        trainer.fit(module, datamodule=data, ckpt_path=ready.resume_from, weights_only=True)
-        if len(data.schedule) % config.val_every:
-            trainer.validate(module, datamodule=data, verbose=False)
-        exit_code = 0
-    finally:
-        close_loggers(loggers, exit_code)
-    say(f"curves: {draw_curves(ready.folder, settings.stage)}")
-    return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
-
-
-def calibrate(
-    ready: Prepared, roles: Roles, prompts: Sequence[PromptTokens], config: RMConfig
-) -> tuple[float, float]:
-    """Mean and standard deviation of the raw reward on samples of the SFT model."""
-    device = _device(ready.settings)
-    roles.to(device)
-    order = torch.randperm(
-        len(prompts), generator=torch.Generator().manual_seed(ready.settings.seed)
-    ).tolist()
-    chosen = [prompts[order[i % len(order)]] for i in range(config.calibration_samples)]
+def calibration_prompts(
+    ready: Prepared, prompts: Sequence[Sequence[int]], config: RMConfig
+) -> Iterator[Prompts]:
+    """Batches of prompts drawn from those of the preferences."""
     generator = torch.Generator().manual_seed(ready.settings.seed)
-    rewards = []
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    chosen = [order[i % len(order)] for i in range(config.calibration_samples)]
     for start in range(0, len(chosen), config.batch_size):
-        batch = collate_prompts(chosen[start : start + config.batch_size], ready.chat.pad_token_id)
-        with roles.acting(REFERENCE):
-            rollout = generate(
-                roles,
-                batch.to(device),
-                value=lambda hidden: hidden.new_zeros(len(hidden), dtype=torch.float32),
-                max_response_tokens=ready.settings.data.max_response_tokens,
-                temperature=config.temperature,
-                end_token_ids=ready.chat.end_token_ids,
-                generator=generator,
-            )
-        with torch.no_grad():
-            rewards.append(roles.reward(rollout.tokens, rollout.mask).cpu())
-    std, mean = torch.std_mean(torch.cat(rewards))
-    say(f"reward on {len(chosen)} SFT samples: mean {mean:.3f}, standard deviation {std:.3f}")
-    return float(mean), float(std)
-
-
-def hand_over(
-    ready: Prepared,
-    roles: Roles,
-    role: str,
-    metrics: Mapping[str, float],
-    *,
-    head: str | None,
-    reward: tuple[float, float] | None = None,
-) -> Path:
-    """Write `final/`."""
-    settings = ready.settings
-    sft = ready.parents.get(SFT)
-    inherited = sft.manifest if sft is not None and sft.is_adapter else None
-    base = settings.model.name_or_path
-    manifest = Manifest(
-        stage=settings.stage,
-        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or "from_config",
-        base_seed=inherited.base_seed if inherited else settings.seed,
-        parents={name: str(final.path.resolve()) for name, final in ready.parents.items()},
-        tokenizer_hash=tokenizer_hash(ready.tokenizer),
-        chat_template=str(ready.tokenizer.chat_template),
-        reward_mean=reward[0] if reward else None,
-        reward_std=reward[1] if reward else None,
-        metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
-        config=settings.tree,
-        versions=versions(),
-    )
-    folder = ready.folder / FINAL
-    write_final(folder, roles, role, ready.tokenizer, manifest, head)
-    say(f"{settings.stage} finished: {folder}")
-    return folder
-
-
-def say(message: str) -> None:
-    """One line for the user."""
-    get_console().print(message, highlight=False, soft_wrap=True)
-
-
-def say_lengths(what: str, rows: Rows[Any], tokenised: Tokenised[Any]) -> None:
-    """How many rows there are to train on, and what became of the others."""
-    lost = rows.left_out + tokenised.dropped
-    notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
-    notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
-    say(", ".join([f"{len(tokenised.examples)} {what}", *notes]))
+        rows = [PromptTokens(prompts[i], i) for i in chosen[start : start + config.batch_size]]
+        yield collate_prompts(rows, ready.chat.pad_token_id)
 
 
 def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:
@@ -376,17 +221,3 @@ def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:
 
 def _present(**finals: Final | None) -> dict[str, Final]:
     return {name: final for name, final in finals.items() if final is not None}
-
-
-def _device(settings: Settings) -> torch.device:
-    return torch.device("cuda" if settings.trainer.accelerator == "gpu" else "cpu")
-
-
-def _quiet_libraries() -> None:
-    """Silence what is said at every start and asks nothing of the user."""
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for pattern in NOISY_WARNINGS:
-        warnings.filterwarnings("ignore", pattern)

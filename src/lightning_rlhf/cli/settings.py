@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -106,6 +107,9 @@ def read_settings(cfg: DictConfig) -> Settings:
     require_number("seed", tree["seed"], at_least=0, whole=True)
     for key in ("resume", "overwrite", "debug"):
         require_flag(key, tree[key])
+    for key, name in (("run", tree["run"]), ("job", tree["job"]), ("model.name", model["name"])):
+        is_folder = name is None or re.fullmatch(r"\w[^/\\]*", str(name)) is not None
+        require(is_folder, key, name, "a folder name without slashes")
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
     return Settings(

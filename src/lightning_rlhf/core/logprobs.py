@@ -25,15 +25,16 @@ def token_logprobs(
 
         log softmax(head(hidden) / temperature)[target],   H = -sum_v p_v log p_v
 
-    Tokens go through the head in chunks of at most CHUNK_ELEMENTS logits; the backward pass
-    computes each chunk's logits again instead of keeping them.
+    Tokens go through the head in chunks of at most CHUNK_ELEMENTS logits; where there are
+    several, the backward pass computes each chunk's logits again instead of keeping them.
 
     Returns: logprobs and entropy, fp32, nats.
     """
     rows = max(1, CHUNK_ELEMENTS // vocab_size)
+    recompute = torch.is_grad_enabled() and len(hidden) > rows
     chunks = [
         checkpoint(_chunk, h, t, head, temperature, use_reentrant=False)
-        if torch.is_grad_enabled()
+        if recompute
         else _chunk(h, t, head, temperature)
         for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]

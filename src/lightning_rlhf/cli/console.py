@@ -1,0 +1,51 @@
+"""What the command line says, and what it keeps libraries from saying."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+from rich import get_console
+from transformers.utils import logging as transformers_logging
+
+from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.readers import Rows
+
+NOISY_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.accelerators.cuda",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+)
+NOISY_WARNINGS = (
+    ".*does not have many workers.*",  # the data is in memory
+    ".*in eval mode at the start of training.*",  # on purpose: no dropout
+    ".*check_val_every_n_epoch.*",  # one epoch is the whole run
+    ".*dataloader is not resumable.*",  # the schedule starts where the checkpoint ends
+    ".*smaller than the logging interval.*",
+    ".*LeafSpec.*",
+    ".*is_gradient_checkpointing.*",
+)
+
+
+def say(message: str) -> None:
+    """One line for the user."""
+    get_console().print(message, highlight=False, soft_wrap=True)
+
+
+def say_lengths(what: str, rows: Rows[Any], tokenised: Tokenised[Any]) -> None:
+    """How many rows there are to train on, and what became of the others."""
+    lost = rows.left_out + tokenised.dropped
+    notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
+    notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
+    say(", ".join([f"{len(tokenised.examples)} {what}", *notes]))
+
+
+def quiet_libraries() -> None:
+    """Silence what is said at every start and asks nothing of the user."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in NOISY_WARNINGS:
+        warnings.filterwarnings("ignore", pattern)

@@ -1,0 +1,140 @@
+"""What every stage does around its own work: prepare, fit, hand over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
+from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
+from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.folders import FINAL, LAST, prepare
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.models.checkpoint import (
+    Final,
+    Manifest,
+    tokenizer_hash,
+    versions,
+    write_final,
+)
+from lightning_rlhf.models.loading import load_tokenizer
+from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.report.figures import draw_curves
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the stages have in common once their inputs are checked."""
+
+    settings: Settings
+    folder: Path
+    resume_from: Path | None
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    parents: Mapping[str, Final]
+    """Role -> the checkpoint that plays it."""
+    started: float
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trainer computes."""
+        return torch.device("cuda" if self.settings.trainer.accelerator == "gpu" else "cpu")
+
+
+def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:
+    """The run's folder, the tokenizer and the chat format, once the inputs are known to be good."""
+    sft = parents.get(SFT)
+    tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
+    chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
+    folder, resume_from = prepare(settings)
+    return Prepared(settings, folder, resume_from, tokenizer, chat, parents, time.perf_counter())
+
+
+def fit(
+    ready: Prepared, module: L.LightningModule, data: StageData[Any], callbacks: list[Callback]
+) -> dict[str, float]:
+    """Train over the whole schedule, validate at the end, draw the curves; the last metrics."""
+    settings, config = ready.settings, ready.settings.config
+    is_ppo = isinstance(config, PPOConfig)
+    identity = RunIdentity(
+        name=f"{settings.run}/{settings.model.name}/{settings.stage}",
+        stage=settings.stage,
+        model=settings.model.name,
+        sweep=settings.run if settings.job else None,
+        config=settings.tree,
+    )
+    loggers = build_loggers(settings.logger, ready.folder, identity)
+    trainer = L.Trainer(
+        accelerator=settings.trainer.accelerator,
+        devices=settings.trainer.devices,
+        precision=settings.trainer.precision,  # type: ignore[arg-type]
+        log_every_n_steps=settings.trainer.log_every_n_steps,
+        max_epochs=1,
+        val_check_interval=config.val_every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1 if is_ppo else 0,
+        logger=loggers,
+        callbacks=[
+            *callbacks,
+            Progress(settings.stage),
+            ResumeCheckpoint(ready.folder / LAST, config.checkpoint_every),
+        ],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=ready.folder,
+    )
+    exit_code = 1
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=ready.resume_from, weights_only=True)
+        if len(data.schedule) % config.val_every:
+            trainer.validate(module, datamodule=data, verbose=False)
+        exit_code = 0
+    finally:
+        close_loggers(loggers, exit_code)
+    say(f"curves: {draw_curves(ready.folder, settings.stage)}")
+    return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
+
+
+def hand_over(
+    ready: Prepared,
+    roles: Roles,
+    role: str,
+    metrics: Mapping[str, float],
+    *,
+    head: str | None,
+    reward: tuple[float, float] | None = None,
+) -> Path:
+    """Write `final/`."""
+    settings = ready.settings
+    sft = ready.parents.get(SFT)
+    inherited = sft.manifest if sft is not None and sft.is_adapter else None
+    base = settings.model.name_or_path
+    manifest = Manifest(
+        stage=settings.stage,
+        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or "from_config",
+        base_seed=inherited.base_seed if inherited else settings.seed,
+        parents={name: str(final.path.resolve()) for name, final in ready.parents.items()},
+        tokenizer_hash=tokenizer_hash(ready.tokenizer),
+        chat_template=str(ready.tokenizer.chat_template),
+        reward_mean=reward[0] if reward else None,
+        reward_std=reward[1] if reward else None,
+        metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
+        config=settings.tree,
+        versions=versions(),
+    )
+    folder = ready.folder / FINAL
+    write_final(folder, roles, role, ready.tokenizer, manifest, head)
+    say(f"{settings.stage} finished: {folder}")
+    return folder

@@ -1,0 +1,47 @@
+"""The three doors to the command: train.py, python -m, and the console command."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
+
+
+@pytest.fixture(scope="module")
+def help_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = Workplace(tmp_path_factory.mktemp("help"))
+    outcome = place.process(CONSOLE, "--help").succeeded
+    assert outcome.err == ""
+    return outcome.out
+
+
+def test_help_lists_what_can_be_chosen(help_text: str) -> None:
+    for line in (
+        "data: files, hh, quickstart",
+        "logger: csv, tensorboard, wandb",
+        "reward: learned, random",
+        "trainer: cpu, gpu",
+    ):
+        assert line in help_text
+    for model in ("tiny", "qwen0.8b", "qwen2b", "qwen4b", "smollm2_135m", "hub"):
+        assert model in help_text
+
+
+def test_help_says_how_to_begin(help_text: str) -> None:
+    assert "lightning-rlhf" in help_text
+    assert "recipe=quickstart" in help_text
+    assert "stage=sft" in help_text
+    assert "-m" in help_text
+
+
+@pytest.mark.slow
+def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workplace) -> None:
+    for run, door in {"train": TRAIN_PY, "module": MODULE, "console": CONSOLE}.items():
+        workplace.process(door, *MINI, "stage=sft", f"run={run}").succeeded  # noqa: B018
+        assert weights(workplace.stage("sft", run)) == weights(pipeline.stage("sft")), run
+
+
+def test_the_cfg_can_be_printed(workplace: Workplace) -> None:
+    outcome = workplace.mini("stage=ppo", "--cfg", "job").succeeded
+    assert "kl_coef:" in outcome.out
+    assert not workplace.outputs.exists()

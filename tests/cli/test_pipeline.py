@@ -1,0 +1,341 @@
+"""SFT, reward model and PPO one after another: what they leave, repeat and take up again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
+
+from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, weights
+
+STEPS = {"sft": 6, "rm": 6, "ppo": 3}
+"""Batches of each stage: 0.75 * 32 / 4, and ppo.iterations."""
+
+
+def manifest(stage_folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((stage_folder / "final" / "manifest.json").read_text())
+    return found
+
+
+def rows(stage_folder: Path) -> list[dict[str, str]]:
+    """metrics.csv without what differs between two equal runs: seconds."""
+    with (stage_folder / "metrics.csv").open(newline="") as file:
+        return [
+            {name: cell for name, cell in row.items() if cell and not name.startswith("time/")}
+            for row in csv.DictReader(file)
+        ]
+
+
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+# What a stage leaves.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_run_folder(pipeline: Workplace, stage: str) -> None:
+    folder = pipeline.stage(stage)
+    for name in ("config.json", "metrics.csv", "curves.png", "checkpoints/last.ckpt"):
+        assert (folder / name).stat().st_size > 0, name
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    weight_files = {
+        "sft": ["model.safetensors", "config.json"],
+        "rm": ["adapter_model.safetensors", "adapter_config.json", "reward_head.safetensors"],
+        "ppo": ["adapter_model.safetensors", "adapter_config.json", "value_head.safetensors"],
+    }
+    common = ["manifest.json", "tokenizer.json", "chat_template.jinja", "fingerprint.safetensors"]
+    for name in (*common, *weight_files[stage]):
+        assert (folder / "final" / name).stat().st_size > 0, name
+    assert not list(folder.rglob("*.tmp"))
+    assert (folder / "samples").is_dir() == (stage == "ppo")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_configuration_is_kept(pipeline: Workplace, stage: str) -> None:
+    written = json.loads((pipeline.stage(stage) / "config.json").read_text())
+    assert written == manifest(pipeline.stage(stage))["config"]
+    assert written["seed"] == 0
+    assert written["model"]["from_config"]["hidden_size"] == 32
+    assert [name for name in STAGES if name in written] == [stage]
+
+
+def test_parents_are_found_by_default_and_named(pipeline: Workplace) -> None:
+    finals = {stage: str((pipeline.stage(stage) / "final").resolve()) for stage in STAGES}
+    assert manifest(pipeline.stage("sft"))["parents"] == {}
+    assert manifest(pipeline.stage("rm"))["parents"] == {"sft": finals["sft"]}
+    assert manifest(pipeline.stage("ppo"))["parents"] == {
+        "sft": finals["sft"],
+        "reward": finals["rm"],
+    }
+
+
+def test_adapters_name_the_model_they_stand_on(pipeline: Workplace) -> None:
+    """So that PeftModel.from_pretrained finds it."""
+    for stage in ("rm", "ppo"):
+        adapter = json.loads((pipeline.stage(stage) / "final/adapter_config.json").read_text())
+        assert (
+            Path(adapter["base_model_name_or_path"]) == (pipeline.stage("sft") / "final").resolve()
+        )
+
+
+def test_manifests_hold_the_metrics(pipeline: Workplace) -> None:
+    measured = {stage: manifest(pipeline.stage(stage))["metrics"] for stage in STAGES}
+    assert {"eval/loss", "time/stage_s"} <= measured["sft"].keys()
+    assert {"eval/rm_loss", "eval/accuracy", "time/stage_s"} <= measured["rm"].keys()
+    assert {"eval/reward_mean", "start/eval/reward_mean", "eval/kl"} <= measured["ppo"].keys()
+    assert measured["ppo"]["start/eval/kl"] == pytest.approx(0.0, abs=1e-4)
+    for stage, metrics in measured.items():
+        assert all(abs(value) < float("inf") for value in metrics.values()), stage
+
+
+def test_the_four_headlines_are_in_metrics_csv(pipeline: Workplace) -> None:
+    table = rows(pipeline.stage("ppo"))
+    by_step = {int(row["step"]): row for row in table}
+    for iteration in (1, 2, 3):
+        assert {"reward_mean", "kl_divergence", "entropy", "ppo_loss"} <= by_step[iteration].keys()
+
+
+def test_samples_before_during_and_after(pipeline: Workplace) -> None:
+    """val_every 2 of 3 iterations: before the first, after the second, and at the end."""
+    names = sorted(path.name for path in (pipeline.stage("ppo") / "samples").iterdir())
+    evaluations = [f"eval_{iteration:06d}.jsonl" for iteration in (0, 2, 3)]
+    assert names == [*evaluations, "train.jsonl"]
+
+
+def test_the_reward_is_standardised_with_what_its_manifest_says(
+    pipeline: Workplace, finished: Workplace
+) -> None:
+    """Before training the same responses are scored: score = (raw - mean) / std."""
+    folder = finished.stage("rm") / "final"
+    written = manifest(finished.stage("rm"))
+    mean, std = written["reward_mean"], written["reward_std"]
+    shifted = written | {"reward_mean": mean + 3.0, "reward_std": 2 * std}
+    (folder / "manifest.json").write_text(json.dumps(shifted))
+    finished.mini("stage=ppo", "overwrite=true", "ppo.iterations=1").succeeded  # noqa: B018
+
+    def scores(place: Workplace) -> list[float]:
+        with (place.stage("ppo") / "samples" / "eval_000000.jsonl").open() as file:
+            return [json.loads(line)["score"] for line in file]
+
+    before, after = scores(pipeline), scores(finished)
+    assert len(before) == 4
+    raw = [score * std + mean for score in before]
+    assert after == pytest.approx([(r - mean - 3.0) / (2 * std) for r in raw], abs=1e-4)
+
+
+def test_nothing_but_outputs_is_left_where_one_stands(pipeline: Workplace) -> None:
+    assert {path.name for path in pipeline.folder.iterdir()} == {"data", "outputs"}
+
+
+def test_no_library_talks_at_every_checkpoint(finished: Workplace) -> None:
+    outcome = finished.mini("stage=sft", "overwrite=true").succeeded
+    assert "weights_only" not in outcome.out + outcome.err
+
+
+def test_tensorboard_and_wandb_beside_the_csv(finished: Workplace) -> None:
+    for logger, trace in {
+        "tensorboard": "tensorboard/events*",
+        "wandb": "wandb/offline-run*",
+    }.items():
+        finished.mini("stage=sft", f"run={logger}", f"logger={logger}").succeeded  # noqa: B018
+        folder = finished.stage("sft", logger)
+        assert list(folder.glob(trace)), logger
+        assert rows(folder) == rows(finished.stage("sft"))
+
+
+# The same again.
+
+
+@pytest.fixture(scope="module")
+def again(pipeline: Workplace) -> Workplace:
+    """The pipeline's workplace in which run=again did the same, its first stage as a process."""
+    pipeline.process(TRAIN_PY, *MINI, "stage=sft", "run=again").succeeded  # noqa: B018
+    for stage in ("rm", "ppo"):
+        pipeline.mini(f"stage={stage}", "run=again").succeeded  # noqa: B018
+    return pipeline
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_same_command_gives_the_same_weights(again: Workplace, stage: str) -> None:
+    first, second = again.stage(stage), again.stage(stage, "again")
+    assert weights(first) == weights(second)
+    assert rows(first) == rows(second)
+    assert untimed(manifest(first)["metrics"]) == untimed(manifest(second)["metrics"])
+
+
+def test_another_seed_gives_other_weights(finished: Workplace) -> None:
+    """Else the test above would pass on weights that nothing changes."""
+    finished.mini("stage=ppo", "run=other", "seed=1", *given(finished)).succeeded  # noqa: B018
+    finished.mini("stage=ppo", "run=same", *given(finished)).succeeded  # noqa: B018
+    adapter = "adapter_model.safetensors"
+    first = weights(finished.stage("ppo"))
+    assert weights(finished.stage("ppo", "same"))[adapter] == first[adapter]
+    assert weights(finished.stage("ppo", "other"))[adapter] != first[adapter]
+
+
+def given(place: Workplace) -> list[str]:
+    """The parents of run=default, named."""
+    return [
+        f"policy.checkpoint={place.stage('sft') / 'final'}",
+        f"reward.checkpoint={place.stage('rm') / 'final'}",
+    ]
+
+
+# Cut off and taken up again.
+
+
+class PowerCut(Exception):
+    """The plug is pulled."""
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """cut("step", k): the plug is pulled after the k-th batch and its checkpoint."""
+
+    def arrange(where: str, step: int) -> None:
+        def pull(*args: Any, **kwargs: Any) -> None:
+            raise PowerCut
+
+        if where == "hand_over":
+            monkeypatch.setattr("lightning_rlhf.cli.run.hand_over", pull)
+            return
+        save = ResumeCheckpoint.on_train_batch_end
+
+        def save_then_pull(self: Any, trainer: Any, module: Any, outputs: Any, batch: Any,
+                           batch_idx: int) -> None:  # fmt: skip
+            save(self, trainer, module, outputs, batch, batch_idx)
+            if batch_idx + 1 == step:
+                raise PowerCut
+
+        monkeypatch.setattr(ResumeCheckpoint, "on_train_batch_end", save_then_pull)
+
+    yield arrange
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("where", ["first", "middle", "last", "hand_over"])
+def test_a_run_that_was_cut_off_ends_as_the_unbroken_one(
+    finished: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Any,
+    stage: str, where: str,
+) -> None:  # fmt: skip
+    folder = finished.stage(stage)
+    shutil.rmtree(folder)
+    steps = {"first": 1, "middle": STEPS[stage] - 1, "last": STEPS[stage], "hand_over": 0}
+    cut(where, steps[where])
+    broken = finished.mini(f"stage={stage}")
+    assert broken.status == 1
+    assert "PowerCut" in broken.err
+    assert not (folder / "final").exists()
+    monkeypatch.undo()
+
+    assert "resume=true" in finished.mini(f"stage={stage}").error
+    finished.mini(f"stage={stage}", "resume=true").succeeded  # noqa: B018
+    assert weights(folder) == weights(pipeline.stage(stage))
+    unbroken = manifest(pipeline.stage(stage))["metrics"]
+    assert untimed(manifest(folder)["metrics"]) == untimed(unbroken)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(
+    finished: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Any, stage: str
+) -> None:
+    """Cut where a checkpoint stands, between two validations."""
+    shutil.rmtree(finished.stage(stage))
+    cut("middle", 1)
+    assert "PowerCut" in finished.mini(f"stage={stage}").err
+    monkeypatch.undo()
+    finished.mini(f"stage={stage}", "resume=true").succeeded  # noqa: B018
+    assert rows(finished.stage(stage)) == rows(pipeline.stage(stage))
+
+
+def test_samples_of_a_resumed_run_are_those_of_the_unbroken_one(
+    finished: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Any
+) -> None:
+    shutil.rmtree(finished.stage("ppo"))
+    cut("middle", 1)
+    assert "PowerCut" in finished.mini("stage=ppo").err
+    monkeypatch.undo()
+    finished.mini("stage=ppo", "resume=true").succeeded  # noqa: B018
+    for name in ("eval_000000", "eval_000002", "eval_000003", "train"):
+        file = Path("samples") / f"{name}.jsonl"
+        ours = (finished.stage("ppo") / file).read_text()
+        assert ours == (pipeline.stage("ppo") / file).read_text(), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "key"),
+    [
+        ("sft", "sft.lr=0.5", "sft.lr"),
+        ("rm", "seed=5", "seed"),
+        ("ppo", "ppo.kl_coef=0.9", "ppo.kl_coef"),
+        ("ppo", "model.lora.r=4", "model.lora.r"),
+        ("ppo", "data.chat_template_kwargs={enable_thinking: false}", "data.chat_template_kwargs"),
+    ],
+)
+def test_resuming_with_another_value_is_refused(
+    finished: Workplace, stage: str, override: str, key: str
+) -> None:
+    shutil.rmtree(finished.stage(stage) / "final")
+    error = finished.mini(f"stage={stage}", "resume=true", override).error
+    assert f"{key} is not what it was started with" in error or f"{key}." in error
+    assert "config.json" in error
+
+
+def test_another_logger_may_be_resumed_with(finished: Workplace) -> None:
+    """It changes nothing of what is computed."""
+    shutil.rmtree(finished.stage("sft") / "final")
+    finished.mini("stage=sft", "resume=true", "logger=tensorboard").succeeded  # noqa: B018
+
+
+def start(place: Workplace, *arguments: str) -> subprocess.Popen[str]:
+    """The command in a process that is not waited for."""
+    return subprocess.Popen(
+        [*MODULE, *arguments],
+        cwd=place.folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Until `path` is there."""
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_killed(workplace: Workplace, how: signal.Signals) -> None:
+    """400 steps, of which the kill leaves some. Every kill is seen in the exit status."""
+    command = ["stage=sft", "sft.epochs=50", "sft.val_every=100"]
+    process = start(workplace, *MINI, *command, "run=killed")
+    folder = workplace.stage("sft", "killed")
+    wait_for(folder / "checkpoints" / "last.ckpt", process)
+    process.send_signal(how)
+    said = process.communicate(timeout=120)[0]
+    assert not (folder / "final").exists(), "it was through before it was killed"
+    step = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    assert 0 < step < 400
+    workplace.mini(*command, "run=killed", "resume=true").succeeded  # noqa: B018
+    workplace.mini(*command, "run=whole").succeeded  # noqa: B018
+    assert weights(folder) == weights(workplace.stage("sft", "whole"))
+    assert process.returncode != 0, f"{how.name} left exit status 0: {said[-500:]}"
+    assert "Traceback" not in said
