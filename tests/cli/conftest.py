@@ -83,6 +83,10 @@ class Workplace:
         """`python train.py model=mini data=small overrides`, in this process."""
         return self.call(*MINI, *overrides)
 
+    def sweep(self, *overrides: str) -> Outcome:
+        """`python train.py -m model=mini data=small overrides`, in this process."""
+        return self.call("-m", *MINI, *overrides)
+
     def call(self, *arguments: str) -> Outcome:
         """`python train.py arguments`, in this process."""
         out, err = io.StringIO(), io.StringIO()

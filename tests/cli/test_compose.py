@@ -117,13 +117,10 @@ def test_a_model_s_own_numbers_apply_to_it_alone(stage: str, model: str) -> None
     assert OmegaConf.to_container(cfg[stage]) == expected
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_tiny_has_numbers_of_its_own(stage: str) -> None:
-    """By hand, three that the quickstart depends on."""
-    wanted = {"sft": ("finetune", "full"), "rm": ("epochs", 2), "ppo": ("iterations", 100)}
-    key, value = wanted[stage]
-    assert composed(f"stage={stage}", "model=tiny")[stage][key] == value
-    assert composed(f"stage={stage}", "model=qwen0.8b")[stage][key] != value
+def test_tiny_is_fine_tuned_in_full_and_others_are_not() -> None:
+    """By hand, one number that the quickstart depends on."""
+    assert composed("stage=sft", "model=tiny").sft.finetune == "full"
+    assert composed("stage=sft", "model=smollm2_135m").sft.finetune == "lora"
 
 
 def test_numbers_of_a_model_belong_to_a_stage_and_a_model_that_exist() -> None:

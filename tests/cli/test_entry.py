@@ -28,7 +28,6 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
 
 
 def test_help_says_how_to_begin(help_text: str) -> None:
-    assert "lightning-rlhf" in help_text
     assert "recipe=quickstart" in help_text
     assert "stage=sft" in help_text
     assert "-m" in help_text

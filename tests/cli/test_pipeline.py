@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ class PowerCut(Exception):
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     """cut("step", k): the plug is pulled after the k-th batch and its checkpoint."""
 
     def arrange(where: str, step: int) -> None:
@@ -222,13 +222,14 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
         monkeypatch.setattr(ResumeCheckpoint, "on_train_batch_end", save_then_pull)
 
-    yield arrange
+    return arrange
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("where", ["first", "middle", "last", "hand_over"])
 def test_a_run_that_was_cut_off_ends_as_the_unbroken_one(
-    finished: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Any,
+    finished: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch,
+    cut: Callable[[str, int], None],
     stage: str, where: str,
 ) -> None:  # fmt: skip
     folder = finished.stage(stage)
@@ -248,9 +249,29 @@ def test_a_run_that_was_cut_off_ends_as_the_unbroken_one(
     assert untimed(manifest(folder)["metrics"]) == untimed(unbroken)
 
 
+@pytest.mark.parametrize("where", ["last", "hand_over"])
+def test_the_last_evaluation_is_of_the_last_step(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Callable[[str, int], None],
+    where: str,
+) -> None:  # fmt: skip
+    """Where val_every divides the steps, the last checkpoint may be older than the evaluation."""
+    command = ["stage=ppo", "ppo.val_every=3", *given(finished)]
+    finished.mini(*command, "run=whole").succeeded  # noqa: B018
+    cut(where, STEPS["ppo"])
+    assert "PowerCut" in finished.mini(*command, "run=cut").err
+    monkeypatch.undo()
+    finished.mini(*command, "run=cut", "resume=true").succeeded  # noqa: B018
+    whole, resumed = (manifest(finished.stage("ppo", run))["metrics"] for run in ("whole", "cut"))
+    assert untimed(resumed) == untimed(whole)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(
-    finished: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Any, stage: str
+    finished: Workplace,
+    pipeline: Workplace,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: Callable[[str, int], None],
+    stage: str,
 ) -> None:
     """Cut where a checkpoint stands, between two validations."""
     shutil.rmtree(finished.stage(stage))
@@ -262,7 +283,10 @@ def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(
 
 
 def test_samples_of_a_resumed_run_are_those_of_the_unbroken_one(
-    finished: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Any
+    finished: Workplace,
+    pipeline: Workplace,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: Callable[[str, int], None],
 ) -> None:
     shutil.rmtree(finished.stage("ppo"))
     cut("middle", 1)
@@ -282,7 +306,7 @@ def test_samples_of_a_resumed_run_are_those_of_the_unbroken_one(
         ("rm", "seed=5", "seed"),
         ("ppo", "ppo.kl_coef=0.9", "ppo.kl_coef"),
         ("ppo", "model.lora.r=4", "model.lora.r"),
-        ("ppo", "data.chat_template_kwargs={enable_thinking: false}", "data.chat_template_kwargs"),
+        ("ppo", "+data.chat_template_kwargs.x=1", "data.chat_template_kwargs"),
     ],
 )
 def test_resuming_with_another_value_is_refused(
@@ -290,7 +314,7 @@ def test_resuming_with_another_value_is_refused(
 ) -> None:
     shutil.rmtree(finished.stage(stage) / "final")
     error = finished.mini(f"stage={stage}", "resume=true", override).error
-    assert f"{key} is not what it was started with" in error or f"{key}." in error
+    assert f"cannot be resumed: {key}" in error
     assert "config.json" in error
 
 

@@ -41,6 +41,7 @@ BOUNDS: dict[str, list[tuple[str, Any, str]]] = {
     "rm": [
         *STAGE_BOUNDS,
         *SUPERVISED_BOUNDS,
+        ("center_coef", -0.1, "a number and >= 0"),
         ("calibration_samples", 1, "a whole number and >= 2"),
         ("calibration_samples", 8.5, "a whole number and >= 2"),
         ("temperature", 0, "a number and > 0"),

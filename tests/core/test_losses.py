@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.losses import bradley_terry_loss, policy_loss, value_loss
+from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, policy_loss, value_loss
 
 from .conftest import close, drawn
 
@@ -133,6 +133,18 @@ def test_value_loss_is_the_larger_of_two_squares(
 def test_a_wide_value_clip_is_half_the_squared_error() -> None:
     new, old, returns = draw((50, 3), 3)
     close(value_loss(new, old, returns, clip_range_vf=1e6), 0.5 * (new - returns) ** 2)
+
+
+def test_centering_by_hand() -> None:
+    # (1 + 2)^2 = 9, (1 - 1)^2 = 0, (-3 + 1)^2 = 4; slope 2 (chosen + rejected) on either side.
+    chosen = torch.tensor([1.0, 1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    rejected = torch.tensor([2.0, -1.0, 1.0], dtype=torch.float64, requires_grad=True)
+    loss = centering_loss(chosen, rejected)
+    assert loss.tolist() == [9, 0, 4]
+    loss.sum().backward()
+    assert chosen.grad is not None
+    assert rejected.grad is not None
+    assert chosen.grad.tolist() == rejected.grad.tolist() == [6, 0, -4]
 
 
 def test_bradley_terry_at_a_tie_is_log_2() -> None:

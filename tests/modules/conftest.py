@@ -85,8 +85,12 @@ def sft_config(**changes: Any) -> SFTConfig:
     return SFTConfig(**SUPERVISED | changes)
 
 
+CENTER_COEF = 0.3
+
+
 def rm_config(**changes: Any) -> RMConfig:
-    return RMConfig(**SUPERVISED | {"calibration_samples": 8, "temperature": 1.0} | changes)
+    own = {"center_coef": CENTER_COEF, "calibration_samples": 8, "temperature": 1.0}
+    return RMConfig(**SUPERVISED | own | changes)
 
 
 def ppo_config(**changes: Any) -> PPOConfig:

@@ -30,6 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
         "initializer_range": 0.05,  # its recurrence magnifies rounding
     },
+    # Learned positions: unlike rotary ones, they show a row that was shifted as a whole.
+    "gpt2": {"initializer_range": 0.2},
 }
 
 

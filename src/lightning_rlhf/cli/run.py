@@ -39,6 +39,7 @@ from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
 from lightning_rlhf.models.handover import (
     add_policy,
     attach_reward,
+    check_vocabulary,
     random_reward,
     start_from,
 )
@@ -80,6 +81,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     roles = start_from(
         settings.model, None, trainable=config.finetune == "full", seed=settings.seed
     )
+    check_vocabulary(roles, ready.tokenizer)
     if config.finetune == "lora":
         roles.add_adapter(SFT, settings.model.lora)
     else:
@@ -110,6 +112,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",
         seed=settings.seed,
     )  # fmt: skip
+    check_vocabulary(roles, ready.tokenizer)
     generator = torch.Generator().manual_seed(settings.seed)
     roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, generator)
     if config.finetune == "lora":
@@ -155,6 +158,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     say_lengths("prompts", rows.train, train)
 
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    check_vocabulary(roles, ready.tokenizer)
     reward = build_reward(ready, roles)
     add_policy(roles, settings.model)
     data = StageData(

@@ -122,6 +122,8 @@ class SFTConfig(SupervisedConfig):
 class RMConfig(SupervisedConfig):
     """Reward modelling."""
 
+    center_coef: float
+    """Weight of the pull of each pair's rewards towards 0."""
     calibration_samples: int
     """SFT samples on which the mean and standard deviation of the reward are measured."""
     temperature: float
@@ -129,6 +131,7 @@ class RMConfig(SupervisedConfig):
 
     def __post_init__(self) -> None:
         self.check("rm")
+        require_number("rm.center_coef", self.center_coef, at_least=0)
         require_number("rm.calibration_samples", self.calibration_samples, at_least=2, whole=True)
         require_number("rm.temperature", self.temperature, above=0)
 

@@ -20,6 +20,19 @@ def bradley_terry_loss(
     return -F.logsigmoid(chosen - rejected)
 
 
+def centering_loss(
+    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """Squared distance of a pair's rewards from 0; lower is better.
+
+        (r_chosen + r_rejected)^2
+
+    Bradley-Terry leaves an offset free for every prompt. PPO would meet it as noise: this pins it.
+    Source: Eisenstein et al. 2023, section 2, https://arxiv.org/abs/2312.09244
+    """
+    return (chosen + rejected) ** 2
+
+
 def policy_loss(
     logprobs: Float[Tensor, ...],
     old_logprobs: Float[Tensor, ...],

@@ -59,6 +59,8 @@ class ModelConfig:
                     sorted(self.from_config), "a configuration with model_type")  # fmt: skip
             require(self.tokenizer is not None, "model.tokenizer", None,
                     "a folder or hub id, since model.from_config has no tokenizer")  # fmt: skip
+            require(self.quantization == "none", "model.quantization", self.quantization,
+                    "none, since model.from_config has no weights to quantise")  # fmt: skip
         require(bool(self.name), "model.name", self.name, "a short name for the output folder")
         require_one_of("model.dtype", self.dtype, get_args(DType))
         require_one_of("model.quantization", self.quantization, get_args(Quantization))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.models.checkpoint import Final, check_fingerprint, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import ScalarHead
@@ -17,6 +18,7 @@ from lightning_rlhf.models.roles import (
     SFT,
     VALUE,
     Roles,
+    rounding,
     same_logits,
 )
 
@@ -78,6 +80,15 @@ def random_reward(roles: Roles, generator: torch.Generator) -> None:
     roles.assign(REWARD)
 
 
+def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError where the tokenizer has ids for which the model has no embedding."""
+    if len(tokenizer) > roles.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the "
+            f"model only {roles.vocab_size}; use the tokenizer that belongs to the model"
+        )
+
+
 def add_policy(roles: Roles, config: ModelConfig) -> None:
     """A fresh policy adapter and a value head at zero; the reference must stay what it was.
 
@@ -87,7 +98,7 @@ def add_policy(roles: Roles, config: ModelConfig) -> None:
     roles.add_adapter(POLICY, config.lora)
     roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     for role in (REFERENCE, POLICY):
-        if not same_logits(roles.probe(role), before, roles.causal_lm):
+        if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
             raise CheckpointError(
                 f"the {role} does not start as the SFT model: its logits changed when the "
                 "policy's adapter was added. This is a fault of the adapter library's version"

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import bitsandbytes
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,12 +28,17 @@ from lightning_rlhf.models.config import ModelConfig
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of `checkpoint` (an earlier stage's final/), else the preset's."""
     source = str(checkpoint or config.tokenizer or config.name_or_path)
-    with naming(source, "model.tokenizer" if config.tokenizer else "model.name_or_path"):
-        return AutoTokenizer.from_pretrained(
-            source,
-            revision=None if checkpoint or config.tokenizer else config.revision,
-            trust_remote_code=config.trust_remote_code,
+    key = "model.tokenizer" if config.tokenizer else "model.name_or_path"
+    folder = local_folder(source, key, None if checkpoint or config.tokenizer else config.revision)
+    with naming(source, key):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code
         )
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
+        raise CheckpointError(
+            f"{source} holds no tokenizer; set model.tokenizer to a folder or hub id that does"
+        )
+    return tokenizer
 
 
 def load_causal_lm(
@@ -49,22 +58,47 @@ def load_causal_lm(
         )
     if weights is None and config.from_config is not None:
         torch.manual_seed(seed)
-        model_config = AutoConfig.for_model(**config.from_config)
+        try:
+            model_config = AutoConfig.for_model(**config.from_config)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            message = " ".join(str(error).split())[:300]
+            raise ConfigError(f"model.from_config: {message}") from error
         model = AutoModelForCausalLM.from_config(
             model_config, attn_implementation=config.attn_implementation
         ).to(dtype)
     else:
         source = weights or str(config.name_or_path)
+        folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
         with naming(source, "model.name_or_path"):
-            model = AutoModelForCausalLM.from_pretrained(
-                source,
-                revision=None if weights else config.revision,
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                output_loading_info=True,
                 dtype=dtype,
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
                 quantization_config=_quantization(config),
             )
+        if info["missing_keys"]:
+            raise CheckpointError(
+                f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}"
+            )
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            # Its packing for CPUs passes no gradient on and takes only multiples of 32 outputs.
+            module.support_avx512bf16_for_cpu = False
     return model.eval().requires_grad_(trainable)
+
+
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+def local_folder(source: str, key: str, revision: str | None) -> Path:
+    """`source` where it is a folder, else the hub's snapshot of it; asks the hub once."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    with naming(source, key):
+        return Path(snapshot_download(source, revision=revision, allow_patterns=FILES))
 
 
 def _quantization(config: ModelConfig) -> BitsAndBytesConfig | None:
@@ -84,15 +118,15 @@ def _quantization(config: ModelConfig) -> BitsAndBytesConfig | None:
 @contextmanager
 def naming(source: str, key: str) -> Iterator[None]:
     """Turns the loading library's failures into one short error that names the source."""
-    if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
+    if source.startswith(("/", ".", "~")) and not Path(source).expanduser().is_dir():
         raise CheckpointError(
             f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
             "tokenizer, or a hub id"
         )
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
-        if Path(source).is_dir():
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, UserWarning) as error:
+        if Path(source).expanduser().is_dir():
             raise CheckpointError(f"{source} cannot be loaded: {_first_line(error)}") from error
         raise HubError(
             f"{source!r} is neither a local folder nor reachable on the hub "

@@ -12,6 +12,7 @@ construction whether SFT was merged or is an adapter of its own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import last_real
+from lightning_rlhf.models.loading import naming
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
 POLICY, REWARD, VALUE = "policy", "reward", "value"
@@ -85,10 +87,12 @@ class Roles(nn.Module):
 
     def load_adapter(self, role: str, folder: Path) -> None:
         """A frozen adapter from a `final/` folder, on top of the reference."""
-        if isinstance(self.model, PeftModel):
-            self.model.load_adapter(str(folder), adapter_name=role)
-        else:
-            self.model = PeftModel.from_pretrained(self.model, str(folder), adapter_name=role)
+        with naming(str(folder), role), warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*missing adapter keys.*")
+            if isinstance(self.model, PeftModel):
+                self.model.load_adapter(str(folder), adapter_name=role)
+            else:
+                self.model = PeftModel.from_pretrained(self.model, str(folder), adapter_name=role)
         self._stack(role, trainable=False)
         if role == SFT:
             self._stacks[REFERENCE] = self._stacks[SFT]
@@ -110,6 +114,26 @@ class Roles(nn.Module):
         ]
         self.model.eval()
         self.play(role)
+
+    @contextmanager
+    def exported(self, role: str) -> Iterator[str]:
+        """Name of one adapter that holds `role`'s policy whole: SFT's and its own, side by side.
+
+        A reward adapter stays apart, since PPO puts it on the SFT adapter that is there already.
+        """
+        stack = self._stacks[role]
+        if role != POLICY or len(stack) == 1:
+            yield role
+            return
+        before = self._role
+        self.model.base_model.add_weighted_adapter(
+            list(stack), [1.0] * len(stack), "export", combination_type="cat"
+        )
+        try:
+            yield "export"
+        finally:
+            self.model.delete_adapter("export")
+            self.play(before)
 
     def play(self, role: str) -> None:
         """Put on the adapters of `role`. What is trainable stays trainable."""
@@ -174,25 +198,24 @@ class Roles(nn.Module):
         tokens, mask = self._probe_input()
         ours = self.head(self.hidden(tokens, mask)).float()
         theirs = self.causal_lm(input_ids=tokens, attention_mask=mask.long()).logits.float()
-        if not same_logits(ours, theirs, self.causal_lm):
+        if not same_logits(ours, theirs, rounding(self.causal_lm)):
             raise CheckpointError(
                 f"{self.causal_lm.config.model_type} changes its logits after the output layer "
                 "(soft-capping or scaling), which is not supported"
             )
 
 
-def same_logits(a: Tensor, b: Tensor, model: PreTrainedModel) -> bool:
-    """Whether two rows of logits come from the same model, up to the rounding of `model`.
+def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether the root mean square of a - b is at most `tolerance` times that of b. NaN is not."""
+    return bool((a - b).square().mean() <= tolerance**2 * b.square().mean())
 
-    Root mean square difference relative to that of `b`: at most 1e-4 in fp32 (other kernels,
-    other order of sums), 3e-2 in 16 bits (weights are rounded once more), 0.5 where the weights
-    are quantised (against a checkpoint of full precision; another model is further away).
+
+def rounding(model: PreTrainedModel) -> float:
+    """By how much logits of one model differ from themselves, computed in another way.
+
+    1e-4 in fp32 (other kernels, other order of sums), 3e-2 in 16 bits (weights rounded once more).
     """
-    if getattr(model, "is_quantized", False):
-        tolerance = 0.5
-    else:
-        tolerance = 1e-4 if model.dtype == torch.float32 else 3e-2
-    return bool((a - b).square().mean().sqrt() <= tolerance * b.square().mean().sqrt())
+    return 1e-4 if model.dtype == torch.float32 else 3e-2
 
 
 def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core.config import RMConfig
-from lightning_rlhf.core.losses import bradley_terry_loss
+from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
@@ -22,7 +22,7 @@ from lightning_rlhf.modules.optim import (
 
 
 class RewardModule(L.LightningModule):
-    """Bradley-Terry on preference pairs, mean over the batch's pairs.
+    """Bradley-Terry on preference pairs and a pull of their rewards to 0, mean over the pairs.
 
     Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155
     """
@@ -50,7 +50,9 @@ class RewardModule(L.LightningModule):
         """Loss summed over the pairs, 0-d; what the two sides got is appended to `rewards`."""
         sides = self.rewards(batch)
         rewards.append({name: reward.detach() for name, reward in sides.items()})
-        return bradley_terry_loss(sides["chosen"], sides["rejected"]).sum()
+        chosen, rejected = sides["chosen"], sides["rejected"]
+        center = self.config.center_coef * centering_loss(chosen, rejected)
+        return (bradley_terry_loss(chosen, rejected) + center).sum()
 
     def rewards(self, batch: Preferences) -> dict[str, Tensor]:
         """Raw rewards, [B], of the chosen and of the rejected responses, in one forward pass."""

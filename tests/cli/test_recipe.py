@@ -1,0 +1,405 @@
+"""A recipe: stages as processes, what is done is not done again, promises are checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_rlhf.callbacks.evaluation import load_judge
+from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.cli import main
+from lightning_rlhf.cli.recipe import read_recipe
+
+from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
+
+RECIPES = main.RECIPES
+RECIPE: dict[str, Any] = {
+    "title": "Small",
+    "stages": ["sft", "rm", "ppo"],
+    "overrides": ["model=mini", "data=small", "seed=3"],
+    "promises_for_model": "mini",
+    "promises": [
+        {"stage": "rm", "metric": "eval/accuracy", "at_least": 0.0},
+        {"stage": "ppo", "metric": "eval/kl", "at_most": 50.0},
+        {"stage": "ppo", "metric": "eval/reward_mean", "gain": -99.0},
+    ],
+    "next": ["Read a book."],
+}
+
+
+class Kitchen:
+    """A recipes folder of one's own, and the processes that a recipe started."""
+
+    def __init__(self, place: Workplace, recipes: Path) -> None:
+        self.place = place
+        self.recipes = recipes
+        self.commands: list[list[str]] = []
+        self.status: dict[str, int] = {}
+        """Stage -> exit status with which its process ends without doing anything."""
+
+    def write(self, **changes: Any) -> None:
+        folder = self.recipes / "small"
+        folder.mkdir(exist_ok=True)
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | changes))
+
+    def cook(self, *overrides: str) -> Outcome:
+        self.commands.clear()
+        return self.place.call("--config-dir", str(PRESETS), "recipe=small", *overrides)
+
+    def run(self, command: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        """In place of subprocess.run: the stage in this process, which starts within a second."""
+        self.commands.append(list(command))
+        assert list(command[:3]) == [sys.executable, "-m", "lightning_rlhf"]
+        stage = next(o for o in command if o.startswith("stage=")).removeprefix("stage=")
+        if stage in self.status:
+            return subprocess.CompletedProcess(command, self.status[stage])
+        outcome = self.place.call("--config-dir", str(PRESETS), *command[3:])
+        print(outcome.out, end="")
+        print(outcome.err, end="", file=sys.stderr)
+        return subprocess.CompletedProcess(command, outcome.status)
+
+    @property
+    def ran(self) -> list[str]:
+        """The stages that were started."""
+        return [next(o for o in c if o.startswith("stage=")).split("=")[1] for c in self.commands]
+
+    def folder(self, stage: str) -> Path:
+        return self.place.stage(stage)
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipes folder with the quickstart in it. One for all, since runs keep its path."""
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "quickstart").symlink_to(RECIPES / "quickstart")
+    return folder
+
+
+def make_kitchen(folder: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> Kitchen:
+    """With recipe=small, whose stages run in this process."""
+    monkeypatch.setattr(main, "RECIPES", recipes)
+    kitchen = Kitchen(make_workplace(folder / "work"), recipes)
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.subprocess.run", kitchen.run)
+    kitchen.write()
+    return kitchen
+
+
+@pytest.fixture
+def kitchen(tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> Kitchen:
+    """Before a first call."""
+    return make_kitchen(tmp_path, recipes, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def first_call(
+    tmp_path_factory: pytest.TempPathFactory, recipes: Path
+) -> tuple[Kitchen, list[str], str]:
+    """What a first call left, the stages it started, and what it said."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        kitchen = make_kitchen(tmp_path_factory.mktemp("first"), recipes, monkeypatch)
+        out = kitchen.cook().succeeded.out
+        return kitchen, kitchen.ran, out
+
+
+@pytest.fixture
+def done(kitchen: Kitchen, first_call: tuple[Kitchen, list[str], str]) -> Kitchen:
+    """After a first call."""
+    shutil.copytree(first_call[0].place.outputs, kitchen.place.outputs)
+    return kitchen
+
+
+def test_the_first_call_runs_the_stages_and_sums_up(
+    first_call: tuple[Kitchen, list[str], str],
+) -> None:
+    kitchen, ran, out = first_call
+    assert ran == ["sft", "rm", "ppo"]
+    for stage in STAGES:
+        assert (kitchen.folder(stage) / "final" / "manifest.json").is_file()
+        assert f"outputs/default/mini/{stage}/curves.png" in out
+    assert "On held-out prompts" in out
+    assert "The same prompts" in out
+    assert "Small: what it promises" in out
+    assert out.count("kept") == 3
+    assert "not kept" not in out
+    assert "Read a book." in out
+
+
+def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
+    before = [weights(done.folder(stage)) for stage in STAGES]
+    out = done.cook().succeeded.out
+    assert done.ran == []
+    assert out.count("done already") == 3
+    assert "overwrite=true" in out
+    assert [weights(done.folder(stage)) for stage in STAGES] == before
+
+
+def test_overwrite_does_it_all_again(done: Kitchen) -> None:
+    before = [weights(done.folder(stage)) for stage in STAGES]
+    done.cook("overwrite=true").succeeded  # noqa: B018
+    assert done.ran == ["sft", "rm", "ppo"]
+    assert [weights(done.folder(stage)) for stage in STAGES] == before
+
+
+def test_another_configuration_is_refused(done: Kitchen) -> None:
+    error = done.cook("seed=4").error
+    assert done.ran == []
+    assert "another seed" in error
+    assert "run=NAME" in error
+    assert "overwrite=true" in error
+
+
+def test_another_run_is_another_folder(done: Kitchen) -> None:
+    done.cook("seed=4", "run=four").succeeded  # noqa: B018
+    assert done.ran == ["sft", "rm", "ppo"]
+    assert weights(done.place.stage("ppo", "four")) != weights(done.folder("ppo"))
+
+
+def test_a_stage_that_was_cut_off_is_resumed(done: Kitchen) -> None:
+    before = weights(done.folder("ppo"))
+    shutil.rmtree(done.folder("ppo") / "final")
+    out = done.cook().succeeded.out
+    assert done.ran == ["ppo"]
+    assert "resume=true" in done.commands[0]
+    assert out.count("done already") == 2
+    assert weights(done.folder("ppo")) == before
+
+
+def test_a_stage_cut_off_before_its_first_checkpoint_starts_anew(done: Kitchen) -> None:
+    before = weights(done.folder("ppo"))
+    for name in ("final", "checkpoints"):
+        shutil.rmtree(done.folder("ppo") / name)
+    done.cook().succeeded  # noqa: B018
+    assert done.ran == ["ppo"]
+    assert "resume=true" not in done.commands[0]
+    assert weights(done.folder("ppo")) == before
+
+
+def test_a_stage_cut_off_before_it_wrote_anything_starts_anew(done: Kitchen) -> None:
+    shutil.rmtree(done.folder("ppo"))
+    done.folder("ppo").mkdir()
+    done.cook().succeeded  # noqa: B018
+    assert done.ran == ["ppo"]
+
+
+def test_a_folder_without_a_configuration_is_no_traceback(done: Kitchen) -> None:
+    """Such as a sweep's note of a failure, or files of the user's."""
+    shutil.rmtree(done.folder("ppo"))
+    done.folder("ppo").mkdir()
+    (done.folder("ppo") / "failed.txt").write_text("the reward model was missing\n")
+    outcome = done.cook()
+    assert "Traceback" not in outcome.err
+    assert outcome.status == 0 or outcome.err.startswith("error: ")
+
+
+@pytest.mark.parametrize("failing", ["sft", "rm", "ppo"])
+def test_a_failing_stage_stops_the_rest(kitchen: Kitchen, failing: str) -> None:
+    kitchen.status = {failing: 1}
+    error = kitchen.cook().error
+    assert kitchen.ran == list(STAGES[: STAGES.index(failing) + 1])
+    assert f"stage={failing} failed" in error
+    kitchen.status = {}
+    kitchen.cook().succeeded  # noqa: B018
+    assert kitchen.ran == list(STAGES[STAGES.index(failing) :])
+
+
+def test_a_stage_that_ends_well_but_leaves_nothing_stops_the_rest(kitchen: Kitchen) -> None:
+    """Lightning ends a process that was sent SIGTERM with exit status 0."""
+    kitchen.status = {"sft": 0}
+    error = kitchen.cook().error
+    assert kitchen.ran == ["sft"]
+    assert "stage=sft" in error
+
+
+def test_what_the_stage_said_stands_above(kitchen: Kitchen) -> None:
+    (kitchen.place.folder / "data" / "preferences_train.jsonl").write_text("{\n")
+    outcome = kitchen.cook()
+    assert outcome.status == 1
+    assert kitchen.ran == ["sft", "rm"]
+    first, last = outcome.err.strip().splitlines()
+    assert "preferences_train.jsonl" in first
+    assert "stage=rm failed" in last
+
+
+@pytest.mark.parametrize(
+    ("promise", "verdict"),
+    [
+        ({"stage": "rm", "metric": "eval/accuracy", "at_least": 1.5}, "at least 1.5"),
+        ({"stage": "ppo", "metric": "eval/response_tokens", "at_most": 0.5}, "at most 0.5"),
+        ({"stage": "ppo", "metric": "eval/reward_mean", "gain": 99.0}, "gain of 99"),
+    ],
+)
+def test_a_broken_promise_is_told_with_its_numbers(
+    done: Kitchen, promise: dict[str, Any], verdict: str
+) -> None:
+    done.write(promises=[*RECIPE["promises"], promise])
+    outcome = done.cook()
+    error = outcome.error
+    assert done.ran == []
+    assert promise["metric"] in error
+    assert verdict in error
+    metrics = json.loads((done.folder(promise["stage"]) / "final/manifest.json").read_text())
+    name = promise["metric"]
+    measured = metrics["metrics"][name]
+    if "gain" in promise:
+        measured -= metrics["metrics"][f"start/{name}"]
+    assert f"{measured:.3f}" in error
+    assert "not kept" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("bound", "measured", "kept"),
+    [
+        ("at_least", 0.5, True),
+        ("at_least", 0.499, False),
+        ("at_most", 0.5, True),
+        ("at_most", 0.501, False),
+        ("gain", 0.5, True),
+        ("gain", 0.499, False),
+    ],
+)
+def test_bounds_count_as_kept(bound: str, measured: float, kept: bool) -> None:
+    from lightning_rlhf.cli.recipe import Promise
+
+    promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
+    metrics = {"x": measured + (2.0 if bound == "gain" else 0.0), "start/x": 2.0}
+    assert promise.is_kept(round(promise.measure(metrics), 6)) == kept
+
+
+def test_other_models_are_promised_nothing(done: Kitchen) -> None:
+    promise = {"stage": "rm", "metric": "eval/accuracy", "at_least": 1.5}
+    done.write(promises=[promise], promises_for_model="tiny")
+    out = done.cook().succeeded.out
+    assert "what it promises" not in out
+
+
+def test_a_promise_about_what_was_not_measured_is_no_traceback(done: Kitchen) -> None:
+    """As where the user's own data come without a judge."""
+    done.write(promises=[{"stage": "ppo", "metric": "eval/judge/charm", "gain": 0.1}])
+    outcome = done.cook()
+    assert "Traceback" not in outcome.err
+    assert "eval/judge/charm" in outcome.out + outcome.err
+
+
+def test_the_user_s_values_win_over_the_recipe_s(kitchen: Kitchen) -> None:
+    kitchen.status = dict.fromkeys(STAGES, 0)
+    kitchen.cook("seed=7", "logger=tensorboard")
+    assert "seed=7" in kitchen.commands[0]
+    assert "seed=3" not in kitchen.commands[0]
+    assert "logger=tensorboard" in kitchen.commands[0]
+    assert "model=mini" in kitchen.commands[0]
+
+
+def test_a_number_of_one_stage_reaches_that_stage(kitchen: Kitchen) -> None:
+    kitchen.cook("ppo.kl_coef=0.3", "sft.lr=5e-4").succeeded  # noqa: B018
+
+    def config(stage: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((kitchen.folder(stage) / "config.json").read_text())
+        return found
+
+    assert config("ppo")["ppo"]["kl_coef"] == 0.3
+    assert config("sft")["sft"]["lr"] == 5e-4
+    assert config("rm")["rm"]["lr"] == 1e-3
+
+
+def test_a_recipe_may_set_numbers_of_a_stage(kitchen: Kitchen) -> None:
+    kitchen.write(overrides=[*RECIPE["overrides"], "ppo.kl_coef=0.3"])
+    kitchen.cook().succeeded  # noqa: B018
+    assert json.loads((kitchen.folder("ppo") / "config.json").read_text())["ppo"]["kl_coef"] == 0.3
+
+
+def test_a_misspelt_number_of_a_stage_is_refused_before_anything_runs(kitchen: Kitchen) -> None:
+    outcome = kitchen.cook("++ppo.klcoef=0.3")
+    assert "ppo.kl_coef" in outcome.error
+    assert kitchen.ran == []
+
+
+def test_a_recipe_and_a_stage_exclude_each_other(kitchen: Kitchen) -> None:
+    error = kitchen.cook("stage=sft").error
+    assert "recipe" in error
+    assert "stage" in error
+    assert kitchen.ran == []
+
+
+def test_a_wrong_value_is_refused_before_the_first_stage(kitchen: Kitchen) -> None:
+    assert "seed" in kitchen.cook("seed=-1").error
+    assert kitchen.ran == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"stage": ["sft"]}, "stages"),
+        ({"promises": [{"stage": "ppo", "metric": "eval/kl", "at_moost": 6}]}, "at_moost"),
+        ({"promises": [{"stage": "ppo", "metric": "eval/kl"}]}, "eval/kl"),
+        ({"promises": [{"stage": "dpo", "metric": "eval/kl", "at_most": 6}]}, "dpo"),
+        ({"stages": ["sft", "dpo"], "promises": []}, "dpo"),
+        ({"stages": []}, "stages"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_named(
+    kitchen: Kitchen, changes: dict[str, Any], named: str
+) -> None:
+    kitchen.write(**changes)
+    error = kitchen.cook().error
+    assert named in error
+    assert kitchen.ran == []
+
+
+def test_a_key_that_a_recipe_lacks_is_named(kitchen: Kitchen) -> None:
+    file = kitchen.recipes / "small" / "recipe.yaml"
+    file.write_text(yaml.safe_dump({k: v for k, v in RECIPE.items() if k != "next"}))
+    error = kitchen.cook().error
+    assert "next" in error
+    assert "recipe.yaml" in error
+
+
+def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
+    outcome = kitchen.place.call("-m", *MINI, "recipe=small", "seed=1,2").succeeded
+    assert kitchen.ran == ["sft", "rm", "ppo"] * 2
+    assert outcome.out.count(" done ") == 2
+
+
+def test_the_quickstart_promises_what_is_measured() -> None:
+    recipe = read_recipe("quickstart", main.RECIPES)
+    assert recipe.stages == STAGES
+    data = main.RECIPES / "quickstart" / "data"
+    judge = load_judge(f"{main.RECIPES / 'quickstart' / 'judge.py'}:judge")
+    rows = [json.loads(line) for line in (data / "prompts_val.jsonl").read_text().splitlines()]
+    parts = {
+        part for row in rows for part, value in judge(row, "", True).items() if value is not None
+    }
+    known = {*METRICS, *(f"eval/judge/{part}" for part in parts)}
+    assert recipe.promises
+    for promise in recipe.promises:
+        assert promise.stage in recipe.stages
+        assert promise.metric in known, promise
+        bounds = [promise.at_least, promise.at_most, promise.gain]
+        assert sum(bound is not None for bound in bounds) == 1, promise
+
+
+@pytest.mark.slow
+def test_stages_are_processes_of_their_own(
+    kitchen: Kitchen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as above, but started as the recipe starts them."""
+    monkeypatch.undo()
+    monkeypatch.setattr(main, "RECIPES", kitchen.recipes)
+    original = subprocess.run
+
+    def quick(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
+        kitchen.commands.append(command)
+        return original([*command, "--config-dir", str(PRESETS)], capture_output=True, **kwargs)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.subprocess.run", quick)
+    out = kitchen.cook().succeeded.out
+    assert "kept" in out
+    assert kitchen.ran == ["sft", "rm", "ppo"]

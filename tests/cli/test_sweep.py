@@ -1,0 +1,184 @@
+"""-m: a folder for each job, jobs that fail alone, one table at the end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from .conftest import STAGES, Workplace, tree, weights
+
+
+def table(out: str) -> str:
+    """The table at the end, its cells' text without the lines between them."""
+    assert out.count("Sweep") == 1
+    return re.sub(r"[│┃\s]+", " ", out[out.index("Sweep") :])
+
+
+def jobs(place: Workplace, stage: str = "ppo") -> set[str]:
+    """Names of the folders that the sweep wrote, wherever they lie, by their manifest."""
+    found = set()
+    for file in place.outputs.rglob("final/manifest.json"):
+        written = json.loads(file.read_text())
+        if written["stage"] == stage and written["config"]["job"] is not None:
+            found.add(written["config"]["job"])
+    return found
+
+
+def job_folder(place: Workplace, **values: object) -> Path:
+    """The folder of the finished ppo job that ran with these numbers (kl_coef=…, seed=…)."""
+    for file in place.outputs.rglob("final/manifest.json"):
+        config = json.loads(file.read_text())["config"]
+        flat = {**config.get("ppo", {}), "seed": config["seed"]}
+        if config["job"] is not None and all(flat.get(k) == v for k, v in values.items()):
+            return file.parents[1]
+    raise AssertionError(f"no job with {values}")
+
+
+@pytest.fixture
+def clean_sweep(finished: Workplace) -> Workplace:
+    """A sweep of four on top of the finished stages."""
+    command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
+    outcome = finished.sweep(*command).succeeded
+    (finished.folder / "said").write_text(outcome.out)
+    return finished
+
+
+def test_a_folder_for_each_job_and_one_table(clean_sweep: Workplace) -> None:
+    names = jobs(clean_sweep)
+    assert len(names) == 4
+    for kl_coef in ("0.02", "0.5"):
+        for seed in ("1", "2"):
+            assert sum(f"ppo.kl_coef={kl_coef}" in n and f"seed={seed}" in n for n in names) == 1
+    text = table((clean_sweep.folder / "said").read_text())
+    assert text.count(" done ") == 4
+    assert "failed" not in text
+
+
+def test_jobs_differ_only_where_they_should(clean_sweep: Workplace) -> None:
+    low, high = (weights(job_folder(clean_sweep, kl_coef=k, seed=1)) for k in (0.02, 0.5))
+    other = weights(job_folder(clean_sweep, kl_coef=0.02, seed=2))
+    assert low != high
+    assert low != other
+    parents = {
+        json.loads((job_folder(clean_sweep, seed=s) / "final/manifest.json").read_text())[
+            "parents"
+        ]["sft"]
+        for s in (1, 2)
+    }
+    assert len(parents) == 1
+
+
+def test_a_job_is_the_single_run_of_the_same_numbers(clean_sweep: Workplace) -> None:
+    command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.5", "seed=2", "run=single"]
+    final = [clean_sweep.stage(stage) / "final" for stage in ("sft", "rm")]
+    parents = [f"policy.checkpoint={final[0]}", f"reward.checkpoint={final[1]}"]
+    clean_sweep.mini(*command, *parents).succeeded  # noqa: B018
+    single = weights(clean_sweep.stage("ppo", "single"))
+    assert weights(job_folder(clean_sweep, kl_coef=0.5, seed=2)) == single
+
+
+def test_the_single_run_beside_a_sweep_is_left_alone(clean_sweep: Workplace) -> None:
+    """And the other way round: overwriting the single run must not delete the sweep."""
+    folders = [job_folder(clean_sweep, kl_coef=k, seed=s) for k in (0.02, 0.5) for s in (1, 2)]
+    before = [tree(folder) for folder in folders]
+    assert (clean_sweep.stage("ppo") / "final").is_dir()
+    clean_sweep.mini("stage=ppo", "ppo.iterations=1", "overwrite=true").succeeded  # noqa: B018
+    assert [tree(folder) for folder in folders] == before
+
+
+def test_a_sweep_is_no_run_that_was_cut_off(pipeline: Workplace, finished: Workplace) -> None:
+    """A single run of the stage that was only swept starts without resume or overwrite."""
+    parents = [
+        f"policy.checkpoint={pipeline.stage('sft') / 'final'}",
+        f"reward.checkpoint={pipeline.stage('rm') / 'final'}",
+    ]
+    command = ["stage=ppo", "run=swept", "ppo.iterations=1", *parents]
+    finished.sweep(*command, "seed=1,2").succeeded  # noqa: B018
+    finished.mini(*command).succeeded  # noqa: B018
+
+
+def test_a_failed_job_is_marked_and_the_others_go_on(finished: Workplace) -> None:
+    command = ["stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=7,8"]
+    outcome = finished.sweep(*command)
+    assert outcome.status == 1
+    assert "Traceback" not in outcome.err
+    assert "error: ppo.rollout_batch_size is 8, which ppo.minibatch_size = 7" in outcome.err
+    text = table(outcome.out)
+    assert text.count(" done ") == 1
+    assert text.count("failed: ") == 1
+    assert len(jobs(finished)) == 1
+    assert "ppo.minibatch_size=8" in next(iter(jobs(finished)))
+
+
+def test_a_job_that_crashes_is_marked_and_the_others_go_on(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is no user's."""
+    from lightning_rlhf.cli import run
+
+    original = run.hand_over
+
+    def fail_first(ready: run.Prepared, *args: object, **kwargs: object) -> Path:
+        if ready.settings.seed == 1:
+            raise ZeroDivisionError("a fault in the code")
+        return original(ready, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "hand_over", fail_first)
+    outcome = finished.sweep("stage=ppo", "ppo.iterations=1", "seed=1,2")
+    assert outcome.status == 1
+    text = table(outcome.out)
+    assert "a fault in the code" in text
+    assert text.count(" done ") == 1
+
+
+def test_debug_in_a_sweep_still_ends_in_a_table(finished: Workplace) -> None:
+    outcome = finished.sweep(
+        "stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=7,8", "debug=true"
+    )
+    assert outcome.status == 1
+    assert "does not divide" in outcome.out + outcome.err
+
+
+def test_the_failed_job_alone_can_be_run_again(finished: Workplace) -> None:
+    """Nothing of the failure stays in its folder."""
+    assert finished.sweep("stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=8",
+                         "reward.checkpoint=./none").status == 1  # fmt: skip
+    finished.sweep("stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=8").succeeded  # noqa: B018
+
+
+def test_a_sweep_over_the_stages_hands_over(workplace: Workplace, pipeline: Workplace) -> None:
+    outcome = workplace.sweep("stage=sft,rm,ppo").succeeded
+    assert table(outcome.out).count(" done ") == 3
+    for stage in STAGES:
+        assert weights(workplace.stage(stage)) == weights(pipeline.stage(stage)), stage
+
+
+def test_a_sweep_over_stages_and_seeds_keeps_the_seeds_apart(workplace: Workplace) -> None:
+    workplace.sweep("stage=sft,rm,ppo", "seed=1,2").succeeded  # noqa: B018
+    for file in workplace.outputs.rglob("final/manifest.json"):
+        written = json.loads(file.read_text())
+        for parent in written["parents"].values():
+            seed = json.loads((Path(parent) / "manifest.json").read_text())["config"]["seed"]
+            assert seed == written["config"]["seed"]
+    assert jobs(workplace) == {*jobs(workplace, "sft")} == {*jobs(workplace, "rm")}
+    assert len(jobs(workplace)) == 2
+
+
+def test_many_and_long_overrides_make_a_folder_all_the_same(finished: Workplace) -> None:
+    """A file's name holds 255 bytes; a sweep on one's own data has long paths on its line."""
+    deep = finished.folder / ("d" * 120) / ("e" * 120)
+    deep.mkdir(parents=True)
+    for part in ("train", "val"):
+        source = finished.folder / "data" / f"prompts_{part}.jsonl"
+        (deep / source.name).write_text(source.read_text())
+    sources = [f"data.prompts.{part}={deep / f'prompts_{part}.jsonl'}" for part in ("train", "val")]
+    finished.sweep("stage=ppo", "ppo.iterations=1", "seed=1,2", *sources).succeeded  # noqa: B018
+    assert len(jobs(finished)) == 2
+
+
+def test_nothing_but_outputs_is_left_where_one_stands(clean_sweep: Workplace) -> None:
+    left = {path.name for path in clean_sweep.folder.iterdir()}
+    assert left == {"data", "outputs", "said"}
