@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
+from lightning_rlhf.cli.main import HOME, PACKAGE
+
+from .conftest import CONSOLE, MINI, MODULE, Workplace, weights
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,8 @@ def test_help_says_how_to_begin(help_text: str) -> None:
 
 @pytest.mark.slow
 def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workplace) -> None:
-    for run, door in {"train": TRAIN_PY, "module": MODULE, "console": CONSOLE}.items():
+    """train.py is taken in test_pipeline.py."""
+    for run, door in {"module": MODULE, "console": CONSOLE}.items():
         workplace.process(door, *MINI, "stage=sft", f"run={run}").succeeded  # noqa: B018
         assert weights(workplace.stage("sft", run)) == weights(pipeline.stage("sft")), run
 
@@ -44,3 +51,22 @@ def test_the_cfg_can_be_printed(workplace: Workplace) -> None:
     outcome = workplace.mini("stage=ppo", "--cfg", "job").succeeded
     assert "kl_coef:" in outcome.out
     assert not workplace.outputs.exists()
+
+
+@pytest.mark.slow
+def test_an_installed_package_finds_its_presets_and_recipes(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """Laid out as pyproject.toml lays out the wheel, away from the checkout."""
+    wheel = tomllib.loads((HOME / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    site = tmp_path / "env" / "site-packages"
+    no_bytecode = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, site / "lightning_rlhf", ignore=no_bytecode)
+    for source, target in wheel["targets"]["wheel"]["force-include"].items():
+        shutil.copytree(HOME / source, site / target, ignore=no_bytecode)
+    outcome = workplace.process(
+        MODULE, *MINI, "stage=sft", environment={"PYTHONPATH": str(site)}
+    ).succeeded
+    assert "sft finished" in outcome.out
+    config = (workplace.stage("sft") / "config.json").read_text()
+    assert str(site / "lightning_rlhf" / "recipes" / "quickstart" / "tokenizer") in config

@@ -145,6 +145,7 @@ def test_no_library_talks_at_every_checkpoint(finished: Workplace) -> None:
     assert "weights_only" not in outcome.out + outcome.err
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb_beside_the_csv(finished: Workplace) -> None:
     for logger, trace in {
         "tensorboard": "tensorboard/events*",
@@ -345,21 +346,32 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
+LONG = ("stage=sft", "sft.epochs=25", "sft.val_every=1000")
+"""200 steps, of which a kill leaves some."""
+
+
+@pytest.fixture(scope="module")
+def whole(pipeline: Workplace) -> dict[str, str]:
+    """The weights after all of them."""
+    pipeline.mini(*LONG, "run=whole").succeeded  # noqa: B018
+    return weights(pipeline.stage("sft", "whole"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_is_killed(workplace: Workplace, how: signal.Signals) -> None:
-    """400 steps, of which the kill leaves some. Every kill is seen in the exit status."""
-    command = ["stage=sft", "sft.epochs=50", "sft.val_every=100"]
-    process = start(workplace, *MINI, *command, "run=killed")
-    folder = workplace.stage("sft", "killed")
+def test_a_process_that_is_killed(
+    workplace: Workplace, whole: dict[str, str], how: signal.Signals
+) -> None:
+    """It can be taken up again, and every kill is seen in the exit status."""
+    process = start(workplace, *MINI, *LONG)
+    folder = workplace.stage("sft")
     wait_for(folder / "checkpoints" / "last.ckpt", process)
     process.send_signal(how)
     said = process.communicate(timeout=120)[0]
     assert not (folder / "final").exists(), "it was through before it was killed"
     step = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    assert 0 < step < 400
-    workplace.mini(*command, "run=killed", "resume=true").succeeded  # noqa: B018
-    workplace.mini(*command, "run=whole").succeeded  # noqa: B018
-    assert weights(folder) == weights(workplace.stage("sft", "whole"))
+    assert 0 < step < 200
+    workplace.mini(*LONG, "resume=true").succeeded  # noqa: B018
+    assert weights(folder) == whole
     assert process.returncode != 0, f"{how.name} left exit status 0: {said[-500:]}"
     assert "Traceback" not in said

@@ -200,14 +200,18 @@ def test_a_folder_without_a_configuration_is_no_traceback(done: Kitchen) -> None
 
 
 @pytest.mark.parametrize("failing", ["sft", "rm", "ppo"])
-def test_a_failing_stage_stops_the_rest(kitchen: Kitchen, failing: str) -> None:
-    kitchen.status = {failing: 1}
-    error = kitchen.cook().error
-    assert kitchen.ran == list(STAGES[: STAGES.index(failing) + 1])
+def test_a_failing_stage_stops_the_rest(done: Kitchen, failing: str) -> None:
+    left = STAGES[STAGES.index(failing) :]
+    for stage in left:
+        shutil.rmtree(done.folder(stage))
+    done.status = {failing: 1}
+    error = done.cook().error
+    assert done.ran == [failing]
     assert f"stage={failing} failed" in error
-    kitchen.status = {}
-    kitchen.cook().succeeded  # noqa: B018
-    assert kitchen.ran == list(STAGES[STAGES.index(failing) :])
+    done.status = {}
+    if failing != "sft":  # which the first call above did
+        done.cook().succeeded  # noqa: B018
+        assert done.ran == list(left)
 
 
 def test_a_stage_that_ends_well_but_leaves_nothing_stops_the_rest(kitchen: Kitchen) -> None:

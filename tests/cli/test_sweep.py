@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from .conftest import STAGES, Workplace, tree, weights
+from .conftest import STAGES, Outcome, Workplace, tree, weights
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which no cell of the table is wrapped."""
+    monkeypatch.setenv("COLUMNS", "400")
 
 
 def table(out: str) -> str:
@@ -37,22 +44,34 @@ def job_folder(place: Workplace, **values: object) -> Path:
     raise AssertionError(f"no job with {values}")
 
 
+@pytest.fixture(scope="module")
+def swept(
+    tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace
+) -> tuple[Workplace, Outcome]:
+    """A sweep of four on top of the finished stages, and what it said. To be read."""
+    folder = tmp_path_factory.mktemp("swept") / "work"
+    shutil.copytree(pipeline.folder, folder)
+    place = Workplace(folder)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("COLUMNS", "400")
+        command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
+        return place, place.sweep(*command).succeeded
+
+
 @pytest.fixture
-def clean_sweep(finished: Workplace) -> Workplace:
-    """A sweep of four on top of the finished stages."""
-    command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
-    outcome = finished.sweep(*command).succeeded
-    (finished.folder / "said").write_text(outcome.out)
-    return finished
+def clean_sweep(tmp_path: Path, swept: tuple[Workplace, Outcome]) -> Workplace:
+    """A copy of its workplace."""
+    shutil.copytree(swept[0].folder, tmp_path / "clean")
+    return Workplace(tmp_path / "clean")
 
 
-def test_a_folder_for_each_job_and_one_table(clean_sweep: Workplace) -> None:
-    names = jobs(clean_sweep)
+def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -> None:
+    names = jobs(swept[0])
     assert len(names) == 4
     for kl_coef in ("0.02", "0.5"):
         for seed in ("1", "2"):
             assert sum(f"ppo.kl_coef={kl_coef}" in n and f"seed={seed}" in n for n in names) == 1
-    text = table((clean_sweep.folder / "said").read_text())
+    text = table(swept[1].out)
     assert text.count(" done ") == 4
     assert "failed" not in text
 
@@ -152,8 +171,11 @@ def test_the_failed_job_alone_can_be_run_again(finished: Workplace) -> None:
 def test_a_sweep_over_the_stages_hands_over(workplace: Workplace, pipeline: Workplace) -> None:
     outcome = workplace.sweep("stage=sft,rm,ppo").succeeded
     assert table(outcome.out).count(" done ") == 3
-    for stage in STAGES:
-        assert weights(workplace.stage(stage)) == weights(pipeline.stage(stage)), stage
+    found = {
+        json.loads(file.read_text())["stage"]: weights(file.parents[1])
+        for file in workplace.outputs.rglob("final/manifest.json")
+    }
+    assert found == {stage: weights(pipeline.stage(stage)) for stage in STAGES}
 
 
 def test_a_sweep_over_stages_and_seeds_keeps_the_seeds_apart(workplace: Workplace) -> None:
@@ -181,4 +203,4 @@ def test_many_and_long_overrides_make_a_folder_all_the_same(finished: Workplace)
 
 def test_nothing_but_outputs_is_left_where_one_stands(clean_sweep: Workplace) -> None:
     left = {path.name for path in clean_sweep.folder.iterdir()}
-    assert left == {"data", "outputs", "said"}
+    assert left == {"data", "outputs"}
