@@ -62,8 +62,12 @@ def model_overrides(model: str) -> list[str]:
 
 
 def yaml(group: str, option: str) -> dict[str, Any]:
-    """One file of conf/ as it is written, interpolations included."""
+    """One file of conf/ as it is written, interpolations included; of a stage, its section."""
     tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
+    if group == "stage":
+        assert set(tree) == {"stage", option}
+        assert tree["stage"] == option
+        tree = tree[option]
     return {key: value for key, value in tree.items() if key != "defaults"}
 
 

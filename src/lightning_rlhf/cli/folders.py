@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,44 +29,66 @@ def folder_of(settings: Settings, stage: str | None = None) -> Path:
     )
 
 
-def prepare(settings: Settings) -> tuple[Path, Path | None]:
-    """Make the run's folder. Returns it and the checkpoint to resume from, if any.
+def resume_point(settings: Settings) -> Path | None:
+    """The checkpoint that the run is to go on from, if it is. Changes nothing.
 
-    Raises ConfigError where a folder that is not empty would be written into, or where there is
-    nothing to resume.
+    Raises ConfigError where a run would be written over, or where there is nothing to resume.
     """
     folder = folder_of(settings)
+    check_writable(settings.outputs, folder)
     if settings.overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
-    (folder / FAILED).unlink(missing_ok=True)
-    used = folder.is_dir() and any(path.name != FAILED for path in folder.iterdir())
-    resumes = settings.resume and (folder / LAST).is_file()
-    if settings.resume and not resumes:
-        raise ConfigError(
-            f"{folder} has no {LAST} to resume from. Give overwrite=true to start anew"
-            if used
-            else f"{folder} holds no run to resume; leave resume=true out"
-        )
-    if resumes and (folder / FINAL).is_dir():
-        raise ConfigError(
-            f"{folder} holds a run that finished, so there is nothing to resume. Give "
-            "overwrite=true to delete it and start anew, or run=NAME to keep both"
-        )
-    if used and not resumes:
-        state = "finished" if (folder / FINAL).is_dir() else "was cut off"
-        go_on = "" if (folder / FINAL).is_dir() else "resume=true to go on, "
-        raise ConfigError(
-            f"{folder} holds a run that {state}. Give {go_on}overwrite=true to delete it and "
-            "start anew, or run=NAME to keep both"
-        )
-    if resumes:
+        return None
+    finished, resumable = (folder / FINAL).is_dir(), (folder / LAST).is_file()
+    if not is_used(folder):
+        if settings.resume:
+            raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
+        return None
+    anew = "overwrite=true to delete it and start anew, or run=NAME to keep both"
+    if finished:
+        raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
+    if settings.resume and resumable:
         check_same_config(settings, folder)
+        return folder / LAST
+    if settings.resume:
+        raise ConfigError(f"{folder} was cut off before its first checkpoint. Give {anew}")
+    go_on = "resume=true to go on, " if resumable else ""
+    raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
+
+
+def check_writable(outputs: Path, folder: Path) -> None:
+    """Raise ConfigError where `folder` could not be made or written into."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"outputs={outputs}: {there} is not a folder that can be written into")
+
+
+def claim(settings: Settings) -> Path:
+    """Make the run's folder, without what an overwritten run left in it.
+
+    Raises ConfigError where it cannot be written.
+    """
+    folder = folder_of(settings)
     try:
+        if settings.overwrite and folder.exists():
+            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / FAILED).unlink(missing_ok=True)
         (folder / CONFIG).write_text(json.dumps(settings.tree, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
-    return folder, folder / LAST if resumes else None
+    return folder
+
+
+def is_used(folder: Path) -> bool:
+    """Whether a run was started in `folder`."""
+    return (folder / CONFIG).is_file()
+
+
+def is_done(settings: Settings) -> bool:
+    """Whether the run finished with this very configuration, and is not to be done again."""
+    folder = folder_of(settings)
+    finished = is_used(folder) and (folder / FINAL).is_dir()
+    return not settings.overwrite and finished and changed_key(settings.tree, folder) is None
 
 
 def changed_key(tree: dict[str, Any], folder: Path) -> str | None:

@@ -17,7 +17,7 @@ from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import FINAL, LAST, prepare
+from lightning_rlhf.cli.folders import FINAL, LAST, claim, folder_of, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
@@ -39,13 +39,16 @@ class Prepared:
     """What the stages have in common once their inputs are checked."""
 
     settings: Settings
-    folder: Path
-    resume_from: Path | None
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     parents: Mapping[str, Final]
     """Role -> the checkpoint that plays it."""
     started: float
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return folder_of(self.settings)
 
     @property
     def device(self) -> torch.device:
@@ -54,12 +57,11 @@ class Prepared:
 
 
 def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:
-    """The run's folder, the tokenizer and the chat format, once the inputs are known to be good."""
+    """The tokenizer and the chat format; nothing is written yet."""
     sft = parents.get(SFT)
     tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
     chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
-    folder, resume_from = prepare(settings)
-    return Prepared(settings, folder, resume_from, tokenizer, chat, parents, time.perf_counter())
+    return Prepared(settings, tokenizer, chat, parents, time.perf_counter())
 
 
 def fit(
@@ -67,6 +69,8 @@ def fit(
 ) -> dict[str, float]:
     """Train over the whole schedule, validate at the end, draw the curves; the last metrics."""
     settings, config = ready.settings, ready.settings.config
+    resume_from = resume_point(settings)
+    claim(settings)
     is_ppo = isinstance(config, PPOConfig)
     identity = RunIdentity(
         name=f"{settings.run}/{settings.model.name}/{settings.stage}",
@@ -97,8 +101,10 @@ def fit(
     )
     exit_code = 1
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=ready.resume_from, weights_only=True)
-        if len(data.schedule) % config.val_every:
+        trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+        # A checkpoint is written before the validation that is due at the same step.
+        resumed_at_the_end = data.schedule.start == len(data.schedule)
+        if len(data.schedule) % config.val_every or resumed_at_the_end:
             trainer.validate(module, datamodule=data, verbose=False)
         exit_code = 0
     finally:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import DictConfig, OmegaConf
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
@@ -25,6 +29,9 @@ def main() -> None:
     """Entry point of train.py and of the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     register_resolvers()
+    # A stage's numbers may be given where the stage is not chosen yet: to a recipe, or to a sweep
+    # over stages. Hydra wants ++ for keys that are not there; unknown ones are refused later.
+    sys.argv[1:] = [re.sub(r"^(sft|rm|ppo)\.", r"++\1.", word) for word in sys.argv[1:]]
     compose()
 
 
@@ -34,37 +41,43 @@ def register_resolvers() -> None:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def compose(cfg: DictConfig) -> None:
-    """One job: what Hydra composed from the command line."""
-    from lightning_rlhf.cli.sweep import job_name, mark_failed
+def compose(cfg: DictConfig) -> str | None:
+    """One job: what Hydra composed from the command line. Returns why a sweep's job failed."""
+    from lightning_rlhf.cli import sweep
 
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep:
-        with open_dict(cfg):
-            cfg.job = job_name(HydraConfig.get().overrides.task)
+        sweep.adapt(cfg, HydraConfig.get().overrides.task)
     try:
-        execute(cfg)
+        execute(cfg, in_sweep)
+    except SIGTERMException:
+        sys.exit(128 + signal.SIGTERM)
     except RLHFError as error:
         if cfg.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
         if not in_sweep:
             sys.exit(1)
-        mark_failed(cfg, error)
+        return sweep.mark_failed(cfg, str(error))
     except Exception as error:
-        if not in_sweep:
+        if not in_sweep or cfg.debug:
             raise
-        mark_failed(cfg, error)
+        traceback.print_exc()
+        return sweep.mark_failed(cfg, f"{type(error).__name__}: {error}")
+    return None
 
 
-def execute(cfg: DictConfig) -> None:
-    """Run the recipe, or the stage."""
+def execute(cfg: DictConfig, in_sweep: bool) -> None:
+    """Run the recipe, or the stage; a sweep that is called again does only what is not done."""
     if cfg.recipe is not None:
         from lightning_rlhf.cli.recipe import run_recipe
 
         run_recipe(cfg, HydraConfig.get().overrides.task, RECIPES)
         return
+    from lightning_rlhf.cli.folders import is_done
     from lightning_rlhf.cli.run import run_stage
     from lightning_rlhf.cli.settings import read_settings
 
-    run_stage(read_settings(cfg))
+    settings = read_settings(cfg)
+    if not (in_sweep and is_done(settings)):
+        run_stage(settings)

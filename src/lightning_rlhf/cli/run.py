@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.console import quiet_libraries, say, say_lengths
-from lightning_rlhf.cli.folders import BASE, find_reward, find_sft
+from lightning_rlhf.cli.folders import BASE, find_reward, find_sft, resume_point
 from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
@@ -55,6 +55,7 @@ from lightning_rlhf.rollout.calibrate import reward_moments
 def run_stage(settings: Settings) -> Path:
     """Run the stage and return the path of its `final/` folder."""
     quiet_libraries()
+    resume_point(settings)  # refuse before anything is read
     L.seed_everything(settings.seed, verbose=False)
     match settings.config:
         case SFTConfig():
@@ -102,8 +103,9 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
 
 def run_rm(settings: Settings, config: RMConfig) -> Path:
     """Reward modelling."""
+    sft = find_sft(settings)
     rows = load_preferences(settings.data, settings.seed)
-    ready = make_ready(settings, _present(sft=find_sft(settings)))
+    ready = make_ready(settings, _present(sft=sft))
     train = tokenise_preferences(rows.train, ready.chat, settings.data)
     val = tokenise_preferences(rows.val, ready.chat, settings.data)
     say_lengths("preference pairs", rows.train, train)
@@ -148,10 +150,10 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
 
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     """Proximal policy optimization."""
-    rows = load_prompts(settings.data, settings.seed)
-    judge = load_judge(settings.data.judge) if settings.data.judge else None
     learned = settings.reward.kind == "learned"
     parents = _present(sft=find_sft(settings), reward=find_reward(settings) if learned else None)
+    judge = load_judge(settings.data.judge) if settings.data.judge else None
+    rows = load_prompts(settings.data, settings.seed)
     ready = make_ready(settings, parents)
     train = tokenise_prompts(rows.train, ready.chat, settings.data)
     val = tokenise_prompts(rows.val, ready.chat, settings.data)

@@ -48,6 +48,9 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         require_one_of("reward.kind", self.kind, ("learned", "random"))
+        if self.kind == "random":
+            require(self.checkpoint is None, "reward.checkpoint", self.checkpoint,
+                    "null, since reward=random reads none")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,8 @@ class TrainerConfig:
         require_one_of("trainer.accelerator", self.accelerator, ("cpu", "gpu"))
         require(self.devices == 1, "trainer.devices", self.devices, "1")
         require_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
+        require_one_of("trainer.weights_dtype", self.weights_dtype, ("float32", "bfloat16"))
+        require_number("trainer.log_every_n_steps", self.log_every_n_steps, at_least=1, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,32 +99,29 @@ def read_settings(cfg: DictConfig) -> Settings:
     tree = plain(cfg)
     known = {f.name for f in dataclasses.fields(Settings)} - {"config", "tree"}
     stage = _stage(tree)
-    refuse_unknown(tree, known | {"recipe", "stage", *STAGES}, "")
-    config: Any = build(STAGES[stage], tree[stage], stage)
-    data = dict(tree["data"])
-    for key in ("demonstrations", "preferences", "prompts"):
-        data[key] = build(Split, data[key], f"data.{key}")
-    model = dict(tree["model"])
-    lora = dict(model["lora"])
-    if isinstance(lora["target_modules"], list):
-        lora["target_modules"] = tuple(lora["target_modules"])
-    model["lora"] = build(LoRASettings, lora, "model.lora")
+    refuse_unknown(tree, known | {"recipe", stage}, "")
+    for key in known:
+        require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     require_number("seed", tree["seed"], at_least=0, whole=True)
     for key in ("resume", "overwrite", "debug"):
         require_flag(key, tree[key])
-    for key, name in (("run", tree["run"]), ("job", tree["job"]), ("model.name", model["name"])):
-        is_folder = name is None or re.fullmatch(r"\w[^/\\]*", str(name)) is not None
-        require(is_folder, key, name, "a folder name without slashes")
+    names = {"run": tree["run"], "model.name": section(tree, "model", "name")["name"]}
+    if tree["job"] is not None:
+        names["job"] = tree["job"]
+    for key, name in names.items():
+        is_name = isinstance(name, str | int) and re.fullmatch(r"\w[^/\\]*", str(name))
+        require(bool(is_name), key, name, "a folder name without slashes")
+    require(isinstance(tree["outputs"], str), "outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
     return Settings(
         stage=stage,
-        config=config,
-        model=build(ModelConfig, model, "model"),
-        data=build(DataConfig, data, "data"),
+        config=build(STAGES[stage], tree[stage], stage),
+        model=_model(tree),
+        data=_data(tree),
         reward=build(RewardConfig, tree["reward"], "reward"),
         trainer=build(TrainerConfig, tree["trainer"], "trainer"),
-        logger=logger_config(tree["logger"]),
+        logger=logger_config(section(tree, "logger", "kind")),
         policy=build(PolicySource, tree["policy"], "policy"),
         run=str(tree["run"]),
         job=tree["job"],
@@ -142,14 +144,42 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     return typing.cast(dict[str, Any], tree)
 
 
-def _stage(tree: Mapping[str, Any]) -> typing.Any:
-    chosen = [stage for stage in STAGES if stage in tree]
-    if len(chosen) != 1:
+def _stage(tree: Mapping[str, Any]) -> Any:
+    if "stage" not in tree:
         raise ConfigError(
             f"no stage is chosen; allowed: stage={'|'.join(STAGES)}, or recipe=quickstart for all "
             "of them"
         )
-    return chosen[0]
+    stage = tree["stage"]
+    require_one_of("stage", stage, STAGES)
+    for other in STAGES:
+        if other != stage and other in tree:
+            raise ConfigError(f"{other}.* is set, but stage={stage} does not read it")
+    return stage
+
+
+def _model(tree: Mapping[str, Any]) -> ModelConfig:
+    model = dict(section(tree, "model", "lora"))
+    lora = dict(section({"model.lora": model["lora"]}, "model.lora", "target_modules"))
+    if isinstance(lora["target_modules"], list):
+        lora["target_modules"] = tuple(lora["target_modules"])
+    return build(ModelConfig, model | {"lora": build(LoRASettings, lora, "model.lora")}, "model")
+
+
+def _data(tree: Mapping[str, Any]) -> DataConfig:
+    kinds = ("demonstrations", "preferences", "prompts")
+    data = dict(section(tree, "data", *kinds))
+    splits = {kind: build(Split, data[kind], f"data.{kind}") for kind in kinds}
+    return build(DataConfig, data | splits, "data")
+
+
+def section(tree: Mapping[str, Any], name: str, *keys: str) -> Mapping[str, Any]:
+    """The mapping `tree[name]`, which must hold `keys`."""
+    found = tree[name]
+    require(isinstance(found, Mapping), name, found, "a mapping of keys to values")
+    for key in keys:
+        require(key in found, f"{name}.{key}", "missing", "a value")
+    return typing.cast(Mapping[str, Any], found)
 
 
 def build(cls: type[T], node: Any, prefix: str) -> T:
@@ -157,7 +187,12 @@ def build(cls: type[T], node: Any, prefix: str) -> T:
     require(isinstance(node, Mapping), prefix, node, "a mapping of keys to values")
     names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     refuse_unknown(node, names, f"{prefix}.")
-    missing = sorted(names - set(node))
+    required = {
+        f.name
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.default is dataclasses.MISSING
+    }
+    missing = sorted(required - set(node))
     if missing:
         raise ConfigError(f"{prefix}.{missing[0]} is missing from the configuration")
     return cls(**node)
