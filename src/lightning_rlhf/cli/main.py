@@ -53,14 +53,16 @@ def compose(cfg: DictConfig) -> str | None:
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)
     except RLHFError as error:
-        if cfg.debug:
+        if cfg.debug and not in_sweep:
             raise
+        if cfg.debug:
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         if not in_sweep:
             sys.exit(1)
         return sweep.mark_failed(cfg, str(error))
     except Exception as error:
-        if not in_sweep or cfg.debug:
+        if not in_sweep:
             raise
         traceback.print_exc()
         return sweep.mark_failed(cfg, f"{type(error).__name__}: {error}")

@@ -20,7 +20,6 @@ from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
-DONE = "done"
 LONGEST = 120
 """Characters of a job's name; file systems allow 255 bytes."""
 SHOWN = (
@@ -69,19 +68,34 @@ class SweepTable(Callback):
 
     def __init__(self) -> None:
         self._rows: list[SweepRow] | None = None
+        self._failures: dict[str, str] = {}
+        """Overrides of a job -> why it failed."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._rows = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        if self._rows is not None:
-            failure = job_return.return_value
-            self._rows.append(_row(job_return.cfg, job_return.overrides or [], failure))
+        if self._rows is None:
+            return
+        job = " ".join(job_return.overrides or [])
+        final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
+        failure = job_return.return_value
+        if failure is None and not final.is_dir():
+            failure = f"{final} is missing"
+        if failure is None:
+            metrics = find(str(final), "final").require_manifest(final.parent.name).metrics
+            shown = {name: metrics[name] for name in SHOWN if name in metrics}
+            self._rows.append(SweepRow(overrides=job, status="done", metrics=shown))
+        else:
+            self._rows.append(SweepRow(overrides=job, status="failed", metrics={}))
+            self._failures[job] = failure
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         assert self._rows is not None
         get_console().print(sweep_table(self._rows))
-        if any(row.status != DONE for row in self._rows):
+        for job, failure in self._failures.items():
+            print(f"failed: {job}: {failure}")
+        if self._failures:
             sys.exit(1)
 
 
@@ -89,15 +103,3 @@ def _folder(cfg: DictConfig) -> Path:
     """Where the job writes; the last stage's folder where it is a whole recipe."""
     stage = cfg.stage if "stage" in cfg else "ppo"
     return run_folder(Path(cfg.outputs), cfg.run, cfg.model.name, stage, cfg.job)
-
-
-def _row(cfg: Any, overrides: Sequence[str], failure: str | None) -> SweepRow:
-    job, final = " ".join(overrides), _folder(cfg) / FINAL
-    if failure is None and not final.is_dir():
-        failure = f"{final} is missing"
-    if failure is not None:
-        return SweepRow(overrides=job, status=f"failed: {failure.splitlines()[-1]}", metrics={})
-    manifest = find(str(final), "final").manifest
-    metrics = manifest.metrics if manifest is not None else {}
-    shown = {name: metrics[name] for name in SHOWN if name in metrics}
-    return SweepRow(overrides=job, status=DONE, metrics=shown)
