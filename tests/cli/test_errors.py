@@ -313,3 +313,13 @@ def test_what_hydra_refuses_has_no_traceback(workplace: Workplace, overrides: li
     assert outcome.status == 1
     assert "Traceback" not in outcome.err
     assert overrides[-1].split("=")[0].split(".")[-1] in outcome.err
+
+
+def test_a_gpu_that_is_not_there_is_named(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    error = workplace.mini("stage=sft", "trainer=gpu").error
+    assert "trainer.accelerator" in error
+    assert "trainer=cpu" in error

@@ -386,6 +386,8 @@ def test_a_source_of_another_kind(
     for source in (f"data/{name}", str(tmp_path / "data" / name), name):
         with pytest.raises(DataError, match=r"neither a file ending in \.jsonl"):
             read_prompts(source, "stop")
+    with pytest.raises(DataError, match=r"neither a file ending in \.jsonl"):
+        read_prompts("elsewhere/rows.csv", "stop")  # not there, but no hub id either
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:

@@ -20,6 +20,7 @@ from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import FINAL, LAST, claim, folder_of, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.checkpoint import (
@@ -53,7 +54,18 @@ class Prepared:
     @property
     def device(self) -> torch.device:
         """Where the trainer computes."""
-        return torch.device("cuda" if self.settings.trainer.accelerator == "gpu" else "cpu")
+        if self.settings.trainer.accelerator == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "mps")
+
+
+def check_accelerator(settings: Settings) -> None:
+    """Raise ConfigError where the run asks for a GPU that is not there."""
+    found = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if settings.trainer.accelerator == "gpu" and not found:
+        raise ConfigError(
+            "trainer.accelerator is 'gpu', but torch finds none; allowed: trainer=cpu"
+        )
 
 
 def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:

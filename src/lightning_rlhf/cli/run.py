@@ -16,7 +16,7 @@ from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetri
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.console import quiet_libraries, say, say_lengths
 from lightning_rlhf.cli.folders import BASE, find_reward, find_sft, resume_point
-from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
+from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
@@ -55,6 +55,7 @@ from lightning_rlhf.rollout.calibrate import reward_moments
 def run_stage(settings: Settings) -> Path:
     """Run the stage and return the path of its `final/` folder."""
     quiet_libraries()
+    check_accelerator(settings)
     resume_point(settings)  # refuse before anything is read
     L.seed_everything(settings.seed, verbose=False)
     match settings.config:

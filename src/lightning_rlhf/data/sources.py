@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lightning_rlhf.core.errors import DataError, HubError
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+_OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".arrow", ".zip")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 NumberedRows = Iterator[tuple[int, "bytes | dict[str, Any]"]]
@@ -45,7 +46,7 @@ def open_source(source: str) -> Source:
             return Source(_parquet_rows(path), "row")
         return Source(_json_lines(path), "line")
     name, _, split = source.partition(":")
-    if path.exists() or not _HUB_ID.fullmatch(name):
+    if path.exists() or path.suffix in _OTHER_FILES or not _HUB_ID.fullmatch(name):
         raise DataError(
             f"data source {source!r} is neither a file ending in {', '.join(_ENDINGS)} "
             "nor a hub data set org/name or org/name:split"
