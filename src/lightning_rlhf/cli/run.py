@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_ove
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.data.collate import (
     collate_demonstrations,
     collate_preferences,
@@ -29,6 +29,7 @@ from lightning_rlhf.data.collate import (
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import (
     PromptTokens,
+    Tokenised,
     tokenise_demonstrations,
     tokenise_preferences,
     tokenise_prompts,
@@ -49,7 +50,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rollout.calibrate import reward_moments
+from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference
 
 
 def run_stage(settings: Settings) -> Path:
@@ -88,16 +89,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
         roles.add_adapter(SFT, settings.model.lora)
     else:
         roles.assign(SFT)
-    data = StageData(
-        train=train.examples,
-        val=val.examples,
-        collate=partial(collate_demonstrations, pad_id=ready.chat.pad_token_id),
-        batch_size=config.batch_size,
-        val_batch_size=config.microbatch_size,
-        batches=math.ceil(config.epochs * len(train.examples) / config.batch_size),
-        seed=settings.seed,
-        pool_batches=settings.data.pool_batches,
-    )
+    data = supervised_data(ready, config, train, val, collate_demonstrations)
     metrics = fit(ready, SFTModule(roles, config), data, [SFTMetrics()])
     return hand_over(ready, roles, SFT, metrics, head=None)
 
@@ -116,25 +108,8 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         seed=settings.seed,
     )  # fmt: skip
     check_vocabulary(roles, ready.tokenizer)
-    generator = torch.Generator().manual_seed(settings.seed)
-    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, generator)
-    if config.finetune == "lora":
-        roles.add_adapter(REWARD, settings.model.lora)
-    else:
-        roles.assign(REWARD)
-    data = StageData(
-        train=train.examples,
-        val=val.examples,
-        collate=partial(collate_preferences, pad_id=ready.chat.pad_token_id),
-        batch_size=config.batch_size,
-        val_batch_size=config.microbatch_size,
-        batches=math.ceil(config.epochs * len(train.examples) / config.batch_size),
-        seed=settings.seed,
-        pool_batches=settings.data.pool_batches,
-    )
-    metrics = fit(ready, RewardModule(roles, config), data, [RewardMetrics()])
     roles.to(ready.device)
-    mean, std = reward_moments(
+    samples = sample_reference(
         roles,
         calibration_prompts(ready, [e.prompt for e in train.examples], config),
         max_response_tokens=settings.data.max_response_tokens,
@@ -142,10 +117,16 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         end_token_ids=ready.chat.end_token_ids,
         generator=torch.Generator().manual_seed(settings.seed),
     )
-    say(
-        f"reward on {config.calibration_samples} SFT samples: mean {mean:.3f}, standard "
-        f"deviation {std:.3f}"
-    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, generator)
+    if config.finetune == "lora":
+        roles.add_adapter(REWARD, settings.model.lora)
+    else:
+        roles.assign(REWARD)
+    data = supervised_data(ready, config, train, val, collate_preferences)
+    metrics = fit(ready, RewardModule(roles, config), data, [RewardMetrics()])
+    mean, std = reward_moments(roles.to(ready.device), samples)
+    say(f"reward on {config.calibration_samples} SFT samples: mean {mean:.3f}, std {std:.3f}")
     return hand_over(ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std))
 
 
@@ -191,6 +172,26 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     assert evaluation.last is not None
     metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
     return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=VALUE)
+
+
+def supervised_data(
+    ready: Prepared,
+    config: SFTConfig | RMConfig,
+    train: Tokenised[Any],
+    val: Tokenised[Any],
+    collate: Callable[..., Record],
+) -> StageData[Any]:
+    """Batches of alike lengths over `config.epochs` passes."""
+    return StageData(
+        train=train.examples,
+        val=val.examples,
+        collate=partial(collate, pad_id=ready.chat.pad_token_id),
+        batch_size=config.batch_size,
+        val_batch_size=config.microbatch_size,
+        batches=math.ceil(config.epochs * len(train.examples) / config.batch_size),
+        seed=ready.settings.seed,
+        pool_batches=ready.settings.data.pool_batches,
+    )
 
 
 def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:

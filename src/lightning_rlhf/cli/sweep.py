@@ -45,10 +45,13 @@ def adapt(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def job_name(overrides: Sequence[str]) -> str | None:
-    """The folder of one job: its overrides, but for what the path says already."""
+    """The folder of one job: its overrides, but for what the path says already.
+
+    seed=1 ppo.kl_coef=0.1 -> ppo.kl_coef-0.1+seed-1, which needs no quotes in another command.
+    """
     kept = [o.lstrip("+~") for o in overrides]
     kept = sorted(o for o in kept if o.split("=")[0] not in (*IN_PATH, *NEUTRAL))
-    name = re.sub(r"[^\w.=+,-]", "_", ",".join(kept))
+    name = re.sub(r"[^\w.+-]", "-", "+".join(kept))
     if len(name) > LONGEST:
         name = f"{name[:LONGEST]}-{zlib.crc32(name.encode()):08x}"
     return name or None

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rollout.generate import generate
 
 
-@torch.no_grad()
-def reward_moments(
+def sample_reference(
     roles: Roles,
     batches: Iterable[Prompts],
     *,
@@ -20,12 +19,14 @@ def reward_moments(
     temperature: float,
     end_token_ids: Sequence[int],
     generator: torch.Generator,
-) -> tuple[float, float]:
-    """Mean and standard deviation of the raw reward on samples of the reference, the SFT model."""
-    rewards = []
-    for prompts in batches:
-        with roles.acting(REFERENCE):
-            rollout = generate(
+) -> list[Rollout]:
+    """Responses of the SFT model, on the CPU.
+
+    To be drawn before a reward model is trained: full fine-tuning changes the weights that speak.
+    """
+    with roles.acting(REFERENCE):
+        return [
+            generate(
                 roles,
                 prompts.to(roles.device),
                 value=lambda hidden: hidden.new_zeros(len(hidden), dtype=torch.float32),
@@ -33,7 +34,17 @@ def reward_moments(
                 temperature=temperature,
                 end_token_ids=end_token_ids,
                 generator=generator,
-            )
-        rewards.append(roles.reward(rollout.tokens, rollout.mask).cpu())
+            ).to("cpu")
+            for prompts in batches
+        ]
+
+
+@torch.no_grad()
+def reward_moments(roles: Roles, rollouts: Iterable[Rollout]) -> tuple[float, float]:
+    """Mean and standard deviation of the raw reward of `rollouts`."""
+    rewards = [
+        roles.reward(rollout.tokens.to(roles.device), rollout.mask.to(roles.device)).cpu()
+        for rollout in rollouts
+    ]
     std, mean = torch.std_mean(torch.cat(rewards))
     return float(mean), float(std)
