@@ -195,6 +195,24 @@ def given(place: Workplace) -> list[str]:
     ]
 
 
+def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full fine-tuning of the reward model changes the very weights that spoke."""
+    from lightning_rlhf.cli import run
+
+    order = []
+    for name in ("sample_reference", "fit", "reward_moments"):
+        original = getattr(run, name)
+        monkeypatch.setattr(
+            run, name,
+            lambda *args, name=name, original=original, **kwargs: (
+                order.append(name), original(*args, **kwargs))[1],
+        )  # fmt: skip
+    finished.mini("stage=rm", "rm.finetune=full", "job=full").succeeded  # noqa: B018
+    assert order == ["sample_reference", "fit", "reward_moments"]
+
+
 # Cut off and taken up again.
 
 

@@ -70,7 +70,7 @@ def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -
     assert len(names) == 4
     for kl_coef in ("0.02", "0.5"):
         for seed in ("1", "2"):
-            assert sum(f"ppo.kl_coef={kl_coef}" in n and f"seed={seed}" in n for n in names) == 1
+            assert sum(f"ppo.kl_coef-{kl_coef}" in n and f"seed-{seed}" in n for n in names) == 1
     text = table(swept[1].out)
     assert text.count(" done ") == 4
     assert "failed" not in text

@@ -61,6 +61,16 @@ def test_the_same_prompts_side_by_side(tmp_path: Path) -> None:
     assert text == shown(side_by_side(before, after, n=2))
 
 
+def test_a_prompt_with_several_responses_is_shown_once(tmp_path: Path) -> None:
+    before = samples(tmp_path / "b.jsonl", ["same"] * 3, {"gold": -1.0})
+    after = samples(tmp_path / "a.jsonl", ["same", "new", "newer"], {"gold": 0.5})
+    for path in (before, after):
+        path.write_text(path.read_text().replace("question 1", "question 2"))
+    text = shown(side_by_side(before, after, n=5))
+    assert text.count("question 2") == 1
+    assert "newer" not in text
+
+
 def test_side_by_side_where_nothing_changed_and_nobody_judged(tmp_path: Path) -> None:
     path = samples(tmp_path / "s.jsonl", ["same"] * 3, {})
     text = shown(side_by_side(path, path, n=2))

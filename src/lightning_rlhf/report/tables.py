@@ -57,20 +57,29 @@ def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
     """`n` held-out prompts with the SFT model's and PPO's response.
 
     The choice depends on the two files alone: spread evenly over the prompts whose responses
-    differ, or over all where none do.
+    differ, or over all where none do; of several responses to a prompt the first that differs.
     """
     pairs = list(zip(_read(before_jsonl), _read(after_jsonl), strict=True))
     differing = [pair for pair in pairs if pair[0]["response"] != pair[1]["response"]]
+    chosen = spread(_one_a_prompt(differing), n) or spread(_one_a_prompt(pairs), n)
     table = Table(title="The same prompts", title_justify="left", show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
-    for before, after in spread(differing, n) or spread(pairs, n):
+    for before, after in chosen:
         table.add_section()
         table.add_row("prompt", Text(before["prompt"], style="bold"), "")
         table.add_row("SFT", Text(before["response"]), _numbers(before))
         table.add_row("PPO", Text(after["response"]), _numbers(after))
     return table
+
+
+def _one_a_prompt(pairs: Sequence[tuple[Sample, Sample]]) -> list[tuple[Sample, Sample]]:
+    """The first pair of each prompt, in the order of the file."""
+    first: dict[str, tuple[Sample, Sample]] = {}
+    for pair in pairs:
+        first.setdefault(pair[0]["prompt"], pair)
+    return list(first.values())
 
 
 def spread(items: Sequence[Any], n: int) -> list[Any]:

@@ -1,0 +1,54 @@
+"""The scale of a reward: whose samples it is measured on, and what comes out."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
+from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference
+from lightning_rlhf.rollout.generate import generate
+
+
+def sampled(roles: Roles, prompts: Prompts) -> list[Rollout]:
+    return sample_reference(
+        roles,
+        prompts.split(4),
+        max_response_tokens=5,
+        temperature=1.0,
+        end_token_ids=[1],
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None:
+    roles.play(POLICY)
+    found = sampled(roles, prompts)
+    assert [len(rollout) for rollout in found] == [4, 2]
+    generator = torch.Generator().manual_seed(3)
+    for rollout, part in zip(found, prompts.split(4), strict=True):
+        with roles.acting(REFERENCE):
+            expected = generate(
+                roles, part, value=lambda hidden: hidden[:, 0], max_response_tokens=5,
+                temperature=1.0, end_token_ids=[1], generator=generator,
+            )  # fmt: skip
+        assert torch.equal(rollout.tokens, expected.tokens)
+        assert torch.equal(rollout.logprobs, expected.logprobs)
+
+
+def test_moments_are_those_of_each_response_alone(roles: Roles, prompts: Prompts) -> None:
+    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(0))
+    roles.assign(REWARD)
+    rollouts = sampled(roles, prompts)
+    alone = []
+    with torch.no_grad():
+        for rollout in rollouts:
+            for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True):
+                row = tokens[mask][None]
+                alone.append(float(roles.reward(row, torch.ones_like(row, dtype=torch.bool))))
+    mean, std = reward_moments(roles, rollouts)
+    assert abs(mean - statistics.fmean(alone)) < 1e-5
+    assert abs(std - statistics.stdev(alone)) < 1e-5
