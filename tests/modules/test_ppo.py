@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.types import Experience, Rollout, UpdateStats
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, VALUE
@@ -418,12 +419,21 @@ def test_scores_do_not_depend_on_the_micro_batch(make_ppo: Make, architecture: s
 
 
 def test_a_checkpoint_remembers_the_iteration(make_ppo: Make) -> None:
-    module, checkpoint = make_ppo(), {}
+    module = make_ppo()
+    checkpoint = {"state_dict": module.state_dict()}
     module.iteration = 7
     module.on_save_checkpoint(checkpoint)
     resumed = make_ppo()
     resumed.on_load_checkpoint(checkpoint)
     assert resumed.iteration == 7
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(make_ppo: Make) -> None:
+    module = make_ppo()
+    state = dict(module.state_dict())
+    state.pop(next(iter(state)))
+    with pytest.raises(CheckpointError, match="lacks 1 of the trained"):
+        module.on_load_checkpoint({"state_dict": state, "iteration": 1})
 
 
 def test_the_schedule_moves_once_an_iteration(make_ppo: Make) -> None:

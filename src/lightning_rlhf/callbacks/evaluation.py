@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -134,11 +135,15 @@ def load_judge(source: str) -> Judge:
         raise ConfigError(f"data.judge is {source!r}; allowed: 'path/to/file.py:function' or null")
     if not Path(path).is_file():
         raise ConfigError(f"data.judge is {source!r}; there is no file {Path(path).resolve()}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"judge_{Path(path).stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # where dataclasses look for the names of their annotations
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"data.judge is {source!r}; {path} fails: {error!r}") from error
     found = vars(module)
     judge: Judge | None = found[name] if name in found and callable(found[name]) else None
     if judge is None:

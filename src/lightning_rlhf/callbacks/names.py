@@ -35,7 +35,7 @@ METRICS: dict[str, Metric] = {
         "score",
         "rollout",
         PPO,
-        "rises, then flattens; its level means nothing, a Bradley-Terry reward has no zero",
+        "rises, then flattens; 0 is what the SFT model gets on average",
     ),
     "kl_divergence": Metric(
         "mean over responses of sum_t kl_t, policy against reference",
@@ -227,8 +227,8 @@ METRICS: dict[str, Metric] = {
         PPO,
         "gold that falls while the reward rises is reward hacking",
     ),
-    "time/rollout_s": Metric("sampling responses", "s", "time", PPO, "-"),
-    "time/score_s": Metric("scoring by reward, reference and critic", "s", "time", PPO, "-"),
+    "time/rollout_s": Metric("sampling responses with their values", "s", "time", PPO, "-"),
+    "time/score_s": Metric("scoring by the reward source and the reference", "s", "time", PPO, "-"),
     "time/update_s": Metric("all optimizer steps of the iteration", "s", "time", PPO, "-"),
     "time/iteration_s": Metric("rollout_s + score_s + update_s", "s", "time", PPO, "steady"),
     "time/tokens_per_s": Metric("response tokens / iteration_s", "tokens/s", "time", PPO, "steady"),
@@ -253,11 +253,11 @@ def check_names(names: Iterable[str]) -> None:
 def metrics_table() -> str:
     """METRICS as a Markdown table."""
     lines = [
-        "| metric | stage | what it is | unit | healthy |",
-        "|---|---|---|---|---|",
+        "| metric | stage | phase | what it is | unit | healthy |",
+        "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{name}` | {', '.join(m.stages)} | {m.formula} | {m.unit} | {m.healthy} |"
+        f"| `{name}` | {', '.join(m.stages)} | {m.phase} | {m.formula} | {m.unit} | {m.healthy} |"
         for name, m in METRICS.items()
     ]
     return "\n".join(lines)

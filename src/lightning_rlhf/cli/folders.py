@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.models.checkpoint import Final, find
+from lightning_rlhf.models.checkpoint import Final, find, parents_are_the_same
 
 BASE = "base"
 FINAL, CONFIG, FAILED, LAST = "final", "config.json", "failed.txt", Path("checkpoints/last.ckpt")
@@ -19,7 +19,7 @@ VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe")
 
 def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
     """outputs/<run>/<model>/<stage>, or outputs/<run>/<model>/<job>/<stage>."""
-    return outputs / run / model / (job or "") / stage
+    return outputs / run / model / stage if job is None else outputs / run / model / job / stage
 
 
 def folder_of(settings: Settings, stage: str | None = None) -> Path:
@@ -88,7 +88,14 @@ def is_done(settings: Settings) -> bool:
     """Whether the run finished with this very configuration, and is not to be done again."""
     folder = folder_of(settings)
     finished = is_used(folder) and (folder / FINAL).is_dir()
-    return not settings.overwrite and finished and changed_key(settings.tree, folder) is None
+    is_same = finished and changed_key(settings.tree, folder) is None
+    return is_same and not settings.overwrite and not is_stale(folder)
+
+
+def is_stale(folder: Path) -> bool:
+    """Whether a stage that the finished run in `folder` was started from was run again since."""
+    manifest = find(str(folder / FINAL), "final").manifest
+    return manifest is None or not parents_are_the_same(manifest)
 
 
 def changed_key(tree: dict[str, Any], folder: Path) -> str | None:

@@ -26,6 +26,7 @@ from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.checkpoint import (
     Final,
     Manifest,
+    digest,
     tokenizer_hash,
     versions,
     write_final,
@@ -144,6 +145,7 @@ def hand_over(
         base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or "from_config",
         base_seed=inherited.base_seed if inherited else settings.seed,
         parents={name: str(final.path.resolve()) for name, final in ready.parents.items()},
+        parent_digests={name: digest(final.path) for name, final in ready.parents.items()},
         tokenizer_hash=tokenizer_hash(ready.tokenizer),
         chat_template=str(ready.tokenizer.chat_template),
         reward_mean=reward[0] if reward else None,

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich import get_console
 from rich.table import Table
 from yaml import YAMLError
 
 from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import FINAL, LAST, changed_key, folder_of, is_used
+from lightning_rlhf.cli.folders import FINAL, LAST, changed_key, folder_of, is_stale, is_used
 from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -48,10 +49,10 @@ class Promise:
 
     def measure(self, metrics: Mapping[str, float]) -> float | None:
         """The number that the bound is about; None where it was not measured."""
-        if self.metric not in metrics:
+        start = f"start/{self.metric}"
+        if self.metric not in metrics or (self.gain is not None and start not in metrics):
             return None
-        before = metrics[f"start/{self.metric}"] if self.gain is not None else 0.0
-        return metrics[self.metric] - before
+        return metrics[self.metric] - (metrics[start] if self.gain is not None else 0.0)
 
     def is_kept(self, measured: float) -> bool:
         """Whether the bound holds."""
@@ -163,13 +164,16 @@ def state_of(settings: Settings, overwrite: bool) -> str | tuple[str, ...]:
             "to do the recipe again"
         )
     if (folder / FINAL).is_dir():
-        return "done"
+        return ("overwrite=true",) if is_stale(folder) else "done"
     return ("resume=true",) if (folder / LAST).is_file() else ("overwrite=true",)
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
     """Run one stage as a process of its own, on this terminal, until its `final/` is there."""
-    done = subprocess.run([sys.executable, "-m", "lightning_rlhf", *overrides], check=False)
+    sources = HydraConfig.get().runtime.config_sources
+    given = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+    command = [sys.executable, "-m", "lightning_rlhf", *given, *overrides]
+    done = subprocess.run(command, check=False)
     if done.returncode or not (folder / FINAL).is_dir():
         raise RLHFError(
             f"stage={stage} failed with exit status {done.returncode}; what it said stands above. "
@@ -211,6 +215,7 @@ def check_promises(
         measured = promise.measure(metrics[promise.stage])
         if measured is None:
             table.add_row(promise.stage, promise.metric, str(promise), "not measured", "")
+            broken.append(f"{promise.metric} was not measured")
             continue
         kept = promise.is_kept(measured)
         verdict = "[green]kept[/green]" if kept else "[red]not kept[/red]"

@@ -19,7 +19,7 @@ from lightning_rlhf.cli.folders import BASE, find_reward, find_sft, resume_point
 from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.data.collate import (
     collate_demonstrations,
@@ -80,6 +80,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     train = tokenise_demonstrations(rows.train, ready.chat, settings.data)
     val = tokenise_demonstrations(rows.val, ready.chat, settings.data)
     say_lengths("demonstrations", rows.train, train)
+    say_lengths("demonstrations to validate on", rows.val, val)
 
     roles = start_from(
         settings.model, None, trainable=config.finetune == "full", seed=settings.seed
@@ -102,6 +103,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     train = tokenise_preferences(rows.train, ready.chat, settings.data)
     val = tokenise_preferences(rows.val, ready.chat, settings.data)
     say_lengths("preference pairs", rows.train, train)
+    say_lengths("preference pairs to validate on", rows.val, val)
 
     roles = start_from(
         settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",
@@ -140,6 +142,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     train = tokenise_prompts(rows.train, ready.chat, settings.data)
     val = tokenise_prompts(rows.val, ready.chat, settings.data)
     say_lengths("prompts", rows.train, train)
+    say_lengths("prompts to validate on", rows.val, val)
 
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
@@ -202,6 +205,11 @@ def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:
         random_reward(roles, generator)
         say("[bold red]reward=random: the reward means nothing; this only shows that the loop runs")
         return LearnedReward(roles.reward, mean=0.0, std=1.0)
+    if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
+        raise CheckpointError(
+            f"{final.path} was trained with another chat template than the policy's: it would "
+            "read other text than it was trained on. Train it again from this SFT model"
+        )
     owner = attach_reward(roles, final, ready.settings.model, tokenizer_hash(ready.tokenizer))
     manifest = final.require_manifest("rm")
     assert manifest.reward_mean is not None

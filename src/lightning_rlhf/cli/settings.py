@@ -111,6 +111,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     for key, name in names.items():
         is_name = isinstance(name, str | int) and re.fullmatch(r"\w[^/\\]*", str(name))
         require(bool(is_name), key, name, "a folder name without slashes")
+        require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
     require(isinstance(tree["outputs"], str), "outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
@@ -124,7 +125,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         logger=logger_config(section(tree, "logger", "kind")),
         policy=build(PolicySource, tree["policy"], "policy"),
         run=str(tree["run"]),
-        job=tree["job"],
+        job=None if tree["job"] is None else str(tree["job"]),
         seed=tree["seed"],
         outputs=Path(tree["outputs"]).expanduser(),
         resume=tree["resume"],

@@ -105,4 +105,5 @@ class SweepTable(Callback):
 def _folder(cfg: DictConfig) -> Path:
     """Where the job writes; the last stage's folder where it is a whole recipe."""
     stage = cfg.stage if "stage" in cfg else "ppo"
-    return run_folder(Path(cfg.outputs), cfg.run, cfg.model.name, stage, cfg.job)
+    job = None if cfg.job is None else str(cfg.job)
+    return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)

@@ -21,7 +21,7 @@ class Schedule(Sampler[list[int]]):
     With `pool_batches` > 1 so many consecutive batches share their examples: sorted by length,
     cut into batches anew, and these shuffled. Alike lengths need little padding, which is the
     price of a batch of mixed lengths. 1 leaves the examples where they are. A pool is never
-    larger than an epoch, lest an example meet itself.
+    larger than an epoch; one that spans two may hold an example twice.
     """
 
     def __init__(

@@ -47,6 +47,8 @@ class Manifest:
     """Seed of the base's random weights where it is "from_config"."""
     parents: dict[str, str]
     """Role -> the `final/` folder it was started from."""
+    parent_digests: dict[str, str]
+    """Role -> `digest` of that folder when the stage finished."""
     tokenizer_hash: str
     chat_template: str
     reward_mean: float | None
@@ -116,22 +118,23 @@ def write_final(
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
+    below = BASE if manifest.stage == "sft" else REFERENCE
     if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
         with roles.exported(role) as name:
+            is_whole = name != role
             state = get_peft_model_state_dict(
                 roles.model, adapter_name=name, save_embedding_layers=False
             )
             save_file(_on_cpu(state), beside / "adapter_model.safetensors")
             inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
-        whole = name != role
-        inference.base_model_name_or_path = manifest.base if whole else _base_of(manifest)
+        below = BASE if is_whole else below
+        inference.base_model_name_or_path = _base_of(manifest, is_whole)
         inference.save_pretrained(str(beside))
     else:
         roles.causal_lm.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     if head is not None:
         save_file(_on_cpu(roles.heads[head].state_dict()), beside / f"{head}_head.safetensors")
-    below = REFERENCE if role != SFT and manifest.stage != "sft" else BASE
     fingerprints = {"self": roles.probe(role), "below": roles.probe(below)}
     save_file(fingerprints, beside / "fingerprint.safetensors")
     (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
@@ -139,8 +142,23 @@ def write_final(
     os.replace(beside, folder)
 
 
-def _base_of(manifest: Manifest) -> str:
-    return manifest.parents.get("sft") or manifest.base
+def _base_of(manifest: Manifest, is_whole: bool) -> str:
+    """What the adapter stands on; one that holds SFT too stands on the base itself."""
+    return manifest.base if is_whole or SFT not in manifest.parents else manifest.parents[SFT]
+
+
+def digest(folder: Path) -> str:
+    """Of the manifest in `folder`, which is another one each time that a stage is run."""
+    file = folder / MANIFEST
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+
+
+def parents_are_the_same(manifest: Manifest) -> bool:
+    """Whether the checkpoints that this one was started from are still those."""
+    return all(
+        digest(Path(folder)) == manifest.parent_digests[role]
+        for role, folder in manifest.parents.items()
+    )
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -171,7 +189,12 @@ def load_head(final: Final, name: str, hidden_size: int) -> ScalarHead:
 def fingerprint(final: Final, of: str) -> torch.Tensor | None:
     """Stored probe logits of the model itself ("self") or of what it stands on ("below")."""
     file = final.path / "fingerprint.safetensors"
-    return load_file(file)[of] if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return load_file(file)[of]
+    except (SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:

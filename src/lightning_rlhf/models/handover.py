@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -31,6 +33,15 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
     """
     if sft is None:
         return Roles(load_causal_lm(config, trainable=trainable, seed=seed))
+    if sft.manifest is not None and sft.manifest.stage == "rm":
+        raise CheckpointError(
+            f"{sft.path} is a reward model; allowed: the final/ folder of stage=sft or stage=ppo"
+        )
+    if sft.manifest is None and sft.is_adapter:
+        warnings.warn(
+            f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model",
+            stacklevel=2,
+        )
     if not sft.is_adapter:
         roles = Roles(load_causal_lm(config, str(sft.path), trainable=trainable, seed=seed))
         check_fingerprint(roles, REFERENCE, sft, "self")

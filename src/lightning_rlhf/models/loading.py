@@ -26,7 +26,9 @@ from lightning_rlhf.models.config import ModelConfig
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of `checkpoint` (an earlier stage's final/), else the preset's."""
+    """The tokenizer of `checkpoint` (an earlier stage), where it has one, else the preset's."""
+    if checkpoint is not None and not (checkpoint / "tokenizer_config.json").is_file():
+        checkpoint = None
     source = str(checkpoint or config.tokenizer or config.name_or_path)
     key = "model.tokenizer" if config.tokenizer else "model.name_or_path"
     folder = local_folder(source, key, None if checkpoint or config.tokenizer else config.revision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.roles import trainable_names
 
 
@@ -85,6 +86,16 @@ def advance_schedule(module: L.LightningModule) -> None:
     scheduler = module.lr_schedulers()
     assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
     scheduler.step()
+
+
+def check_resumable(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless `checkpoint` holds just the parameters that are trained."""
+    held, trained = set(checkpoint["state_dict"]), set(trainable_names(module))
+    if held != trained:
+        raise CheckpointError(
+            f"the checkpoint cannot be resumed: it lacks {len(trained - held)} of the trained "
+            f"parameters and has {len(held - trained)} others. Start anew with overwrite=true"
+        )
 
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from lightning_rlhf.models.roles import POLICY, VALUE, Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
+    check_resumable,
     optimizer_step,
     trainable_state,
 )
@@ -196,4 +197,5 @@ class PPOModule(L.LightningModule):
         checkpoint["iteration"] = self.iteration
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        check_resumable(self, checkpoint)
         self.iteration = checkpoint["iteration"]

@@ -16,6 +16,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
+    check_resumable,
     optimizer_step,
     trainable_state,
 )
@@ -71,3 +72,6 @@ class RewardModule(L.LightningModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return trainable_state(self)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_resumable(self, checkpoint)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rollout.generate import generate
@@ -41,10 +42,18 @@ def sample_reference(
 
 @torch.no_grad()
 def reward_moments(roles: Roles, rollouts: Iterable[Rollout]) -> tuple[float, float]:
-    """Mean and standard deviation of the raw reward of `rollouts`."""
+    """Mean and standard deviation of the raw reward of `rollouts`.
+
+    Raises CheckpointError where the deviation is 0 or not finite.
+    """
     rewards = [
         roles.reward(rollout.tokens.to(roles.device), rollout.mask.to(roles.device)).cpu()
         for rollout in rollouts
     ]
     std, mean = torch.std_mean(torch.cat(rewards))
+    if not (std.isfinite() and std > 0):
+        raise CheckpointError(
+            f"the reward model gives SFT samples rewards of mean {mean} and standard deviation "
+            f"{std}, which cannot be standardised; a smaller rm.lr or better pairs may help"
+        )
     return float(mean), float(std)
