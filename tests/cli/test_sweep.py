@@ -129,7 +129,7 @@ def test_a_failed_job_is_marked_and_the_others_go_on(finished: Workplace) -> Non
     assert text.count(" done ") == 1
     assert text.count("failed: ") == 1
     assert len(jobs(finished)) == 1
-    assert "ppo.minibatch_size=8" in next(iter(jobs(finished)))
+    assert "ppo.minibatch_size-8" in next(iter(jobs(finished)))
 
 
 def test_a_job_that_crashes_is_marked_and_the_others_go_on(

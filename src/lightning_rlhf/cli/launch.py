@@ -154,6 +154,10 @@ def hand_over(
         config=settings.tree,
         versions=versions(),
     )
+    generation = roles.causal_lm.generation_config
+    if generation is not None:  # so that generate() stops where the responses were taught to
+        generation.eos_token_id = list(ready.chat.end_token_ids)
+        generation.pad_token_id = ready.chat.pad_token_id
     folder = ready.folder / FINAL
     write_final(folder, roles, role, ready.tokenizer, manifest, head)
     say(f"{settings.stage} finished: {folder}")

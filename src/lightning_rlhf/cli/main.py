@@ -50,6 +50,9 @@ def compose(cfg: DictConfig) -> str | None:
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
     try:
         execute(cfg, in_sweep)
+    except KeyboardInterrupt:
+        print("stopped; resume=true, or the same recipe, goes on from the last checkpoint")
+        sys.exit(128 + signal.SIGINT)
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)
     except RLHFError as error:
