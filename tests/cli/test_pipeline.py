@@ -349,6 +349,8 @@ def start(place: Workplace, *arguments: str) -> subprocess.Popen[str]:
         [*MODULE, *arguments],
         cwd=place.folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A job in a shell's background inherits an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
