@@ -40,7 +40,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(BIN)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q -e . -c constraints.txt
+	@echo "Installing into $(VENV); this takes two to three minutes."
+	@$(BIN)/python -m pip install -q -e . -c constraints.txt
 	@touch $@
 
 $(BIN)/.installed-dev: $(BIN)/.installed

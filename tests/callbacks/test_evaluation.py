@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from lightning_rlhf.callbacks.evaluation import Evaluation, evaluation_metrics, load_judge
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, RLHFError
 
 from .conftest import FakePPO, Fit
 
@@ -76,9 +77,51 @@ def test_a_judge_is_loaded_from_a_file(tmp_path: Path) -> None:
         ("rules:gold", "allowed: 'path/to/file.py:function'"),
         ("{folder}/none.py:gold", "there is no file"),
         ("{folder}/rules.py:golden", r"no function 'golden', it has \['gold'\]"),
+        ("{folder}/rules.py:LIMIT", r"no function 'LIMIT', it has \['gold'\]"),
     ],
 )
 def test_a_judge_that_is_not_there_is_named(tmp_path: Path, source: str, message: str) -> None:
     (tmp_path / "rules.py").write_text("LIMIT = 3\ndef gold(row, response, ended): ...\n")
     with pytest.raises(ConfigError, match=f"data.judge.*{message}"):
         load_judge(source.format(folder=tmp_path))
+
+
+def test_a_judges_file_is_a_module_under_its_own_name(tmp_path: Path) -> None:
+    """Dataclasses look there for what their postponed annotations name."""
+    file = tmp_path / "rules.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Verdict:\n"
+        "    gold: float\n"
+        "def gold(row, response, ended):\n"
+        "    return vars(Verdict(gold=len(response)))\n"
+    )
+    gold = load_judge(f"{file}:gold")
+    assert gold({}, "four", True) == {"gold": 4}
+    assert vars(sys.modules["judge_rules"])["gold"]({}, "four", True) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise RuntimeError('no key')", r"RuntimeError\('no key'\)"),
+        ("import nothing_of_that_name", "nothing_of_that_name"),
+        ("def gold(:", "SyntaxError"),
+    ],
+)
+def test_a_judges_file_that_fails_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "rules.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=f"data.judge.*{file} fails: .*{reason}"):
+        load_judge(f"{file}:gold")
+
+
+@pytest.mark.parametrize("body", ["raise KeyError('answer')", "return None", "return {'gold': ''}"])
+def test_a_judge_that_fails_on_a_response_is_named(fit: Fit, tmp_path: Path, body: str) -> None:
+    """Its author is to look into it, and not into the program."""
+    file = tmp_path / "rules.py"
+    file.write_text(f"def gold(row, response, ended):\n    {body}\n")
+    with pytest.raises(RLHFError, match=str(file)):
+        fit(FakePPO(), [Evaluation(load_judge(f"{file}:gold"), tmp_path)], [], batches=1)

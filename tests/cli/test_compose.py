@@ -68,6 +68,10 @@ def yaml(group: str, option: str) -> dict[str, Any]:
         assert set(tree) == {"stage", option}
         assert tree["stage"] == option
         tree = tree[option]
+    if group == "stage_model":
+        stage = option.split("_")[0]
+        assert set(tree) <= {"trainer", stage}
+        tree = tree[stage]
     return {key: value for key, value in tree.items() if key != "defaults"}
 
 
@@ -119,6 +123,16 @@ def test_a_model_s_own_numbers_apply_to_it_alone(stage: str, model: str) -> None
     assert OmegaConf.to_container(cfg[stage]) == expected
 
 
+def test_tiny_runs_on_one_thread_unless_told_otherwise() -> None:
+    """Other numbers of threads round differently."""
+    for stage in STAGES:
+        for trainer in options("trainer"):
+            settings = read_settings(composed(f"stage={stage}", f"trainer={trainer}"))
+            assert settings.trainer.threads == 1
+    assert read_settings(composed("stage=sft", "trainer.threads=2")).trainer.threads == 2
+    assert read_settings(composed("stage=sft", "model=smollm2_135m")).trainer.threads is None
+
+
 def test_tiny_is_fine_tuned_in_full_and_others_are_not() -> None:
     """By hand, one number that the quickstart depends on."""
     assert composed("stage=sft", "model=tiny").sft.finetune == "full"
@@ -133,7 +147,7 @@ def test_numbers_of_a_model_belong_to_a_stage_and_a_model_that_exist() -> None:
         keys = set(yaml("stage_model", option))
         assert keys <= set(yaml("stage", stage)), f"{option} sets what stage={stage} does not have"
         package = (CONF / "stage_model" / f"{option}.yaml").read_text().splitlines()[0]
-        assert package == f"# @package {stage}"
+        assert package == "# @package _global_"
         assert model in MODELS
 
 
@@ -326,6 +340,7 @@ def test_a_missing_key_is_named() -> None:
         ("trainer.devices=2", "trainer.devices"),
         ("trainer.precision=16", "trainer.precision"),
         ("trainer.log_every_n_steps=often", "trainer.log_every_n_steps"),
+        ("trainer.threads=0", "trainer.threads"),
         ("trainer.weights_dtype=half", "trainer.weights_dtype"),
         ("ppo.lr=fast", "ppo.lr"),
     ],

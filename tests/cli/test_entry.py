@@ -1,12 +1,14 @@
-"""The three doors to the command: train.py, python -m, and the console command."""
+"""The three doors to the command: train.py, python -m, the console command; and being stopped."""
 
 from __future__ import annotations
 
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rlhf.cli.main import HOME, PACKAGE
 
@@ -70,3 +72,39 @@ def test_an_installed_package_finds_its_presets_and_recipes(
     assert "sft finished" in outcome.out
     config = (workplace.stage("sft") / "config.json").read_text()
     assert str(site / "lightning_rlhf" / "recipes" / "quickstart" / "tokenizer") in config
+
+
+@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (SIGTERMException, 143)])
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_stop_is_seen_in_the_exit_status(
+    workplace: Workplace,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: type[BaseException],
+    status: int,
+    swept: bool,
+) -> None:
+    """128 + the signal's number, as of a shell; a sweep goes on with no further job."""
+    started = []
+
+    def execute(*args: Any) -> None:
+        started.append(args)
+        raise stop
+
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
+    outcome = workplace.sweep("stage=sft", "seed=1,2") if swept else workplace.mini("stage=sft")
+    assert outcome.status == status
+    assert outcome.err == ""
+    assert len(started) == 1
+    assert "Sweep" not in outcome.out
+
+
+def test_ctrl_c_says_in_one_line_how_to_go_on(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def execute(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
+    outcome = workplace.mini("stage=sft")
+    assert len(outcome.out.splitlines()) == 1
+    assert "resume=true" in outcome.out

@@ -25,7 +25,6 @@ RECIPE: dict[str, Any] = {
     "title": "Small",
     "stages": ["sft", "rm", "ppo"],
     "overrides": ["model=mini", "data=small", "seed=3"],
-    "promises_for_model": "mini",
     "promises": [
         {"stage": "rm", "metric": "eval/accuracy", "at_least": 0.0},
         {"stage": "ppo", "metric": "eval/kl", "at_most": 50.0},
@@ -61,7 +60,7 @@ class Kitchen:
         stage = next(o for o in command if o.startswith("stage=")).removeprefix("stage=")
         if stage in self.status:
             return subprocess.CompletedProcess(command, self.status[stage])
-        outcome = self.place.call("--config-dir", str(PRESETS), *command[3:])
+        outcome = self.place.call(*command[3:])
         print(outcome.out, end="")
         print(outcome.err, end="", file=sys.stderr)
         return subprocess.CompletedProcess(command, outcome.status)
@@ -160,6 +159,37 @@ def test_another_run_is_another_folder(done: Kitchen) -> None:
     done.cook("seed=4", "run=four").succeeded  # noqa: B018
     assert done.ran == ["sft", "rm", "ppo"]
     assert weights(done.place.stage("ppo", "four")) != weights(done.folder("ppo"))
+
+
+@pytest.mark.parametrize(
+    ("again", "data", "stale"),
+    [("sft", "sft_train", ["rm", "ppo"]), ("rm", "preferences_train", ["ppo"])],
+)
+def test_what_stands_on_a_stage_that_was_run_again_is_done_again(
+    kitchen: Kitchen, again: str, data: str, stale: list[str]
+) -> None:
+    """With a row less and so with other weights, in the same folder and configuration."""
+    kitchen.cook().succeeded  # noqa: B018
+    before = {stage: weights(kitchen.folder(stage)) for stage in STAGES}
+    file = kitchen.place.folder / "data" / f"{data}.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    kitchen.place.mini(f"stage={again}", "seed=3", "overwrite=true").succeeded  # noqa: B018
+    kitchen.cook().succeeded  # noqa: B018
+    assert kitchen.ran == stale
+    changed = {stage for stage in STAGES if weights(kitchen.folder(stage)) != before[stage]}
+    assert changed == {again, *stale}
+    kitchen.cook().succeeded  # noqa: B018
+    assert kitchen.ran == []
+
+
+def test_numbers_name_a_run_and_a_job(kitchen: Kitchen) -> None:
+    kitchen.write(stages=["sft"], promises=[])
+    kitchen.cook("run=2026", "job=7").succeeded  # noqa: B018
+    assert kitchen.ran == ["sft"]
+    assert (kitchen.place.outputs / "2026" / "mini" / "7" / "sft" / "final").is_dir()
+    kitchen.cook("run=2026", "job=7").succeeded  # noqa: B018
+    assert kitchen.ran == []
+    kitchen.place.mini("stage=rm", "run=2026", "job=7").succeeded  # noqa: B018
 
 
 def test_a_stage_that_was_cut_off_is_resumed(done: Kitchen) -> None:
@@ -277,19 +307,50 @@ def test_bounds_count_as_kept(bound: str, measured: float, kept: bool) -> None:
     assert promise.is_kept(round(promise.measure(metrics), 6)) == kept
 
 
-def test_other_models_are_promised_nothing(done: Kitchen) -> None:
-    promise = {"stage": "rm", "metric": "eval/accuracy", "at_least": 1.5}
-    done.write(promises=[promise], promises_for_model="tiny")
-    out = done.cook().succeeded.out
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        (["model=tiny", "data=small", "seed=3"], "model=mini"),
+        ([*RECIPE["overrides"], "data.max_val_rows=2"], "data.max_val_rows=null"),
+    ],
+    ids=["model", "data"],
+)
+def test_another_model_and_other_data_are_promised_nothing(
+    done: Kitchen, own: list[str], given: str
+) -> None:
+    """What the user gives is what `done` ran with."""
+    broken = {"stage": "rm", "metric": "eval/accuracy", "at_least": 1.5}
+    done.write(overrides=own, promises=[broken])
+    out = done.cook(given).succeeded.out
+    assert done.ran == []
     assert "what it promises" not in out
 
 
-def test_a_promise_about_what_was_not_measured_is_no_traceback(done: Kitchen) -> None:
-    """As where the user's own data come without a judge."""
-    done.write(promises=[{"stage": "ppo", "metric": "eval/judge/charm", "gain": 0.1}])
-    outcome = done.cook()
-    assert "Traceback" not in outcome.err
-    assert "eval/judge/charm" in outcome.out + outcome.err
+BROKEN: list[dict[str, Any]] = [
+    {"stage": "ppo", "metric": "eval/judge/charm", "at_least": 0.1},
+    {"stage": "rm", "metric": "eval/accuracy", "gain": 0.1},  # rm measures nothing at its start
+    {"stage": "ppo", "metric": "eval/response_tokens", "at_most": 0.5},
+]
+
+
+@pytest.mark.parametrize("promise", BROKEN[:2], ids=["no such metric", "no metric before"])
+def test_a_promise_about_what_was_not_measured_is_broken(
+    done: Kitchen, promise: dict[str, Any]
+) -> None:
+    done.write(promises=[*RECIPE["promises"], promise])
+    assert promise["metric"] in done.cook().error
+    assert done.ran == []
+
+
+@pytest.mark.parametrize("promise", BROKEN, ids=["no such metric", "no metric before", "missed"])
+def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(
+    done: Kitchen, promise: dict[str, Any]
+) -> None:
+    """3 iterations are what `done` ran with, and here not what the recipe says."""
+    done.write(overrides=[*RECIPE["overrides"], "ppo.iterations=2"], promises=[promise])
+    out = done.cook("ppo.iterations=3").succeeded.out
+    assert done.ran == []
+    assert promise["metric"] in out
 
 
 def test_the_user_s_values_win_over_the_recipe_s(kitchen: Kitchen) -> None:
@@ -400,7 +461,7 @@ def test_stages_are_processes_of_their_own(
 
     def quick(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
         kitchen.commands.append(command)
-        return original([*command, "--config-dir", str(PRESETS)], capture_output=True, **kwargs)
+        return original(command, capture_output=True, **kwargs)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("lightning_rlhf.cli.recipe.subprocess.run", quick)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,74 @@ def test_a_sweep_is_no_run_that_was_cut_off(pipeline: Workplace, finished: Workp
     command = ["stage=ppo", "run=swept", "ppo.iterations=1", *parents]
     finished.sweep(*command, "seed=1,2").succeeded  # noqa: B018
     finished.mini(*command).succeeded  # noqa: B018
+
+
+def test_called_again_it_does_nothing_anew(clean_sweep: Workplace) -> None:
+    folders = [job_folder(clean_sweep, kl_coef=k, seed=s) for k in (0.02, 0.5) for s in (1, 2)]
+    before = [tree(folder) for folder in folders]
+    command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
+    outcome = clean_sweep.sweep(*command).succeeded
+    assert table(outcome.out).count(" done ") == 4
+    assert [tree(folder) for folder in folders] == before
+
+
+@dataclass(frozen=True)
+class Again:
+    """A sweep over two reward models, called again after one of them was trained again."""
+
+    outcome: Outcome
+    left: dict[str, dict[str, str]]
+    """reward.checkpoint -> the files of its job after the first call."""
+    found: dict[str, dict[str, str]]
+    """And after the second."""
+
+
+OTHER, OWN = "another", "outputs/default/mini/rm/final"
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Again:
+    """In which OWN was trained again and OTHER, a copy from before, was not."""
+    folder = tmp_path_factory.mktemp("again") / "work"
+    shutil.copytree(pipeline.folder, folder)
+    place = Workplace(folder)
+    shutil.copytree(place.stage("rm") / "final", folder / OTHER)
+    command = ["stage=ppo", "ppo.iterations=1", f"reward.checkpoint={OTHER},{OWN}"]
+
+    def files() -> dict[str, dict[str, str]]:
+        written = {
+            file: json.loads(file.read_text())["config"]
+            for file in place.outputs.rglob("final/manifest.json")
+        }
+        return {
+            config["reward"]["checkpoint"]: tree(file.parents[1])
+            for file, config in written.items()
+            if config["job"] is not None
+        }
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("COLUMNS", "400")
+        place.sweep(*command).succeeded  # noqa: B018
+        left = files()
+        place.mini("stage=rm", "seed=1", "overwrite=true").succeeded  # noqa: B018
+        return Again(place.sweep(*command), left, files())
+
+
+ADAPTER = "final/adapter_model.safetensors"
+
+
+def test_a_job_whose_parents_are_the_same_is_not_done_again(again: Again) -> None:
+    assert again.found[OTHER] == again.left[OTHER]
+
+
+def test_a_job_whose_parents_changed_does_not_pass_as_done(again: Again) -> None:
+    redone = again.found[OWN][ADAPTER] != again.left[OWN][ADAPTER]
+    assert table(again.outcome.out).count(" done ") == (2 if redone else 1)
+
+
+def test_a_job_whose_parents_changed_is_done_again(again: Again) -> None:
+    assert again.outcome.succeeded
+    assert again.found[OWN][ADAPTER] != again.left[OWN][ADAPTER]
 
 
 def test_a_failed_job_is_marked_and_the_others_go_on(finished: Workplace) -> None:

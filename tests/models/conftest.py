@@ -85,7 +85,6 @@ def build_manifest(stage: str, **changes: Any) -> Manifest:
         "base": "from_config",
         "base_seed": 0,
         "parents": {},
-        "parent_digests": {},
         "tokenizer_hash": "0123456789abcdef",
         "chat_template": "{{ messages }}",
         "reward_mean": 0.5 if stage == "rm" else None,

@@ -358,6 +358,20 @@ def test_a_broken_adapter_is_one_error_that_names_the_folder(
 # Refused as a start
 
 
+def test_a_reward_model_is_no_policy(
+    adapters: Any, tmp_path: Path, make_model: Make, make_manifest: Make,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    """Neither its adapter nor, where it was fully trained, its whole weights."""
+    own = Roles(make_model("llama"))
+    random_reward(own, torch.Generator().manual_seed(0))
+    write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
+    for final in (adapters.rm, find(str(tmp_path / "final"), "policy.checkpoint")):
+        with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft or stage=ppo") as e:
+            start_from(adapters.config, final, trainable=False, seed=0)
+        assert str(final.path) in str(e.value)
+
+
 def test_an_sft_adapter_on_another_base_is_refused(
     adapters: Any, tmp_path: Path, make_model: Make, make_config: Make
 ) -> None:

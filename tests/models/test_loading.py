@@ -210,6 +210,12 @@ def test_the_tokenizer_is_the_checkpoints_else_the_presets_else_the_models(
     assert load_tokenizer(own).model_max_length == tokenizer.model_max_length
     assert load_tokenizer(preset).model_max_length == len("preset")
     assert load_tokenizer(preset, checkpoint).model_max_length == len("checkpoint")
+    # An adapter as peft alone saves it has none.
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    assert load_tokenizer(own, adapter).model_max_length == tokenizer.model_max_length
+    assert load_tokenizer(preset, adapter).model_max_length == len("preset")
 
 
 def test_random_weights_need_a_tokenizer_and_one_source(make_config: Make) -> None:

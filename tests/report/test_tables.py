@@ -87,11 +87,17 @@ def test_spread(size: int, n: int, expected: list[int]) -> None:
 
 def test_a_failed_job_has_its_line_in_the_sweep() -> None:
     rows = [
-        SweepRow("ppo.kl_coef=0.1", "finished", {"eval/reward_mean": 1.0, "eval/kl": 2.0}),
-        SweepRow("ppo.kl_coef=[0]", "failed", {}),
+        SweepRow(
+            ("stage=ppo", "ppo.kl_coef=0.1"),
+            "finished",
+            {"eval/reward_mean": 1.0, "eval/judge/gold": 2.0},
+        ),
+        SweepRow(("stage=ppo", "ppo.kl_coef=[0]"), "failed", {}),
     ]
-    assert cells(shown(sweep_table(rows))) == [
-        ["overrides", "status", "eval/reward_mean", "eval/kl"],
+    text = shown(sweep_table(rows))
+    assert text.splitlines()[0].strip() == "Sweep stage=ppo"
+    assert cells(text) == [
+        ["overrides", "status", "reward_mean", "gold"],
         ["ppo.kl_coef=0.1", "finished", "1.000", "2.000"],
         ["ppo.kl_coef=[0]", "failed", "-", "-"],
     ]

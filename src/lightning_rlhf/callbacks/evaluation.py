@@ -131,6 +131,7 @@ def load_judge(source: str) -> Judge:
         ConfigError: where `source` does not lead to a function.
     """
     path, colon, name = source.rpartition(":")
+    path = str(Path(path).expanduser())
     if not colon or not path.endswith(".py"):
         raise ConfigError(f"data.judge is {source!r}; allowed: 'path/to/file.py:function' or null")
     if not Path(path).is_file():
@@ -151,7 +152,23 @@ def load_judge(source: str) -> Judge:
         raise ConfigError(
             f"data.judge is {source!r}; {path} has no function {name!r}, it has {functions}"
         )
-    return judge
+    return _checked(judge, source)
+
+
+def _checked(judge: Judge, source: str) -> Judge:
+    """The judge, whose faults are told as its own."""
+
+    def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
+        try:
+            verdict = judge(row, response, ended)
+            return {part: x if x is None else float(x) for part, x in verdict.items()}
+        except Exception as error:
+            raise ConfigError(
+                f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
+                "allowed: a dictionary of numbers or None"
+            ) from error
+
+    return ask
 
 
 def _gathered(trainer: Trainer, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:

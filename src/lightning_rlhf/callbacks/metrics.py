@@ -87,8 +87,8 @@ Sums = Callable[[Mapping[str, Tensor]], Tensor]
 class SummedMetrics(Callback):
     """Metrics of a supervised stage, exact over all that was summed.
 
-    Training metrics appear every `trainer.log_every_n_steps` and cover all batches since the last
-    time; validation metrics cover the whole validation set.
+    Training metrics appear every `trainer.log_every_n_steps` and at the last step, and cover all
+    batches since the last time; validation metrics cover the whole validation set.
     """
 
     def __init__(
@@ -98,11 +98,18 @@ class SummedMetrics(Callback):
         means: Callable[[Sequence[float], Phase], dict[str, float]],
     ) -> None:
         self._train_sums, self._eval_sums, self._means = train_sums, eval_sums, means
+        self._training: list[Tensor] = []
+        """Of the batches since the last row."""
+        self._logged_step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"training": self._training, "logged_step": self._logged_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._training, self._logged_step = state_dict["training"], state_dict["logged_step"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
-        self._training: list[Tensor] = []
-        self._logged_step = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -122,7 +129,8 @@ class SummedMetrics(Callback):
         self._training.append(self._train_sums({**outputs, "loss": loss}))
         step = trainer.global_step
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if step == self._logged_step or step % every != 0:
+        is_due = step % every == 0 or step == trainer.estimated_stepping_batches
+        if step == self._logged_step or not is_due:
             return
         metrics = self._means(_totals(trainer, self._training), "update")
         metrics["update/lr"] = self._lr

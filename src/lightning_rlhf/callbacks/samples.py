@@ -87,7 +87,6 @@ class Samples(Callback):
 def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
     """The responses of an experience as text, with their prompts and numbers."""
     mask = experience.response_mask
-    tokens = experience.tokens[:, -mask.shape[1] :]
     prompts = module.prompt_rows("train")
     kl = torch.where(mask, experience.kl, 0.0).sum(dim=1)
     return [
@@ -100,7 +99,7 @@ def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
             "ended": ended,
         }
         for response, index, score, kl_sum, ended in zip(
-            real_tokens(tokens, mask),
+            real_tokens(experience.responses, mask),
             experience.index.tolist(),
             experience.score.tolist(),
             kl.tolist(),

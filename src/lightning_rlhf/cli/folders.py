@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.models.checkpoint import Final, find, parents_are_the_same
+from lightning_rlhf.models.checkpoint import Final, digest, find
+from lightning_rlhf.models.roles import REWARD, SFT
 
 BASE = "base"
-FINAL, CONFIG, FAILED, LAST = "final", "config.json", "failed.txt", Path("checkpoints/last.ckpt")
+FINAL, FAILED, LAST = "final", "failed.txt", Path("checkpoints/last.ckpt")
+CONFIG, PARENTS = "config.json", "parents.json"
 VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe")
 
 
@@ -48,6 +51,11 @@ def resume_point(settings: Settings) -> Path | None:
         raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
     if settings.resume and resumable:
         check_same_config(settings, folder)
+        if is_stale(settings):
+            raise ConfigError(
+                f"{folder} cannot be resumed: a stage that it was started from was run again "
+                f"since. Give {anew}"
+            )
         return folder / LAST
     if settings.resume:
         raise ConfigError(f"{folder} was cut off before its first checkpoint. Give {anew}")
@@ -74,6 +82,7 @@ def claim(settings: Settings) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FAILED).unlink(missing_ok=True)
         (folder / CONFIG).write_text(json.dumps(settings.tree, indent=2) + "\n")
+        (folder / PARENTS).write_text(json.dumps(parent_digests(settings), indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
     return folder
@@ -86,24 +95,46 @@ def is_used(folder: Path) -> bool:
 
 def is_done(settings: Settings) -> bool:
     """Whether the run finished with this very configuration, and is not to be done again."""
+    return _has_finished(settings) and not settings.overwrite and not is_stale(settings)
+
+
+def is_outdated(settings: Settings) -> bool:
+    """Whether the run finished with this very configuration, but from models that are gone."""
+    return _has_finished(settings) and is_stale(settings)
+
+
+def _has_finished(settings: Settings) -> bool:
     folder = folder_of(settings)
     finished = is_used(folder) and (folder / FINAL).is_dir()
-    is_same = finished and changed_key(settings.tree, folder) is None
-    return is_same and not settings.overwrite and not is_stale(folder)
+    return finished and changed_key(settings.tree, folder) is None
 
 
-def is_stale(folder: Path) -> bool:
-    """Whether a stage that the finished run in `folder` was started from was run again since."""
-    manifest = find(str(folder / FINAL), "final").manifest
-    return manifest is None or not parents_are_the_same(manifest)
+def is_stale(settings: Settings) -> bool:
+    """Whether a stage that the run was started from was run again since, or is no longer there."""
+    file = folder_of(settings) / PARENTS
+    try:
+        return not file.is_file() or json.loads(file.read_text()) != parent_digests(settings)
+    except CheckpointError:
+        return True
+
+
+def parent_digests(settings: Settings) -> dict[str, str]:
+    """Role -> `digest` of the checkpoint that plays it."""
+    return {role: digest(final.path) for role, final in find_parents(settings).items()}
 
 
 def changed_key(tree: dict[str, Any], folder: Path) -> str | None:
     """The first key in which `tree` differs from what `folder` was run with, or None."""
-    written = json.loads((folder / CONFIG).read_text())
-    ours, theirs = flatten(tree), flatten(written)
+    return differing_key(tree, json.loads((folder / CONFIG).read_text()), VOLATILE)
+
+
+def differing_key(
+    one: dict[str, Any], other: dict[str, Any], ignored: Collection[str]
+) -> str | None:
+    """The first key in which two configurations differ, or None; the top keys `ignored` may."""
+    ours, theirs = flatten(one), flatten(other)
     for key in sorted(ours.keys() | theirs.keys()):
-        if key.split(".")[0] in VOLATILE:
+        if key.split(".")[0] in ignored:
             continue
         if key not in ours or key not in theirs or ours[key] != theirs[key]:
             return key
@@ -128,6 +159,16 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
     return flat
+
+
+def find_parents(settings: Settings) -> dict[str, Final]:
+    """Role -> the checkpoint that plays it in this stage."""
+    found = {}
+    if settings.stage != "sft":
+        found[SFT] = find_sft(settings)
+    if settings.stage == "ppo" and settings.reward.kind == "learned":
+        found[REWARD] = find_reward(settings)
+    return {role: final for role, final in found.items() if final is not None}
 
 
 def find_sft(settings: Settings) -> Final | None:

@@ -26,7 +26,6 @@ from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.checkpoint import (
     Final,
     Manifest,
-    digest,
     tokenizer_hash,
     versions,
     write_final,
@@ -120,6 +119,10 @@ def fit(
         if len(data.schedule) % config.val_every or resumed_at_the_end:
             trainer.validate(module, datamodule=data, verbose=False)
         exit_code = 0
+    except SystemExit as stop:
+        if trainer.received_sigterm or not trainer.interrupted:
+            raise
+        raise KeyboardInterrupt from stop  # which Lightning has turned into exit status 1
     finally:
         close_loggers(loggers, exit_code)
     say(f"curves: {draw_curves(ready.folder, settings.stage)}")
@@ -145,7 +148,6 @@ def hand_over(
         base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or "from_config",
         base_seed=inherited.base_seed if inherited else settings.seed,
         parents={name: str(final.path.resolve()) for name, final in ready.parents.items()},
-        parent_digests={name: digest(final.path) for name, final in ready.parents.items()},
         tokenizer_hash=tokenizer_hash(ready.tokenizer),
         chat_template=str(ready.tokenizer.chat_template),
         reward_mean=reward[0] if reward else None,

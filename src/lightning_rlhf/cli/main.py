@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -28,6 +29,9 @@ CONF, RECIPES = HOME / "conf", HOME / "recipes"
 def main() -> None:
     """Entry point of train.py and of the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if sys.argv[1:] == ["--version"]:
+        print(f"lightning-rlhf {lightning_rlhf.__version__}")
+        return
     register_resolvers()
     # A stage's numbers may be given where the stage is not chosen yet: to a recipe, or to a sweep
     # over stages. Hydra wants ++ for keys that are not there; unknown ones are refused later.
@@ -50,11 +54,10 @@ def compose(cfg: DictConfig) -> str | None:
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
     try:
         execute(cfg, in_sweep)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SIGTERMException) as stop:
         print("stopped; resume=true, or the same recipe, goes on from the last checkpoint")
-        sys.exit(128 + signal.SIGINT)
-    except SIGTERMException:
-        sys.exit(128 + signal.SIGTERM)
+        is_sigterm = isinstance(stop, SIGTERMException)
+        sys.exit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT))
     except RLHFError as error:
         if cfg.debug and not in_sweep:
             raise
@@ -79,10 +82,13 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
 
         run_recipe(cfg, HydraConfig.get().overrides.task, RECIPES)
         return
-    from lightning_rlhf.cli.folders import is_done
+    from lightning_rlhf.cli.folders import is_done, is_outdated
     from lightning_rlhf.cli.run import run_stage
     from lightning_rlhf.cli.settings import read_settings
 
     settings = read_settings(cfg)
-    if not (in_sweep and is_done(settings)):
-        run_stage(settings)
+    if in_sweep and is_done(settings):
+        return
+    if in_sweep and is_outdated(settings):
+        settings = replace(settings, overwrite=True, resume=False)
+    run_stage(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,16 @@ from rich.table import Table
 from yaml import YAMLError
 
 from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import FINAL, LAST, changed_key, folder_of, is_stale, is_used
+from lightning_rlhf.cli.folders import (
+    FINAL,
+    LAST,
+    VOLATILE,
+    changed_key,
+    differing_key,
+    folder_of,
+    is_stale,
+    is_used,
+)
 from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -25,8 +35,8 @@ from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 
 LISTS = ("stages", "overrides", "promises", "next")
-HARMLESS = ("run", "job", "seed", "outputs", "logger", "debug", "model")
-"""Overrides under which the promises hold all the same."""
+ANY = ("run", "job", "seed", "outputs", *VOLATILE)
+"""Keys that may be anything: the recipe is still run as it is written."""
 OWN = ("recipe", "resume", "overwrite")
 """Overrides that are for the recipe and not handed to its stages."""
 
@@ -76,10 +86,10 @@ class Recipe:
     stages: tuple[str, ...]
     overrides: tuple[str, ...]
     """For every stage; what the user gives wins."""
-    promises_for_model: str
     promises: tuple[Promise, ...]
+    """Of the recipe's own model and data, for any seed."""
     next: tuple[str, ...]
-    """What to try afterwards: lines of text."""
+    """What to try afterwards; {folder} stands for the run's, {given} for the user's overrides."""
 
     def __post_init__(self) -> None:
         require(bool(self.stages), "stages", self.stages, "at least one stage")
@@ -130,10 +140,15 @@ def run_recipe(cfg: DictConfig, overrides: Sequence[str], recipes: Path) -> None
         ran = True
         say(f"[bold]{stage}[/bold]: {folder_of(settings)}")
         run_process(stage, [*commands[stage], *state], folder_of(settings))
-    as_written = all(_key(o) in (*OWN, *HARMLESS) for o in overrides)
-    summarise(recipe, stages, as_written)
+    metrics = summarise(stages)
+    if cfg.job is None:
+        folder = folder_of(stages[recipe.stages[0]]).parent
+        given = "".join(f" {shlex.quote(o)}" for o in overrides if _key(o) not in OWN)
+        for line in recipe.next:
+            say(line.replace("{folder}", str(folder)).replace("{given}", given))
     if not ran:
         say(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
+    check_promises(recipe, stages, metrics)
 
 
 def stage_overrides(
@@ -164,8 +179,9 @@ def state_of(settings: Settings, overwrite: bool) -> str | tuple[str, ...]:
             "to do the recipe again"
         )
     if (folder / FINAL).is_dir():
-        return ("overwrite=true",) if is_stale(folder) else "done"
-    return ("resume=true",) if (folder / LAST).is_file() else ("overwrite=true",)
+        return ("overwrite=true",) if is_stale(settings) else "done"
+    can_go_on = (folder / LAST).is_file() and not is_stale(settings)
+    return ("resume=true",) if can_go_on else ("overwrite=true",)
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
@@ -181,10 +197,12 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
         )
 
 
-def summarise(recipe: Recipe, stages: Mapping[str, Settings], as_written: bool) -> None:
-    """Before and after, samples side by side, promises, pictures, what next."""
+def summarise(stages: Mapping[str, Settings]) -> dict[str, Mapping[str, float]]:
+    """Show before and after, samples side by side and pictures; returns each stage's metrics."""
     finals = {stage: find(str(folder_of(s) / FINAL), stage) for stage, s in stages.items()}
-    metrics = {stage: final.require_manifest(stage).metrics for stage, final in finals.items()}
+    metrics: dict[str, Mapping[str, float]] = {
+        stage: final.require_manifest(stage).metrics for stage, final in finals.items()
+    }
     console = get_console()
     if "ppo" in stages:
         after = metrics["ppo"]
@@ -197,16 +215,25 @@ def summarise(recipe: Recipe, stages: Mapping[str, Settings], as_written: bool) 
         say(f"picture: {folder_of(settings) / 'curves.png'}")
     minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
     say(f"time: {minutes:.1f} minutes in all stages")
-    for line in recipe.next:
-        say(line)
-    if recipe.promises_for_model == next(iter(stages.values())).model.name:
-        check_promises(recipe, metrics, as_written)
+    return metrics
 
 
 def check_promises(
-    recipe: Recipe, metrics: Mapping[str, Mapping[str, float]], as_written: bool
+    recipe: Recipe, stages: Mapping[str, Settings], metrics: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Print the promises, and raise RLHFError if one is not kept by the recipe as it is written."""
+    """Print the promises, if the recipe's own model was trained on its own data.
+
+    Raises RLHFError where one is not kept, and the recipe was run as it is written.
+    """
+    own = {s: read_settings(compose("config", list(stage_overrides(recipe, s, (), None))))
+           for s in recipe.stages}  # fmt: skip
+    for stage, settings in stages.items():
+        if (settings.model.name, settings.data) != (own[stage].model.name, own[stage].data):
+            return
+    as_written = all(
+        differing_key(settings.tree, own[stage].tree, ANY) is None
+        for stage, settings in stages.items()
+    )
     table = Table(title=f"{recipe.title}: what it promises", title_justify="left")
     for column in ("stage", "metric", "promised", "measured", ""):
         table.add_column(column)

@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.console import quiet_libraries, say, say_lengths
-from lightning_rlhf.cli.folders import BASE, find_reward, find_sft, resume_point
+from lightning_rlhf.cli.folders import BASE, find_parents, resume_point
 from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
@@ -36,7 +36,7 @@ from lightning_rlhf.data.lengths import (
 )
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
-from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
+from lightning_rlhf.models.checkpoint import tokenizer_hash
 from lightning_rlhf.models.handover import (
     add_policy,
     attach_reward,
@@ -58,6 +58,8 @@ def run_stage(settings: Settings) -> Path:
     quiet_libraries()
     check_accelerator(settings)
     resume_point(settings)  # refuse before anything is read
+    if settings.trainer.threads is not None:
+        torch.set_num_threads(settings.trainer.threads)
     L.seed_everything(settings.seed, verbose=False)
     match settings.config:
         case SFTConfig():
@@ -97,9 +99,9 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
 
 def run_rm(settings: Settings, config: RMConfig) -> Path:
     """Reward modelling."""
-    sft = find_sft(settings)
+    parents = find_parents(settings)
     rows = load_preferences(settings.data, settings.seed)
-    ready = make_ready(settings, _present(sft=sft))
+    ready = make_ready(settings, parents)
     train = tokenise_preferences(rows.train, ready.chat, settings.data)
     val = tokenise_preferences(rows.val, ready.chat, settings.data)
     say_lengths("preference pairs", rows.train, train)
@@ -134,8 +136,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
 
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     """Proximal policy optimization."""
-    learned = settings.reward.kind == "learned"
-    parents = _present(sft=find_sft(settings), reward=find_reward(settings) if learned else None)
+    parents = find_parents(settings)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     rows = load_prompts(settings.data, settings.seed)
     ready = make_ready(settings, parents)
@@ -210,13 +211,11 @@ def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:
             f"{final.path} was trained with another chat template than the policy's: it would "
             "read other text than it was trained on. Train it again from this SFT model"
         )
+    mean, std = final.reward_moments()
     owner = attach_reward(roles, final, ready.settings.model, tokenizer_hash(ready.tokenizer))
-    manifest = final.require_manifest("rm")
-    assert manifest.reward_mean is not None
-    assert manifest.reward_std is not None
     if owner is not roles:
         owner.to(ready.device)
-    return LearnedReward(owner.reward, mean=manifest.reward_mean, std=manifest.reward_std)
+    return LearnedReward(owner.reward, mean=mean, std=std)
 
 
 def calibration_prompts(
@@ -233,7 +232,3 @@ def calibration_prompts(
 
 def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:
     return [row.columns for row in rows.rows]
-
-
-def _present(**finals: Final | None) -> dict[str, Final]:
-    return {name: final for name, final in finals.items() if final is not None}

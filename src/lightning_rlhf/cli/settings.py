@@ -55,12 +55,13 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Where the run is computed; arguments of Lightning's Trainer but for weights_dtype."""
+    """Where the run is computed: Lightning's Trainer, and torch's threads and weights."""
 
     accelerator: str
     devices: int
     precision: str
     weights_dtype: str
+    threads: int | None
     log_every_n_steps: int
 
     def __post_init__(self) -> None:
@@ -68,6 +69,8 @@ class TrainerConfig:
         require(self.devices == 1, "trainer.devices", self.devices, "1")
         require_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
         require_one_of("trainer.weights_dtype", self.weights_dtype, ("float32", "bfloat16"))
+        if self.threads is not None:
+            require_number("trainer.threads", self.threads, at_least=1, whole=True)
         require_number("trainer.log_every_n_steps", self.log_every_n_steps, at_least=1, whole=True)
 
 
@@ -109,9 +112,11 @@ def read_settings(cfg: DictConfig) -> Settings:
     if tree["job"] is not None:
         names["job"] = tree["job"]
     for key, name in names.items():
-        is_name = isinstance(name, str | int) and re.fullmatch(r"\w[^/\\]*", str(name))
-        require(bool(is_name), key, name, "a folder name without slashes")
+        is_word = isinstance(name, str | int) and not isinstance(name, bool)
+        is_name = is_word and re.fullmatch(r"\w[^/\\]*", str(name)) is not None
+        require(is_name, key, name, "a folder name without slashes")
         require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
+    tree |= {key: str(tree[key]) for key in ("run", "job") if key in names}
     require(isinstance(tree["outputs"], str), "outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
@@ -124,8 +129,8 @@ def read_settings(cfg: DictConfig) -> Settings:
         trainer=build(TrainerConfig, tree["trainer"], "trainer"),
         logger=logger_config(section(tree, "logger", "kind")),
         policy=build(PolicySource, tree["policy"], "policy"),
-        run=str(tree["run"]),
-        job=None if tree["job"] is None else str(tree["job"]),
+        run=tree["run"],
+        job=tree["job"],
         seed=tree["seed"],
         outputs=Path(tree["outputs"]).expanduser(),
         resume=tree["resume"],

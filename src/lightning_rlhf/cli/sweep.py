@@ -60,7 +60,8 @@ def job_name(overrides: Sequence[str]) -> str | None:
 def mark_failed(cfg: DictConfig, reason: str) -> str:
     """Leave the reason in the job's folder, unless a finished run is there. Returns it."""
     folder = _folder(cfg)
-    if not (folder / FINAL).is_dir():
+    is_inside = folder.resolve().is_relative_to(Path(cfg.outputs).resolve())
+    if is_inside and not (folder / FINAL).is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FAILED).write_text(reason + "\n")
     return reason
@@ -80,7 +81,7 @@ class SweepTable(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         if self._rows is None:
             return
-        job = " ".join(job_return.overrides or [])
+        overrides = tuple(o.lstrip("+") for o in job_return.overrides or [])
         final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
         failure = job_return.return_value
         if failure is None and not final.is_dir():
@@ -88,10 +89,10 @@ class SweepTable(Callback):
         if failure is None:
             metrics = find(str(final), "final").require_manifest(final.parent.name).metrics
             shown = {name: metrics[name] for name in SHOWN if name in metrics}
-            self._rows.append(SweepRow(overrides=job, status="done", metrics=shown))
+            self._rows.append(SweepRow(overrides=overrides, status="done", metrics=shown))
         else:
-            self._rows.append(SweepRow(overrides=job, status="failed", metrics={}))
-            self._failures[job] = failure
+            self._rows.append(SweepRow(overrides=overrides, status="failed", metrics={}))
+            self._failures[" ".join(overrides)] = failure
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         assert self._rows is not None

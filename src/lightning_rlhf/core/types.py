@@ -133,6 +133,11 @@ class Experience(Record):
     ended: Bool[Tensor, " B"]
     index: Int[Tensor, " B"]
 
+    @property
+    def responses(self) -> Int[Tensor, "B T"]:
+        """Response tokens; any id on padding."""
+        return self.tokens[:, -self.response_mask.shape[1] :]
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStats:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 _EPOCH, _POOL = 0, 1  # two streams of random numbers that share nothing
@@ -18,10 +20,10 @@ class Schedule(Sampler[list[int]]):
     batch is full, nothing is dropped, and a batch may span the border of two epochs, or many
     epochs where it is larger than the data.
 
-    With `pool_batches` > 1 so many consecutive batches share their examples: sorted by length,
-    cut into batches anew, and these shuffled. Alike lengths need little padding, which is the
-    price of a batch of mixed lengths. 1 leaves the examples where they are. A pool is never
-    larger than an epoch; one that spans two may hold an example twice.
+    With `pool_batches` > 1 so many consecutive batches of an epoch share their examples: sorted
+    by length and cut into batches anew; then all batches of the epoch are shuffled. Alike
+    lengths need little padding, which is the price of a batch of mixed lengths. 1 leaves the
+    examples where they are. The batches on the border of two epochs take no part.
     """
 
     def __init__(
@@ -34,13 +36,14 @@ class Schedule(Sampler[list[int]]):
         pool_batches: int,
     ) -> None:
         """`lengths` of the examples in tokens; `batches` of the whole run; `seed` >= 0."""
-        self.lengths = lengths
+        self.lengths = np.asarray(lengths)
         self.batch_size = batch_size
         self.batches = batches
         self.seed = seed
-        self.pool_batches = max(1, min(pool_batches, len(lengths) // batch_size))
+        self.pool_batches = pool_batches
         self.start = 0
         """The first batch to yield: 0, or the one after the last that was trained on."""
+        self._order = lru_cache(maxsize=2)(self._order_of)
 
     def __len__(self) -> int:
         """Batches of the whole run, those before `start` included, as Lightning counts them."""
@@ -51,23 +54,27 @@ class Schedule(Sampler[list[int]]):
 
     def batch(self, k: int) -> list[int]:
         """Positions of the examples in batch k."""
-        if self.pool_batches == 1:
-            return self._places(k * self.batch_size, (k + 1) * self.batch_size)
-        pool, place = divmod(k, self.pool_batches)
-        size = self.pool_batches * self.batch_size
-        examples = self._places(pool * size, (pool + 1) * size)
-        examples.sort(key=self.lengths.__getitem__)
-        turn = self._random(_POOL, pool).permutation(self.pool_batches)[place]
-        return examples[turn * self.batch_size : (turn + 1) * self.batch_size]
-
-    def _places(self, first: int, end: int) -> list[int]:
-        """The examples at the places `first` to `end` of the endless epochs."""
         size = len(self.lengths)
+        first, end = k * self.batch_size, (k + 1) * self.batch_size
         found: list[int] = []
         for epoch in range(first // size, -(-end // size)):
-            order = self._random(_EPOCH, epoch).permutation(size)
+            order = self._order(epoch)
             found += order[max(0, first - epoch * size) : end - epoch * size].tolist()
         return found
+
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+        """All examples once, in the order of this epoch."""
+        order = self._random(_EPOCH, epoch).permutation(len(self.lengths))
+        start = -epoch * len(order) % self.batch_size  # after the batch begun in the epoch before
+        whole = (len(order) - start) // self.batch_size
+        if self.pool_batches == 1 or whole < 1:
+            return order
+        inner = slice(start, start + whole * self.batch_size)
+        pool = np.arange(whole * self.batch_size) // (self.pool_batches * self.batch_size)
+        by_length = np.lexsort((self.lengths[order[inner]], pool))
+        batches = order[inner][by_length].reshape(whole, self.batch_size)
+        order[inner] = self._random(_POOL, epoch).permutation(batches).ravel()
+        return order
 
     def _random(self, stream: int, index: int) -> np.random.Generator:
         return np.random.default_rng((self.seed, stream, index))

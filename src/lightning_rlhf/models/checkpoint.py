@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -47,8 +48,6 @@ class Manifest:
     """Seed of the base's random weights where it is "from_config"."""
     parents: dict[str, str]
     """Role -> the `final/` folder it was started from."""
-    parent_digests: dict[str, str]
-    """Role -> `digest` of that folder when the stage finished."""
     tokenizer_hash: str
     chat_template: str
     reward_mean: float | None
@@ -70,6 +69,12 @@ class Final:
     def is_adapter(self) -> bool:
         return (self.path / ADAPTER).is_file()
 
+    @property
+    def base_folder(self) -> str | None:
+        """The folder of the weights that the adapter stands on; None where that is no folder."""
+        base = json.loads((self.path / ADAPTER).read_text())["base_model_name_or_path"]
+        return base if base and Path(base).is_dir() else None
+
     def require_manifest(self, stage: str) -> Manifest:
         """The manifest, which must be of `stage`."""
         if self.manifest is None:
@@ -82,6 +87,23 @@ class Final:
                 f"folder of a stage={stage} run"
             )
         return self.manifest
+
+    def reward_moments(self) -> tuple[float, float]:
+        """Mean and standard deviation of the reward on SFT samples, as stage=rm measured them."""
+        manifest = self.require_manifest("rm")
+        mean, std = manifest.reward_mean, manifest.reward_std
+        for key, value, allowed in (
+            ("reward_mean", mean, mean is not None and math.isfinite(mean)),
+            ("reward_std", std, std is not None and math.isfinite(std) and std > 0),
+        ):
+            if not allowed:
+                raise CheckpointError(
+                    f"{self.path / MANIFEST}: {key} is {value}; allowed: the finite number that "
+                    "stage=rm measured, above 0 for a deviation. Train the reward model again"
+                )
+        assert mean is not None
+        assert std is not None
+        return mean, std
 
 
 def find(source: str, key: str) -> Final:
@@ -151,14 +173,6 @@ def digest(folder: Path) -> str:
     """Of the manifest in `folder`, which is another one each time that a stage is run."""
     file = folder / MANIFEST
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
-
-
-def parents_are_the_same(manifest: Manifest) -> bool:
-    """Whether the checkpoints that this one was started from are still those."""
-    return all(
-        digest(Path(folder)) == manifest.parent_digests[role]
-        for role, folder in manifest.parents.items()
-    )
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

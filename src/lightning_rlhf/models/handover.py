@@ -52,7 +52,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
             "finetune=lora, or an SFT model trained with sft.finetune=full"
         )
     base_seed = sft.manifest.base_seed if sft.manifest else seed
-    roles = Roles(load_causal_lm(config, trainable=False, seed=base_seed))
+    roles = Roles(load_causal_lm(config, sft.base_folder, trainable=False, seed=base_seed))
     check_fingerprint(roles, BASE, sft, "below")
     roles.load_adapter(SFT, sft.path)
     check_fingerprint(roles, REFERENCE, sft, "self")

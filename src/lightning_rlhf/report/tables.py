@@ -35,7 +35,7 @@ Sample = Mapping[str, Any]
 class SweepRow:
     """One job of a sweep."""
 
-    overrides: str
+    overrides: tuple[str, ...]
     status: str
     metrics: Mapping[str, float]
 
@@ -90,16 +90,19 @@ def spread(items: Sequence[Any], n: int) -> list[Any]:
 
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
-    """One line a job, with every metric that some job has."""
-    table = Table(title="Sweep", title_justify="left")
+    """One line a job, with every metric that some job has. What all jobs share is in the title."""
+    shared = [o for o in rows[0].overrides if all(o in row.overrides for row in rows[1:])]
+    shared = shared if len(rows) > 1 else []
+    table = Table(title=" ".join(["Sweep", *shared]), title_justify="left")
     table.add_column("overrides", overflow="fold")
     table.add_column("status")
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name.removeprefix("eval/").removeprefix("judge/"), justify="right")
     for row in rows:
+        own = " ".join(override for override in row.overrides if override not in shared)
         numbers = [f"{row.metrics[n]:.3f}" if n in row.metrics else ABSENT for n in names]
-        table.add_row(Text(row.overrides), Text(row.status), *numbers)
+        table.add_row(Text(own), Text(row.status), *numbers)
     return table
 
 

@@ -26,8 +26,7 @@ def response_logprobs(
     roles: Roles, hidden: Float[Tensor, "N d"], batch: Rollout | Experience, temperature: float
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability and entropy at each real response token, nats, row by row."""
-    length = batch.response_mask.shape[1]
-    targets = batch.tokens[:, -length:][batch.response_mask]
+    targets = batch.responses[batch.response_mask]
     return token_logprobs(
         hidden, targets, roles.head, temperature=temperature, vocab_size=roles.vocab_size
     )

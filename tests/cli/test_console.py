@@ -1,0 +1,60 @@
+"""What a stage says of the rows that it leaves out or cuts."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.core.errors import RLHFError
+
+from .conftest import ROWS, Workplace
+
+LONG = json.dumps({"prompt": "word " * 100, "response": "b", "chosen": "b", "rejected": "c"})
+"""Its prompt has more than the 64 tokens of data.max_prompt_tokens."""
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+@pytest.mark.parametrize(
+    ("override", "line", "used"),
+    [
+        ("data.long_prompts=drop", LONG, 0),
+        ("data.long_prompts=cut", LONG, 1),
+        ("data.on_bad_row=skip", "{", 0),
+    ],
+    ids=["too long", "cut", "bad"],
+)
+@pytest.mark.parametrize(
+    ("stage", "data"), [("sft", "sft"), ("rm", "preferences"), ("ppo", "prompts")]
+)
+def test_rows_left_out_or_cut_are_counted(
+    workplace: Workplace,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    data: str,
+    override: str,
+    line: str,
+    used: int,
+    part: str,
+) -> None:
+    """In a line for the rows to train on and in another for those to validate on."""
+
+    def enough(*args: Any, **kwargs: Any) -> None:
+        raise RLHFError("enough")
+
+    monkeypatch.setattr("lightning_rlhf.cli.run.start_from", enough)
+    with (workplace.folder / "data" / f"{data}_{part}.jsonl").open("a") as file:
+        file.write(line + "\n")
+    parents = {"sft": [], "rm": ["policy.checkpoint=base"],
+               "ppo": ["policy.checkpoint=base", "reward=random"]}[stage]  # fmt: skip
+    outcome = workplace.mini(f"stage={stage}", override, *parents)
+    assert outcome.error == "enough"
+    train, val = outcome.out.splitlines()
+    assert "validate" not in train
+    assert "validate" in val
+    counts = {"train": [ROWS[f"{data}_train"]], "val": [ROWS[f"{data}_val"]]}
+    counts[part] = [counts[part][0] + used, 1]
+    assert [int(n) for n in re.findall(r"\d+", train)] == counts["train"]
+    assert [int(n) for n in re.findall(r"\d+", val)] == counts["val"]

@@ -1,0 +1,240 @@
+"""What one stage leaves for the next, and for everybody else: it fits, or it is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
+
+from lightning_rlhf.cli.main import RECIPES
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.models.handover import start_from
+from lightning_rlhf.models.roles import POLICY
+
+from .conftest import Workplace, tree
+
+TOKENIZER = RECIPES / "quickstart" / "tokenizer"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def final(place: Workplace, stage: str, run: str = "default") -> Path:
+    return place.stage(stage, run) / "final"
+
+
+def copied(place: Workplace, stage: str, **changes: Any) -> Path:
+    """A copy of the stage's `final/` whose manifest says something else."""
+    folder = place.folder / "copy"
+    shutil.copytree(final(place, stage), folder)
+    file = folder / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def refused(place: Workplace, *overrides: str) -> str:
+    """What the command says; it left nothing, so that it trained nothing."""
+    before = tree(place.outputs)
+    error = place.mini("run=next", *overrides).error
+    assert tree(place.outputs) == before
+    return error
+
+
+# Refused.
+
+
+def test_a_reward_model_of_another_chat_template(finished: Workplace) -> None:
+    """The same vocabulary and the same weights, but a policy that is spoken to in another way."""
+    policy, reward = copied(finished, "sft"), final(finished, "rm")
+    template = policy / "chat_template.jinja"
+    template.write_text(template.read_text().replace("'<|assistant|>'", "' <|assistant|>'"))
+    error = refused(
+        finished, "stage=ppo", f"policy.checkpoint={policy}", f"reward.checkpoint={reward}"
+    )
+    assert "another chat template than the policy's" in error
+    assert str(reward) in error
+
+
+@pytest.mark.parametrize("stage", ["rm", "ppo"])
+@pytest.mark.parametrize("finetune", ["lora", "full"])
+def test_a_reward_model_as_policy(finished: Workplace, finetune: str, stage: str) -> None:
+    """Its language model, adapter or whole, was trained to be read by a head, not to speak."""
+    if finetune == "full":
+        finished.mini("stage=rm", "rm.finetune=full", "overwrite=true").succeeded  # noqa: B018
+    reward = final(finished, "rm")
+    error = refused(
+        finished, f"stage={stage}", f"policy.checkpoint={reward}", f"reward.checkpoint={reward}"
+    )
+    assert f"{reward} is a reward model" in error
+    assert "stage=sft or stage=ppo" in error
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reward_std", 0.0),
+        ("reward_std", -1.0),
+        ("reward_std", math.nan),
+        ("reward_std", math.inf),
+        ("reward_std", None),
+        ("reward_mean", math.nan),
+        ("reward_mean", None),
+    ],
+)
+def test_a_manifest_whose_scale_cannot_be_divided_by(
+    finished: Workplace, key: str, value: float | None
+) -> None:
+    reward = copied(finished, "rm", **{key: value})
+    error = refused(
+        finished, "stage=ppo", f"policy.checkpoint={final(finished, 'sft')}",
+        f"reward.checkpoint={reward}",
+    )  # fmt: skip
+    assert key in error
+    assert str(reward) in error
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_a_reward_that_is_measured_to_be_flat_or_nan(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, weight: float
+) -> None:
+    """A head of zeros gives every sample its bias: a standard deviation of exactly 0."""
+
+    def train(ready: Any, module: Any, *args: Any) -> dict[str, float]:
+        torch.nn.init.constant_(module.roles.heads["reward"].linear.weight, weight)
+        return {}
+
+    monkeypatch.setattr("lightning_rlhf.cli.run.fit", train)
+    sft = final(finished, "sft")
+    error = refused(finished, "stage=rm", f"policy.checkpoint={sft}")
+    assert f"standard deviation {weight}" in error
+    assert "rm.lr" in error
+
+
+# Taken over.
+
+
+def test_an_adapter_without_a_tokenizer_is_spoken_to_with_the_presets(finished: Workplace) -> None:
+    """As peft alone would have saved it: weights and their configuration, and nothing else."""
+    finished.mini("stage=sft", "run=lora", "sft.finetune=lora").succeeded  # noqa: B018
+    adapter = finished.folder / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(final(finished, "sft", "lora") / name, adapter)
+    finished.mini("stage=rm", "run=next", f"policy.checkpoint={adapter}").succeeded  # noqa: B018
+    written = final(finished, "rm", "next")
+    ours, preset = (AutoTokenizer.from_pretrained(folder) for folder in (written, TOKENIZER))
+    assert ours.get_vocab() == preset.get_vocab()
+    assert ours.chat_template == preset.chat_template
+
+
+@pytest.mark.parametrize(
+    "finetune",
+    [
+        "lora",
+        "full",
+    ],
+)
+def test_training_goes_on_from_what_ppo_left(finished: Workplace, finetune: str) -> None:
+    """A policy is one of the two things that may be given as policy.checkpoint."""
+    ppo = ["stage=ppo", "reward=random", "ppo.iterations=1"]
+    finished.mini("stage=sft", "run=first", f"sft.finetune={finetune}").succeeded  # noqa: B018
+    finished.mini(*ppo, "run=first").succeeded  # noqa: B018
+    policy = final(finished, "ppo", "first")
+    start = ["run=next", f"policy.checkpoint={policy}", "ppo.lr=1e-30"]  # stays where it starts
+    finished.mini(*ppo, *start).succeeded  # noqa: B018
+    before, after = (
+        load_file(folder / "fingerprint.safetensors")
+        for folder in (policy, final(finished, "ppo", "next"))
+    )
+    torch.testing.assert_close(after["self"], before["self"], atol=1e-5, rtol=0)
+    assert (before["self"] - before["below"]).abs().max() > 1e-3  # there was something to lose
+
+
+# Handed to everybody.
+
+
+class Says(LogitsProcessor):
+    """As if the weights wanted nothing but `tokens`, one for each row."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wanted = torch.full_like(scores, -1e9)
+        for row, token in enumerate(self.tokens):
+            wanted[row, token] = 0.0
+        return wanted
+
+
+def replies(model: PreTrainedModel, *tokens: int, **options: Any) -> list[list[int]]:
+    """Four tokens of a generate() that knows nothing but what its folder says."""
+    prompts = torch.tensor([[5, 6, 7]] * len(tokens))
+    said = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False,
+        logits_processor=[Says(*tokens)], **options,
+    )  # fmt: skip
+    assert torch.equal(said[:, :3], prompts)
+    return said[:, 3:].tolist()
+
+
+def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace) -> None:
+    """At the template's end of turn, and at an eos token that is another one, with no argument.
+
+    Rows that ended are filled up with the pad token while the last row speaks on.
+    """
+    shutil.copytree(TOKENIZER, finished.folder / "tokenizer")
+    file = finished.folder / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|system|>"}))
+    finished.mini("stage=sft", "run=next", "model.tokenizer=tokenizer").succeeded  # noqa: B018
+    folder = final(finished, "sft", "next")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end, eos, pad, other = tokenizer.convert_tokens_to_ids(
+        ["<|end|>", "<|system|>", "<|pad|>", "<|user|>"]
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert replies(model, end, eos, other) == [
+        [end, pad, pad, pad],
+        [eos, pad, pad, pad],
+        [other] * 4,
+    ]
+    assert replies(model, end, eos) == [[end], [eos]]
+    # What the folder says it is that ends them.
+    assert replies(model, end, eos, eos_token_id=None) == [[end] * 4, [eos] * 4]
+
+
+def test_the_policys_adapter_generates_with_what_its_sft_model_says(pipeline: Workplace) -> None:
+    model = AutoModelForCausalLM.from_pretrained(final(pipeline, "ppo"))
+    end, pad = AutoTokenizer.from_pretrained(TOKENIZER).convert_tokens_to_ids(
+        ["<|end|>", "<|pad|>"]
+    )
+    assert replies(model, end, 5) == [[end, pad, pad, pad], [5] * 4]
+
+
+@torch.no_grad()
+def test_the_policy_is_the_same_one_to_everybody_and_to_us(pipeline: Workplace) -> None:
+    """One line of transformers, and our adapters on our base, after a prompt of the val data."""
+    folder = final(pipeline, "ppo")
+    prompt = json.loads((pipeline.folder / "data/prompts_val.jsonl").read_text().splitlines()[0])
+    tokens = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        [{"role": "user", "content": prompt["prompt"]}], add_generation_prompt=True,
+        return_tensors="pt", return_dict=True,
+    )["input_ids"]  # fmt: skip
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
+
+    sft = find(str(final(pipeline, "sft")), "policy.checkpoint")
+    config = json.loads((pipeline.stage("ppo") / "config.json").read_text())["model"]
+    lora = LoRASettings(**config.pop("lora"))
+    roles = start_from(ModelConfig(**config, lora=lora), sft, trainable=False, seed=0)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    reference = roles.head(roles.hidden(tokens, mask))
+    roles.load_adapter(POLICY, folder)
+    with roles.acting(POLICY):
+        ours = roles.head(roles.hidden(tokens, mask))
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+    assert (ours - reference).abs().max() > 1e-3  # the adapter has an effect to be found
