@@ -353,6 +353,14 @@ def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(
     assert promise["metric"] in out
 
 
+def test_what_to_try_next_is_said_for_this_run(done: Kitchen) -> None:
+    """With what the stages were told, and without what only other stages understand."""
+    done.write(next=["see {folder}", "try stage=ppo{given} ppo.kl_coef=0"])
+    out = done.cook("run=mine", "sft.lr=2e-3", "ppo.gamma=0.5").succeeded.out
+    assert "see outputs/mine/mini\n" in out
+    assert "try stage=ppo model=mini data=small seed=3 run=mine ppo.gamma=0.5 ppo.kl_coef=0" in out
+
+
 def test_the_user_s_values_win_over_the_recipe_s(kitchen: Kitchen) -> None:
     kitchen.status = dict.fromkeys(STAGES, 0)
     kitchen.cook("seed=7", "logger=tensorboard")

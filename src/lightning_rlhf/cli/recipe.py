@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -89,7 +90,7 @@ class Recipe:
     promises: tuple[Promise, ...]
     """Of the recipe's own model and data, for any seed."""
     next: tuple[str, ...]
-    """What to try afterwards; {folder} stands for the run's, {given} for the user's overrides."""
+    """What to try afterwards; {folder} is the run's, {given} the last stage's own overrides."""
 
     def __post_init__(self) -> None:
         require(bool(self.stages), "stages", self.stages, "at least one stage")
@@ -143,7 +144,10 @@ def run_recipe(cfg: DictConfig, overrides: Sequence[str], recipes: Path) -> None
     metrics = summarise(stages)
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
-        given = "".join(f" {shlex.quote(o)}" for o in overrides if _key(o) not in OWN)
+        _, *own = commands[recipe.stages[-1]]
+        given = "".join(
+            f" {shlex.quote(re.sub(r'^[+]{2}(?=(sft|rm|ppo)[.])', '', o))}" for o in own
+        )
         for line in recipe.next:
             say(line.replace("{folder}", str(folder)).replace("{given}", given))
     if not ran:
