@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_rlhf import __version__
 from lightning_rlhf.cli.main import HOME, PACKAGE
 
 from .conftest import CONSOLE, MINI, MODULE, Workplace, weights
@@ -47,6 +49,24 @@ def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workpl
     for run, door in {"module": MODULE, "console": CONSOLE}.items():
         workplace.process(door, *MINI, "stage=sft", f"run={run}").succeeded  # noqa: B018
         assert weights(workplace.stage("sft", run)) == weights(pipeline.stage("sft")), run
+
+
+def test_the_version_is_ours(workplace: Workplace) -> None:
+    assert workplace.call("--version").succeeded.out == f"lightning-rlhf {__version__}\n"
+
+
+def test_each_run_sets_its_own_threads(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other in one process, as in a sweep."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr("lightning_rlhf.cli.run.THREADS", 3)
+    found = []
+    for threads in ("1", "null"):
+        workplace.mini("stage=sft", f"run=of{threads}", f"trainer.threads={threads}").succeeded  # noqa: B018
+        found.append(torch.get_num_threads())
+    torch.set_num_threads(before)
+    assert found == [1, 3]
 
 
 def test_the_cfg_can_be_printed(workplace: Workplace) -> None:

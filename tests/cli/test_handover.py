@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
 
 from lightning_rlhf.cli.main import RECIPES
@@ -133,13 +133,7 @@ def test_an_adapter_without_a_tokenizer_is_spoken_to_with_the_presets(finished: 
     assert ours.chat_template == preset.chat_template
 
 
-@pytest.mark.parametrize(
-    "finetune",
-    [
-        "lora",
-        "full",
-    ],
-)
+@pytest.mark.parametrize("finetune", ["lora", "full"])
 def test_training_goes_on_from_what_ppo_left(finished: Workplace, finetune: str) -> None:
     """A policy is one of the two things that may be given as policy.checkpoint."""
     ppo = ["stage=ppo", "reward=random", "ppo.iterations=1"]
@@ -154,6 +148,41 @@ def test_training_goes_on_from_what_ppo_left(finished: Workplace, finetune: str)
     )
     torch.testing.assert_close(after["self"], before["self"], atol=1e-5, rtol=0)
     assert (before["self"] - before["below"]).abs().max() > 1e-3  # there was something to lose
+
+
+def test_a_run_does_not_delete_what_it_starts_from(finished: Workplace) -> None:
+    finished.mini("stage=sft", "run=first", "sft.finetune=full").succeeded  # noqa: B018
+    finished.mini("stage=ppo", "run=first", "reward=random", "ppo.iterations=1").succeeded  # noqa: B018
+    policy = final(finished, "ppo", "first")
+    error = finished.mini(
+        "stage=ppo", "run=first", "reward=random", "overwrite=true", f"policy.checkpoint={policy}"
+    ).error
+    assert str(policy) in error
+    assert "run=NAME" in error
+    assert policy.is_dir()
+
+
+def test_resume_notices_that_a_foreign_parent_changed(finished: Workplace) -> None:
+    """One without a manifest, of which only its files tell."""
+    foreign = finished.folder / "foreign"
+    shutil.copytree(final(finished, "sft"), foreign)
+    (foreign / "manifest.json").unlink()
+    command = ["stage=rm", "run=next", f"policy.checkpoint={foreign}"]
+    finished.mini(*command).succeeded  # noqa: B018
+    shutil.rmtree(final(finished, "rm", "next"))
+    finished.mini(*command, "resume=true").succeeded  # noqa: B018
+    shutil.rmtree(final(finished, "rm", "next"))
+    save_file({}, foreign / "model.safetensors")
+    assert "are others now" in finished.mini(*command, "resume=true").error
+
+
+@pytest.mark.parametrize("text", ["{}", "{"])
+def test_an_adapter_whose_configuration_is_damaged(finished: Workplace, text: str) -> None:
+    finished.mini("stage=sft", "run=lora", "sft.finetune=lora").succeeded  # noqa: B018
+    broken = finished.folder / "broken"
+    shutil.copytree(final(finished, "sft", "lora"), broken)
+    (broken / "adapter_config.json").write_text(text)
+    assert str(broken) in finished.mini("stage=rm", "run=n", f"policy.checkpoint={broken}").error
 
 
 # Handed to everybody.

@@ -88,14 +88,14 @@ def test_spread(size: int, n: int, expected: list[int]) -> None:
 def test_a_failed_job_has_its_line_in_the_sweep() -> None:
     rows = [
         SweepRow(
-            ("stage=ppo", "ppo.kl_coef=0.1"),
+            ("stage=ppo", "x=[/y]", "ppo.kl_coef=0.1"),
             "finished",
             {"eval/reward_mean": 1.0, "eval/judge/gold": 2.0},
         ),
-        SweepRow(("stage=ppo", "ppo.kl_coef=[0]"), "failed", {}),
+        SweepRow(("stage=ppo", "x=[/y]", "ppo.kl_coef=[0]"), "failed", {}),
     ]
     text = shown(sweep_table(rows))
-    assert text.splitlines()[0].strip() == "Sweep stage=ppo"
+    assert text.splitlines()[0].strip() == "Sweep stage=ppo x=[/y]"
     assert cells(text) == [
         ["overrides", "status", "reward_mean", "gold"],
         ["ppo.kl_coef=0.1", "finished", "1.000", "2.000"],

@@ -103,7 +103,8 @@ class SummedMetrics(Callback):
         self._logged_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"training": self._training, "logged_step": self._logged_step}
+        training = [sums.cpu() for sums in self._training]
+        return {"training": training, "logged_step": self._logged_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training, self._logged_step = state_dict["training"], state_dict["logged_step"]
@@ -181,7 +182,8 @@ def _gathered(pl_module: LightningModule, rows: Tensor) -> Tensor:
 
 
 def _totals(trainer: Trainer, sums: Sequence[Tensor]) -> list[float]:
-    """Column sums over batches and processes."""
-    total = trainer.strategy.reduce(torch.stack(list(sums)).sum(dim=0), reduce_op="sum")
+    """Column sums over batches and processes. Those of a checkpoint come from the CPU."""
+    rows = torch.stack([row.to(sums[-1].device) for row in sums])
+    total = trainer.strategy.reduce(rows.sum(dim=0), reduce_op="sum")
     assert isinstance(total, Tensor)
     return total.tolist()

@@ -28,9 +28,9 @@ NOISY_WARNINGS = (
 )
 
 
-def say(message: str) -> None:
-    """One line for the user."""
-    get_console().print(message, highlight=False, soft_wrap=True)
+def say(message: str, style: str = "") -> None:
+    """One line for the user, printed as it is."""
+    get_console().print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_lengths(what: str, rows: Rows[Any], tokenised: Tokenised[Any]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.roles import REWARD, SFT
 
@@ -40,6 +41,7 @@ def resume_point(settings: Settings) -> Path | None:
     folder = folder_of(settings)
     check_writable(settings.outputs, folder)
     if settings.overwrite:
+        check_apart(settings, folder)
         return None
     finished, resumable = (folder / FINAL).is_dir(), (folder / LAST).is_file()
     if not is_used(folder):
@@ -53,8 +55,8 @@ def resume_point(settings: Settings) -> Path | None:
         check_same_config(settings, folder)
         if is_stale(settings):
             raise ConfigError(
-                f"{folder} cannot be resumed: a stage that it was started from was run again "
-                f"since. Give {anew}"
+                f"{folder} cannot be resumed: the models it was started from are others now. "
+                f"Give {anew}"
             )
         return folder / LAST
     if settings.resume:
@@ -70,19 +72,30 @@ def check_writable(outputs: Path, folder: Path) -> None:
         raise ConfigError(f"outputs={outputs}: {there} is not a folder that can be written into")
 
 
-def claim(settings: Settings) -> Path:
-    """Make the run's folder, without what an overwritten run left in it.
+def check_apart(settings: Settings, folder: Path) -> None:
+    """Raise ConfigError where the run starts from a checkpoint that it would delete."""
+    for final in find_parents(settings).values():
+        if final.path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"overwrite=true would delete {folder}, and with it {final.path}, which the run "
+                "starts from. Give run=NAME to keep both"
+            )
+
+
+def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
+    """Make the run's folder, without what an overwritten run left in it, and note its `parents`.
 
     Raises ConfigError where it cannot be written.
     """
     folder = folder_of(settings)
+    digests = {role: digest(final.path) for role, final in parents.items()}
     try:
         if settings.overwrite and folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FAILED).unlink(missing_ok=True)
         (folder / CONFIG).write_text(json.dumps(settings.tree, indent=2) + "\n")
-        (folder / PARENTS).write_text(json.dumps(parent_digests(settings), indent=2) + "\n")
+        (folder / PARENTS).write_text(json.dumps(digests, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
     return folder
@@ -93,34 +106,45 @@ def is_used(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def is_done(settings: Settings) -> bool:
-    """Whether the run finished with this very configuration, and is not to be done again."""
-    return _has_finished(settings) and not settings.overwrite and not is_stale(settings)
+State = Literal["new", "done", "cut off", "outdated"]
 
 
-def is_outdated(settings: Settings) -> bool:
-    """Whether the run finished with this very configuration, but from models that are gone."""
-    return _has_finished(settings) and is_stale(settings)
+def state_of(settings: Settings) -> State:
+    """What is there of the run: nothing, all, a part to go on from, or what is to be done anew.
 
-
-def _has_finished(settings: Settings) -> bool:
+    Raises ConfigError where the folder holds the stage with another configuration.
+    """
     folder = folder_of(settings)
-    finished = is_used(folder) and (folder / FINAL).is_dir()
-    return finished and changed_key(settings.tree, folder) is None
+    if not is_used(folder):
+        return "new"
+    key = changed_key(settings.tree, folder)
+    if key is not None:
+        raise ConfigError(
+            f"{folder} was run with another {key}. Give run=NAME to keep both, or overwrite=true "
+            "to do it again"
+        )
+    if is_stale(settings):
+        say(f"{folder}: the models it was started from are others now; it is done again")
+        return "outdated"
+    if (folder / FINAL).is_dir():
+        return "done"
+    return "cut off" if (folder / LAST).is_file() else "outdated"
 
 
 def is_stale(settings: Settings) -> bool:
-    """Whether a stage that the run was started from was run again since, or is no longer there."""
+    """Whether the checkpoints that the run was started from are others now.
+
+    One that is gone is none of them: what was made of it is still good.
+    """
     file = folder_of(settings) / PARENTS
     try:
-        return not file.is_file() or json.loads(file.read_text()) != parent_digests(settings)
-    except CheckpointError:
-        return True
-
-
-def parent_digests(settings: Settings) -> dict[str, str]:
-    """Role -> `digest` of the checkpoint that plays it."""
-    return {role: digest(final.path) for role, final in find_parents(settings).items()}
+        then = json.loads(file.read_text()) if file.is_file() else {}
+        now = {role: digest(final.path) for role, final in find_parents(settings).items()}
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is damaged: {error}. Delete it to go on") from error
+    except (CheckpointError, HubError):
+        return False
+    return any(now[role] != was for role, was in then.items() if role in now)
 
 
 def changed_key(tree: dict[str, Any], folder: Path) -> str | None:

@@ -82,7 +82,7 @@ def fit(
     """Train over the whole schedule, validate at the end, draw the curves; the last metrics."""
     settings, config = ready.settings, ready.settings.config
     resume_from = resume_point(settings)
-    claim(settings)
+    claim(settings, ready.parents)
     is_ppo = isinstance(config, PPOConfig)
     identity = RunIdentity(
         name=f"{settings.run}/{settings.model.name}/{settings.stage}",
@@ -120,7 +120,7 @@ def fit(
             trainer.validate(module, datamodule=data, verbose=False)
         exit_code = 0
     except SystemExit as stop:
-        if trainer.received_sigterm or not trainer.interrupted:
+        if not isinstance(stop.__context__, KeyboardInterrupt):
             raise
         raise KeyboardInterrupt from stop  # which Lightning has turned into exit status 1
     finally:

@@ -55,7 +55,7 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         execute(cfg, in_sweep)
     except (KeyboardInterrupt, SIGTERMException) as stop:
-        print("stopped; resume=true, or the same recipe, goes on from the last checkpoint")
+        print("stopped; resume=true, or the same recipe or sweep, goes on from the last checkpoint")
         is_sigterm = isinstance(stop, SIGTERMException)
         sys.exit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT))
     except RLHFError as error:
@@ -76,19 +76,20 @@ def compose(cfg: DictConfig) -> str | None:
 
 
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
-    """Run the recipe, or the stage; a sweep that is called again does only what is not done."""
+    """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
     if cfg.recipe is not None:
         from lightning_rlhf.cli.recipe import run_recipe
 
         run_recipe(cfg, HydraConfig.get().overrides.task, RECIPES)
         return
-    from lightning_rlhf.cli.folders import is_done, is_outdated
+    from lightning_rlhf.cli.folders import state_of
     from lightning_rlhf.cli.run import run_stage
     from lightning_rlhf.cli.settings import read_settings
 
     settings = read_settings(cfg)
-    if in_sweep and is_done(settings):
-        return
-    if in_sweep and is_outdated(settings):
-        settings = replace(settings, overwrite=True, resume=False)
+    if in_sweep and not settings.overwrite:
+        state = state_of(settings)
+        if state == "done":
+            return
+        settings = replace(settings, resume=state == "cut off", overwrite=state == "outdated")
     run_stage(settings)

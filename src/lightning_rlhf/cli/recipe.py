@@ -21,13 +21,11 @@ from yaml import YAMLError
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import (
     FINAL,
-    LAST,
     VOLATILE,
-    changed_key,
+    State,
     differing_key,
     folder_of,
-    is_stale,
-    is_used,
+    state_of,
 )
 from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
 from lightning_rlhf.core.config import require, require_one_of
@@ -38,6 +36,12 @@ from lightning_rlhf.report.tables import before_after_table, side_by_side
 LISTS = ("stages", "overrides", "promises", "next")
 ANY = ("run", "job", "seed", "outputs", *VOLATILE)
 """Keys that may be anything: the recipe is still run as it is written."""
+HOW: Mapping[State, tuple[str, ...]] = {
+    "new": (),
+    "cut off": ("resume=true",),
+    "outdated": ("overwrite=true",),
+}
+"""State of a stage -> the overrides with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
 """Overrides that are for the recipe and not handed to its stages."""
 
@@ -134,20 +138,19 @@ def run_recipe(cfg: DictConfig, overrides: Sequence[str], recipes: Path) -> None
     stages = {stage: read_settings(compose("config", list(o))) for stage, o in commands.items()}
     ran = False
     for stage, settings in stages.items():
-        state = state_of(settings, cfg.overwrite)
+        state = "outdated" if cfg.overwrite else state_of(settings)
         if state == "done":
-            say(f"[green]{stage}: done already[/green], {folder_of(settings)}")
+            say(f"{stage}: done already, {folder_of(settings)}", "green")
             continue
         ran = True
-        say(f"[bold]{stage}[/bold]: {folder_of(settings)}")
-        run_process(stage, [*commands[stage], *state], folder_of(settings))
+        say(f"{stage}: {folder_of(settings)}", "bold")
+        run_process(stage, [*commands[stage], *HOW[state]], folder_of(settings))
     metrics = summarise(stages)
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
         _, *own = commands[recipe.stages[-1]]
-        given = "".join(
-            f" {shlex.quote(re.sub(r'^[+]{2}(?=(sft|rm|ppo)[.])', '', o))}" for o in own
-        )
+        told = [*config_dirs(), *(re.sub(r"^[+]{2}(?=(sft|rm|ppo)[.])", "", o) for o in own)]
+        given = "".join(f" {shlex.quote(word)}" for word in told)
         for line in recipe.next:
             say(line.replace("{folder}", str(folder)).replace("{given}", given))
     if not ran:
@@ -166,39 +169,21 @@ def stage_overrides(
     return (f"stage={stage}", *own, *given, *([f"job='{job}'"] if job else []))
 
 
-def state_of(settings: Settings, overwrite: bool) -> str | tuple[str, ...]:
-    """ "done", or the overrides with which the stage is to be run.
-
-    Raises ConfigError where the folder holds the stage with another configuration.
-    """
-    folder = folder_of(settings)
-    if overwrite:
-        return ("overwrite=true",)
-    if not is_used(folder):
-        return ()
-    key = changed_key(settings.tree, folder)
-    if key is not None:
-        raise ConfigError(
-            f"{folder} was run with another {key}. Give run=NAME to keep both, or overwrite=true "
-            "to do the recipe again"
-        )
-    if (folder / FINAL).is_dir():
-        return ("overwrite=true",) if is_stale(settings) else "done"
-    can_go_on = (folder / LAST).is_file() and not is_stale(settings)
-    return ("resume=true",) if can_go_on else ("overwrite=true",)
-
-
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
     """Run one stage as a process of its own, on this terminal, until its `final/` is there."""
-    sources = HydraConfig.get().runtime.config_sources
-    given = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
-    command = [sys.executable, "-m", "lightning_rlhf", *given, *overrides]
+    command = [sys.executable, "-m", "lightning_rlhf", *config_dirs(), *overrides]
     done = subprocess.run(command, check=False)
     if done.returncode or not (folder / FINAL).is_dir():
         raise RLHFError(
             f"stage={stage} failed with exit status {done.returncode}; what it said stands above. "
             "The same command, without overwrite=true, goes on from there"
         )
+
+
+def config_dirs() -> list[str]:
+    """The user's own --config-dir, as it was given."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
 
 
 def summarise(stages: Mapping[str, Settings]) -> dict[str, Mapping[str, float]]:

@@ -52,14 +52,16 @@ from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference
 
+THREADS = torch.get_num_threads()
+"""Torch's own choice, before any run of this process changed it."""
+
 
 def run_stage(settings: Settings) -> Path:
     """Run the stage and return the path of its `final/` folder."""
     quiet_libraries()
     check_accelerator(settings)
     resume_point(settings)  # refuse before anything is read
-    if settings.trainer.threads is not None:
-        torch.set_num_threads(settings.trainer.threads)
+    torch.set_num_threads(settings.trainer.threads or THREADS)
     L.seed_everything(settings.seed, verbose=False)
     match settings.config:
         case SFTConfig():
@@ -192,7 +194,7 @@ def supervised_data(
         collate=partial(collate, pad_id=ready.chat.pad_token_id),
         batch_size=config.batch_size,
         val_batch_size=config.microbatch_size,
-        batches=math.ceil(config.epochs * len(train.examples) / config.batch_size),
+        batches=math.ceil(round(config.epochs * len(train.examples), 6) / config.batch_size),
         seed=ready.settings.seed,
         pool_batches=ready.settings.data.pool_batches,
     )
@@ -204,7 +206,10 @@ def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:
     if final is None:
         generator = torch.Generator().manual_seed(ready.settings.seed)
         random_reward(roles, generator)
-        say("[bold red]reward=random: the reward means nothing; this only shows that the loop runs")
+        say(
+            "reward=random: the reward means nothing; this only shows that the loop runs",
+            "bold red",
+        )
         return LearnedReward(roles.reward, mean=0.0, std=1.0)
     if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
         raise CheckpointError(

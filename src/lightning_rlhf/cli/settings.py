@@ -117,6 +117,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         require(is_name, key, name, "a folder name without slashes")
         require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
     tree |= {key: str(tree[key]) for key in ("run", "job") if key in names}
+    tree["model"] = {**tree["model"], "name": str(tree["model"]["name"])}
     require(isinstance(tree["outputs"], str), "outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")

@@ -59,6 +59,8 @@ def job_name(overrides: Sequence[str]) -> str | None:
 
 def mark_failed(cfg: DictConfig, reason: str) -> str:
     """Leave the reason in the job's folder, unless a finished run is there. Returns it."""
+    if not isinstance(cfg.outputs, str):
+        return reason
     folder = _folder(cfg)
     is_inside = folder.resolve().is_relative_to(Path(cfg.outputs).resolve())
     if is_inside and not (folder / FINAL).is_dir():
@@ -82,21 +84,23 @@ class SweepTable(Callback):
         if self._rows is None:
             return
         overrides = tuple(o.lstrip("+") for o in job_return.overrides or [])
-        final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
-        failure = job_return.return_value
-        if failure is None and not final.is_dir():
-            failure = f"{final} is missing"
+        failure, metrics = job_return.return_value, {}
         if failure is None:
-            metrics = find(str(final), "final").require_manifest(final.parent.name).metrics
-            shown = {name: metrics[name] for name in SHOWN if name in metrics}
-            self._rows.append(SweepRow(overrides=overrides, status="done", metrics=shown))
-        else:
-            self._rows.append(SweepRow(overrides=overrides, status="failed", metrics={}))
+            final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
+            if final.is_dir():
+                metrics = find(str(final), "final").require_manifest(final.parent.name).metrics
+            else:
+                failure = f"{final} is missing"
+        if failure is not None:
             self._failures[" ".join(overrides)] = failure
+        status = "done" if failure is None else "failed"
+        shown = {name: metrics[name] for name in SHOWN if name in metrics}
+        self._rows.append(SweepRow(overrides=overrides, status=status, metrics=shown))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         assert self._rows is not None
-        get_console().print(sweep_table(self._rows))
+        if self._rows:
+            get_console().print(sweep_table(self._rows))
         for job, failure in self._failures.items():
             print(f"failed: {job}: {failure}")
         if self._failures:

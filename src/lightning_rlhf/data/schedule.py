@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +42,7 @@ class Schedule(Sampler[list[int]]):
         self.pool_batches = pool_batches
         self.start = 0
         """The first batch to yield: 0, or the one after the last that was trained on."""
-        self._order = lru_cache(maxsize=2)(self._order_of)
+        self._latest: tuple[int, NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         """Batches of the whole run, those before `start` included, as Lightning counts them."""
@@ -58,11 +57,13 @@ class Schedule(Sampler[list[int]]):
         first, end = k * self.batch_size, (k + 1) * self.batch_size
         found: list[int] = []
         for epoch in range(first // size, -(-end // size)):
-            order = self._order(epoch)
+            if self._latest is None or self._latest[0] != epoch:
+                self._latest = epoch, self._order(epoch)
+            order = self._latest[1]
             found += order[max(0, first - epoch * size) : end - epoch * size].tolist()
         return found
 
-    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+    def _order(self, epoch: int) -> NDArray[np.int64]:
         """All examples once, in the order of this epoch."""
         order = self._random(_EPOCH, epoch).permutation(len(self.lengths))
         start = -epoch * len(order) % self.batch_size  # after the batch begun in the epoch before

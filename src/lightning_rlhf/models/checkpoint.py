@@ -72,7 +72,12 @@ class Final:
     @property
     def base_folder(self) -> str | None:
         """The folder of the weights that the adapter stands on; None where that is no folder."""
-        base = json.loads((self.path / ADAPTER).read_text())["base_model_name_or_path"]
+        file = self.path / ADAPTER
+        try:
+            config = json.loads(file.read_text())
+            base, _ = config["base_model_name_or_path"], config["peft_type"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise CheckpointError(f"{file} does not describe an adapter: {error!r}") from error
         return base if base and Path(base).is_dir() else None
 
     def require_manifest(self, stage: str) -> Manifest:
@@ -170,9 +175,16 @@ def _base_of(manifest: Manifest, is_whole: bool) -> str:
 
 
 def digest(folder: Path) -> str:
-    """Of the manifest in `folder`, which is another one each time that a stage is run."""
+    """Tells whether the checkpoint in `folder` is still the same.
+
+    Of its manifest, which is another one each time that a stage is run; of a folder that another
+    program wrote, the names, sizes and times of its files.
+    """
     file = folder / MANIFEST
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
+    if file.is_file():
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -91,9 +91,9 @@ def spread(items: Sequence[Any], n: int) -> list[Any]:
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
     """One line a job, with every metric that some job has. What all jobs share is in the title."""
-    shared = [o for o in rows[0].overrides if all(o in row.overrides for row in rows[1:])]
-    shared = shared if len(rows) > 1 else []
-    table = Table(title=" ".join(["Sweep", *shared]), title_justify="left")
+    first = rows[0].overrides if len(rows) > 1 else ()
+    shared = [o for o in first if all(o in row.overrides for row in rows)]
+    table = Table(title=Text(" ".join(["Sweep", *shared])), title_justify="left")
     table.add_column("overrides", overflow="fold")
     table.add_column("status")
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
