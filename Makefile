@@ -37,7 +37,7 @@ $(BIN)/python:
 	@case "$(PYTHON)" in *python3.11) ;; *) echo "python3.11 was not found; trying $$($(PYTHON) --version). The tested version is 3.11.";; esac
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 		|| { echo "Python 3.11, 3.12 or 3.13 is needed, found $$($(PYTHON) --version)."; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(BIN)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV); this takes two to three minutes."

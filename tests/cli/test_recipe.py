@@ -155,6 +155,26 @@ def test_another_configuration_is_refused(done: Kitchen) -> None:
     assert "overwrite=true" in error
 
 
+def test_a_fault_in_the_last_stage_s_data_costs_no_training(kitchen: Kitchen) -> None:
+    error = kitchen.cook("data.prompts.train=nosuch.jsonl").error
+    assert "nosuch.jsonl" in error
+    assert kitchen.ran == []
+
+
+def test_a_stage_is_done_whatever_changes_of_what_it_does_not_read(done: Kitchen) -> None:
+    pairs = done.place.folder / "other_pairs.jsonl"
+    shutil.copy(done.place.folder / "data" / "preferences_train.jsonl", pairs)
+    for stage in ("rm", "ppo"):
+        shutil.rmtree(done.folder(stage))
+    done.cook(f"data.preferences.train={pairs}").succeeded  # noqa: B018
+    assert done.ran == ["rm", "ppo"]
+
+
+def test_a_run_may_be_renamed(done: Kitchen) -> None:
+    (done.place.outputs / "default").rename(done.place.outputs / "renamed")
+    assert done.cook("run=renamed").succeeded.out.count("done already") == 3
+
+
 def test_another_run_is_another_folder(done: Kitchen) -> None:
     done.cook("seed=4", "run=four").succeeded  # noqa: B018
     assert done.ran == ["sft", "rm", "ppo"]
@@ -253,13 +273,12 @@ def test_a_stage_that_ends_well_but_leaves_nothing_stops_the_rest(kitchen: Kitch
 
 
 def test_what_the_stage_said_stands_above(kitchen: Kitchen) -> None:
-    (kitchen.place.folder / "data" / "preferences_train.jsonl").write_text("{\n")
-    outcome = kitchen.cook()
+    outcome = kitchen.cook("data.max_prompt_tokens=1")
     assert outcome.status == 1
-    assert kitchen.ran == ["sft", "rm"]
+    assert kitchen.ran == ["sft"]
     first, last = outcome.err.strip().splitlines()
-    assert "preferences_train.jsonl" in first
-    assert "stage=rm failed" in last
+    assert "max_prompt_tokens" in first
+    assert "stage=sft failed" in last
 
 
 @pytest.mark.parametrize(

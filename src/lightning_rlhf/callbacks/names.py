@@ -35,7 +35,7 @@ METRICS: dict[str, Metric] = {
         "score",
         "rollout",
         PPO,
-        "rises, then flattens; 0 is what the SFT model gets on average",
+        "rises, then flattens; 0 is what the SFT model gets on training prompts",
     ),
     "kl_divergence": Metric(
         "mean over responses of sum_t kl_t, policy against reference",

@@ -18,7 +18,14 @@ from lightning_rlhf.models.roles import REWARD, SFT
 BASE = "base"
 FINAL, FAILED, LAST = "final", "failed.txt", Path("checkpoints/last.ckpt")
 CONFIG, PARENTS = "config.json", "parents.json"
-VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe")
+VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe", "run", "job", "outputs")
+"""Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
+UNREAD: Mapping[str, tuple[str, ...]] = {
+    "sft": ("data.preferences", "data.prompts", "data.judge", "reward"),
+    "rm": ("data.demonstrations", "data.prompts", "data.judge", "reward"),
+    "ppo": ("data.demonstrations", "data.preferences"),
+}
+"""Stage -> keys that it does not read."""
 
 
 def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
@@ -48,7 +55,8 @@ def resume_point(settings: Settings) -> Path | None:
         if settings.resume:
             raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
         return None
-    anew = "overwrite=true to delete it and start anew, or run=NAME to keep both"
+    other = "run=NAME" if settings.job is None else "job=NAME"
+    anew = f"overwrite=true to delete it and start anew, or {other} to keep both"
     if finished:
         raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
     if settings.resume and resumable:
@@ -131,6 +139,11 @@ def state_of(settings: Settings) -> State:
     return "cut off" if (folder / LAST).is_file() else "outdated"
 
 
+def is_finished(settings: Settings) -> bool:
+    """Whether there is a `final/`, of whatever configuration."""
+    return (folder_of(settings) / FINAL).is_dir()
+
+
 def is_stale(settings: Settings) -> bool:
     """Whether the checkpoints that the run was started from are others now.
 
@@ -149,16 +162,17 @@ def is_stale(settings: Settings) -> bool:
 
 def changed_key(tree: dict[str, Any], folder: Path) -> str | None:
     """The first key in which `tree` differs from what `folder` was run with, or None."""
-    return differing_key(tree, json.loads((folder / CONFIG).read_text()), VOLATILE)
+    ignored = (*VOLATILE, *UNREAD[tree["stage"]])
+    return differing_key(tree, json.loads((folder / CONFIG).read_text()), ignored)
 
 
 def differing_key(
     one: dict[str, Any], other: dict[str, Any], ignored: Collection[str]
 ) -> str | None:
-    """The first key in which two configurations differ, or None; the top keys `ignored` may."""
+    """The first key in which two configurations differ, or None; `ignored` ones and theirs may."""
     ours, theirs = flatten(one), flatten(other)
     for key in sorted(ours.keys() | theirs.keys()):
-        if key.split(".")[0] in ignored:
+        if any(f"{key}.".startswith(f"{prefix}.") for prefix in ignored):
             continue
         if key not in ours or key not in theirs or ours[key] != theirs[key]:
             return key

@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,19 @@ from lightning_rlhf.cli.folders import (
     State,
     differing_key,
     folder_of,
+    is_finished,
     state_of,
 )
 from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 
 LISTS = ("stages", "overrides", "promises", "next")
-ANY = ("run", "job", "seed", "outputs", *VOLATILE)
+ANY = ("seed", *VOLATILE)
 """Keys that may be anything: the recipe is still run as it is written."""
 HOW: Mapping[State, tuple[str, ...]] = {
     "new": (),
@@ -42,6 +45,11 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "outdated": ("overwrite=true",),
 }
 """State of a stage -> the overrides with which it is run."""
+LOAD: Mapping[str, Callable[[DataConfig, int], object]] = {
+    "sft": load_demonstrations,
+    "rm": load_preferences,
+    "ppo": load_prompts,
+}
 OWN = ("recipe", "resume", "overwrite")
 """Overrides that are for the recipe and not handed to its stages."""
 
@@ -136,6 +144,9 @@ def run_recipe(cfg: DictConfig, overrides: Sequence[str], recipes: Path) -> None
         stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
     }
     stages = {stage: read_settings(compose("config", list(o))) for stage, o in commands.items()}
+    for stage, settings in stages.items():  # a fault in the last stage's data must cost no training
+        if cfg.overwrite or not is_finished(settings):
+            LOAD[stage](settings.data, settings.seed)
     ran = False
     for stage, settings in stages.items():
         state = "outdated" if cfg.overwrite else state_of(settings)

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
@@ -49,6 +50,7 @@ from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference
 
@@ -176,6 +178,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     fit(ready, module, data, [PPOMetrics(), evaluation, samples])
     assert evaluation.first is not None
     assert evaluation.last is not None
+    get_console().print(before_after_table(evaluation.first, evaluation.last))
     metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
     return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=VALUE)
 

@@ -81,7 +81,8 @@ def decode_row(raw: bytes | Row) -> Row:
     except UnicodeDecodeError as error:
         raise BadRow("not UTF-8", f"at byte {error.start + 1} of the line") from error
     except json.JSONDecodeError as error:
-        raise BadRow("broken JSON", f"{error.msg} at column {error.colno}") from error
+        where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
+        raise BadRow("broken JSON", where) from error
     except (ValueError, RecursionError) as error:  # numbers of 4,300 digits; endless nesting
         raise BadRow("broken JSON", str(error)) from error
     if not isinstance(row, dict):
