@@ -2,10 +2,11 @@
 PYTHON := $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types lock clean
+.PHONY: help quickstart test parity lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -15,6 +16,9 @@ quickstart: $(BIN)/.installed  ## SFT -> reward model -> PPO on the embedded mod
 
 test: $(BIN)/.installed-dev  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
+	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)
 
 lint: $(BIN)/.installed-dev  ## style and the floors of the architecture
 	$(BIN)/ruff check .
@@ -30,7 +34,7 @@ lock: $(BIN)/.installed-dev  ## write constraints.txt anew from pyproject.toml
 		--no-header --no-annotate -q -o constraints.txt
 
 clean:  ## remove the environment and all caches; outputs stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No python3 was found; install Python 3.11."; exit 1; }
@@ -46,4 +50,9 @@ $(BIN)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(BIN)/.installed-dev: $(BIN)/.installed
 	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@
+
+$(PEERS)/bin/.installed-peers: pyproject.toml constraints.txt tests/parity/requirements.txt
+	@$(MAKE) --no-print-directory VENV=$(PEERS) $(PEERS)/bin/.installed
+	$(PEERS)/bin/python -m pip install -q -r tests/parity/requirements.txt -c constraints.txt
 	@touch $@

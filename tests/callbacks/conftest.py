@@ -32,6 +32,7 @@ def make_experience(**changes: Any) -> Experience:
         "mask": torch.tensor([[True, True, True, True], [True, True, False, False]]),
         "response_mask": torch.tensor([[True, True, True], [True, False, False]]),
         "old_logprobs": torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]]),
+        "ref_logprobs": torch.tensor([[-1.1, -1.2, -1.3], [-1.9, 0.0, 0.0]]),
         "old_values": torch.tensor([[1.0, 1.0, 2.0], [0.0, 0.0, 0.0]]),
         "kl": torch.tensor([[0.1, 0.2, 0.3], [-0.1, 0.0, 0.0]]),
         "rewards": torch.tensor([[-0.1, -0.2, 1.7], [-0.9, 0.0, 0.0]]),

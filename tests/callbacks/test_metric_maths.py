@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -22,11 +22,11 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
-from lightning_rlhf.core.types import Experience
+from lightning_rlhf.core.types import Experience, UpdateStats
 
 from .conftest import make_experience, make_updates
 
-PER_TOKEN = ("old_logprobs", "old_values", "kl", "rewards", "advantages", "returns")
+PER_TOKEN = ("old_logprobs", "old_values", "ref_logprobs", "kl", "rewards", "advantages", "returns")
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -80,11 +80,28 @@ def test_not_a_number_on_padding_does_not_leak() -> None:
     assert rollout_metrics(response_sums(padded)) == pytest.approx(expected)
 
 
-def test_update_metrics_are_means_over_steps_but_the_largest_ratio_is_the_largest() -> None:
+def test_update_metrics_are_means_over_minibatches_but_for_the_largest_ratio_and_counts() -> None:
     metrics = update_metrics(update_rows(make_updates()))
     assert metrics.pop("update/ratio_max") == 3.0
-    assert len(metrics) == len(fields(type(make_updates()[0]))) - 1
+    counts = {metrics.pop(f"update/{name}") for name in ("steps", "skipped", "stopped")}
+    assert counts == {0.0, 4.0}  # of 1 and 3 the sum; neither is 0, so no step was taken
+    assert len(metrics) == len(fields(UpdateStats)) - 3
     assert set(metrics.values()) == {2.0}
+
+
+def test_minibatches_are_counted_by_what_became_of_them() -> None:
+    # Five minibatches: three steps, one of them skipped in between, and a last one that stopped.
+    one, zero = torch.tensor(1.0), torch.tensor(0.0)
+    fate = [(zero, zero), (one, zero), (zero, zero), (zero, zero), (zero, one)]
+    updates = [replace(make_updates()[0], skipped=s, stopped=t) for s, t in fate]
+    metrics = update_metrics(update_rows(updates))
+    assert {n: metrics[f"update/{n}"] for n in ("steps", "skipped", "stopped")} == {
+        "steps": 3.0,
+        "skipped": 1.0,
+        "stopped": 1.0,
+    }
+    both = [replace(make_updates()[0], skipped=one, stopped=one)]
+    assert update_metrics(update_rows(both))["update/steps"] == 0.0
 
 
 def test_time_metrics_by_hand() -> None:

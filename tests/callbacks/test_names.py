@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from lightning_rlhf.callbacks.names import METRICS, check_names, metrics_table
+from lightning_rlhf.core.types import UpdateStats
 
 PREFIXES = {"rollout": "rollout/", "update": "update/", "eval": "eval/", "time": "time/"}
 HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
@@ -11,6 +14,15 @@ HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
 def test_only_the_four_headlines_go_without_the_prefix_of_their_phase() -> None:
     bare = {name for name, metric in METRICS.items() if not name.startswith(PREFIXES[metric.phase])}
     assert bare == HEADLINES
+
+
+def test_every_fact_of_an_update_has_a_row() -> None:
+    """Under its own name, or under that of a headline or a count."""
+    named = {"loss": "ppo_loss", "entropy": "entropy"}
+    for field in fields(UpdateStats):
+        metric = METRICS[named.get(field.name, f"update/{field.name}")]
+        assert (metric.phase, "ppo" in metric.stages) == ("update", True)
+    assert "ppo" in METRICS["update/steps"].stages
 
 
 def test_a_name_without_a_row_is_refused_by_name() -> None:

@@ -7,6 +7,7 @@ user would give presets of his own.
 from __future__ import annotations
 
 import contextlib
+import csv
 import hashlib
 import io
 import logging
@@ -15,15 +16,17 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
+from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
 from lightning_rlhf.cli.main import HOME, RECIPES, main
 
 PRESETS = Path(__file__).parent / "presets"
@@ -206,3 +209,48 @@ def weights(stage_folder: Path) -> dict[str, str]:
     """The safetensors in `final/`: adapters, full weights, heads, fingerprints."""
     files = tree(stage_folder / "final")
     return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
+
+
+def rows(stage_folder: Path) -> list[dict[str, str]]:
+    """metrics.csv without what differs between two equal runs: seconds."""
+    with (stage_folder / "metrics.csv").open(newline="") as file:
+        return [
+            {name: cell for name, cell in row.items() if cell and not name.startswith("time/")}
+            for row in csv.DictReader(file)
+        ]
+
+
+def given(place: Workplace) -> list[str]:
+    """The parents of run=default, named."""
+    return [
+        f"policy.checkpoint={place.stage('sft') / 'final'}",
+        f"reward.checkpoint={place.stage('rm') / 'final'}",
+    ]
+
+
+class PowerCut(Exception):
+    """The plug is pulled."""
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """cut("step", k): the plug is pulled after the k-th batch and its checkpoint."""
+
+    def arrange(where: str, step: int) -> None:
+        def pull(*args: Any, **kwargs: Any) -> None:
+            raise PowerCut
+
+        if where == "hand_over":
+            monkeypatch.setattr("lightning_rlhf.cli.run.hand_over", pull)
+            return
+        save = ResumeCheckpoint.on_train_batch_end
+
+        def save_then_pull(self: Any, trainer: Any, module: Any, outputs: Any, batch: Any,
+                           batch_idx: int) -> None:  # fmt: skip
+            save(self, trainer, module, outputs, batch, batch_idx)
+            if batch_idx + 1 == step:
+                raise PowerCut
+
+        monkeypatch.setattr(ResumeCheckpoint, "on_train_batch_end", save_then_pull)
+
+    return arrange

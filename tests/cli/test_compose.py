@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig
 
@@ -25,8 +26,9 @@ from lightning_rlhf.cli.settings import (
     TrainerConfig,
     read_settings,
 )
-from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 
@@ -65,7 +67,7 @@ def yaml(group: str, option: str) -> dict[str, Any]:
     """One file of conf/ as it is written, interpolations included; of a stage, its section."""
     tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
     if group == "stage":
-        assert set(tree) == {"stage", option}
+        assert set(tree) - {"defaults"} == {"stage", option}
         assert tree["stage"] == option
         tree = tree[option]
     if group == "stage_model":
@@ -75,9 +77,17 @@ def yaml(group: str, option: str) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key != "defaults"}
 
 
+def stage_keys(stage: str) -> dict[str, Any]:
+    """Of the stage's section, as it is where nothing is overridden."""
+    return yaml("stage", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
+
+
 def test_groups_are_those_that_the_tests_below_go_through() -> None:
     groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
-    assert groups == {"stage", "model", "data", "reward", "trainer", "logger", "stage_model"}
+    assert groups == {
+        "stage", "model", "data", "reward", "trainer", "logger", "stage_model", "advantage"
+    }  # fmt: skip
+    assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
     assert STAGES == ["ppo", "rm", "sft"]
     assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
     assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
@@ -100,6 +110,48 @@ def test_every_stage_and_model_composes_with_all_else(stage: str, model: str) ->
         assert settings.logger.kind == logger
 
 
+@pytest.mark.parametrize("advantage", options("advantage"))
+@pytest.mark.parametrize("model", MODELS)
+def test_every_advantage_composes_with_every_model(advantage: str, model: str) -> None:
+    settings = read_settings(
+        composed("stage=ppo", *model_overrides(model), f"advantage={advantage}")
+    )
+    assert isinstance(settings.config, PPOConfig)
+    for key, value in yaml("advantage", advantage).items():
+        assert getattr(settings.config, key) == value, key
+    assert settings.config.advantage == advantage
+    assert settings.config.has_critic == (advantage == "gae")
+    assert settings.config.prompts_per_iteration == 64 // settings.config.samples_per_prompt
+
+
+def test_a_key_of_an_advantage_can_be_set_beside_it() -> None:
+    cfg = composed("stage=ppo", "advantage=grpo", "ppo.samples_per_prompt=4", "ppo.kl_in=reward")
+    config = read_settings(cfg).config
+    assert isinstance(config, PPOConfig)
+    assert (config.advantage, config.samples_per_prompt, config.kl_in) == ("grpo", 4, "reward")
+    assert config.loss_reduction == "sequence_mean"
+
+
+@pytest.mark.parametrize("advantage", options("advantage"))
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_other_stages_have_no_advantage(stage: str, advantage: str) -> None:
+    with pytest.raises((ConfigError, ConfigCompositionException), match=r"ppo|advantage"):
+        read_settings(composed(f"stage={stage}", f"advantage={advantage}"))
+
+
+def test_a_list_of_texts_arrives_as_a_tuple() -> None:
+    def texts(*overrides: str) -> object:
+        config = read_settings(composed("stage=ppo", *overrides)).config
+        assert isinstance(config, PPOConfig)
+        return config.stop_strings
+
+    assert texts() == ()
+    assert texts("ppo.stop_strings=[a,b]") == ("a", "b")
+    assert texts("ppo.stop_strings=['Human:','a, b']") == ("Human:", "a, b")
+    with pytest.raises(ConfigError, match=r"ppo\.stop_strings is 'a'"):
+        texts("ppo.stop_strings=a")
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> None:
     groups = [options(group) for group in ("data", "reward", "logger")]
@@ -115,7 +167,7 @@ def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> No
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_s_own_numbers_apply_to_it_alone(stage: str, model: str) -> None:
     cfg = composed(f"stage={stage}", *model_overrides(model))
-    expected = yaml("stage", stage)
+    expected = stage_keys(stage)
     if (CONF / "stage_model" / f"{stage}_{model}.yaml").is_file():
         own = yaml("stage_model", f"{stage}_{model}")
         assert any(expected[key] != value for key, value in own.items())
@@ -145,7 +197,7 @@ def test_numbers_of_a_model_belong_to_a_stage_and_a_model_that_exist() -> None:
     for option in options("stage_model"):
         stage, model = option.split("_", 1)
         keys = set(yaml("stage_model", option))
-        assert keys <= set(yaml("stage", stage)), f"{option} sets what stage={stage} does not have"
+        assert keys <= set(stage_keys(stage)), f"{option} sets what stage={stage} does not have"
         package = (CONF / "stage_model" / f"{option}.yaml").read_text().splitlines()[0]
         assert package == "# @package _global_"
         assert model in MODELS
@@ -198,6 +250,8 @@ def names(cls: type) -> set[str]:
 
 def files(section: str) -> list[Path]:
     path = CONF / f"{section}.yaml"
+    if section == "stage/ppo":
+        return [path, *sorted((CONF / "advantage").glob("*.yaml"))]
     return [path] if path.is_file() else sorted((CONF / section).glob("*.yaml"))
 
 
@@ -212,6 +266,15 @@ def test_every_key_is_a_field_and_every_field_a_key(section: str) -> None:
             if key in tree:
                 assert set(tree[key]) == names(cls), f"{file}: {key}"
     assert written == names(SECTIONS[section])
+
+
+def test_every_advantage_sets_the_same_keys_and_no_other_file_does() -> None:
+    """Else choosing one would leave a number of another behind."""
+    keys = {option: set(yaml("advantage", option)) for option in options("advantage")}
+    assert all(found == keys["gae"] for found in keys.values()), keys
+    assert not keys["gae"] & set(yaml("stage", "ppo"))
+    for option in options("stage_model"):
+        assert not keys["gae"] & set(yaml("stage_model", option))
 
 
 def test_every_key_of_a_logger_is_a_field() -> None:

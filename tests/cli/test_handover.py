@@ -262,7 +262,7 @@ def test_the_policy_is_the_same_one_to_everybody_and_to_us(pipeline: Workplace) 
     roles = start_from(ModelConfig(**config, lora=lora), sft, trainable=False, seed=0)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     reference = roles.head(roles.hidden(tokens, mask))
-    roles.load_adapter(POLICY, folder)
+    roles.load_adapter(POLICY, folder, trainable=False)
     with roles.acting(POLICY):
         ours = roles.head(roles.hidden(tokens, mask))
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -16,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
-
-from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, weights
+from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, given, rows, weights
 
 STEPS = {"sft": 6, "rm": 6, "ppo": 3}
 """Batches of each stage: 0.75 * 32 / 4, and ppo.iterations."""
@@ -27,15 +24,6 @@ STEPS = {"sft": 6, "rm": 6, "ppo": 3}
 def manifest(stage_folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((stage_folder / "final" / "manifest.json").read_text())
     return found
-
-
-def rows(stage_folder: Path) -> list[dict[str, str]]:
-    """metrics.csv without what differs between two equal runs: seconds."""
-    with (stage_folder / "metrics.csv").open(newline="") as file:
-        return [
-            {name: cell for name, cell in row.items() if cell and not name.startswith("time/")}
-            for row in csv.DictReader(file)
-        ]
 
 
 def untimed(metrics: dict[str, float]) -> dict[str, float]:
@@ -187,14 +175,6 @@ def test_another_seed_gives_other_weights(finished: Workplace) -> None:
     assert weights(finished.stage("ppo", "other"))[adapter] != first[adapter]
 
 
-def given(place: Workplace) -> list[str]:
-    """The parents of run=default, named."""
-    return [
-        f"policy.checkpoint={place.stage('sft') / 'final'}",
-        f"reward.checkpoint={place.stage('rm') / 'final'}",
-    ]
-
-
 def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,34 +194,6 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
 
 
 # Cut off and taken up again.
-
-
-class PowerCut(Exception):
-    """The plug is pulled."""
-
-
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """cut("step", k): the plug is pulled after the k-th batch and its checkpoint."""
-
-    def arrange(where: str, step: int) -> None:
-        def pull(*args: Any, **kwargs: Any) -> None:
-            raise PowerCut
-
-        if where == "hand_over":
-            monkeypatch.setattr("lightning_rlhf.cli.run.hand_over", pull)
-            return
-        save = ResumeCheckpoint.on_train_batch_end
-
-        def save_then_pull(self: Any, trainer: Any, module: Any, outputs: Any, batch: Any,
-                           batch_idx: int) -> None:  # fmt: skip
-            save(self, trainer, module, outputs, batch, batch_idx)
-            if batch_idx + 1 == step:
-                raise PowerCut
-
-        monkeypatch.setattr(ResumeCheckpoint, "on_train_batch_end", save_then_pull)
-
-    return arrange
 
 
 @pytest.mark.parametrize("stage", STAGES)

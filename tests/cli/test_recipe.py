@@ -16,7 +16,7 @@ import yaml
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
-from lightning_rlhf.cli.recipe import read_recipe
+from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
 
@@ -24,6 +24,7 @@ RECIPES = main.RECIPES
 RECIPE: dict[str, Any] = {
     "title": "Small",
     "stages": ["sft", "rm", "ppo"],
+    "program": None,
     "overrides": ["model=mini", "data=small", "seed=3"],
     "promises": [
         {"stage": "rm", "metric": "eval/accuracy", "at_least": 0.0},
@@ -402,6 +403,22 @@ def test_a_number_of_one_stage_reaches_that_stage(kitchen: Kitchen) -> None:
     assert config("rm")["rm"]["lr"] == 1e-3
 
 
+def test_an_advantage_reaches_ppo_alone(done: Kitchen) -> None:
+    shutil.rmtree(done.folder("ppo"))
+    before = [weights(done.folder(stage)) for stage in ("sft", "rm")]
+    out = done.cook("advantage=rloo").succeeded.out
+    assert done.ran == ["ppo"]
+    assert out.count("done already") == 2
+    assert "advantage=rloo" in done.commands[0]
+    config = json.loads((done.folder("ppo") / "config.json").read_text())["ppo"]
+    assert (config["advantage"], config["samples_per_prompt"]) == ("rloo", 4)
+    assert [weights(done.folder(stage)) for stage in ("sft", "rm")] == before
+    recipe = read_recipe("small", done.recipes)
+    for stage in STAGES:
+        handed = stage_overrides(recipe, stage, ("advantage=rloo",), None)
+        assert ("advantage=rloo" in handed) == (stage == "ppo")
+
+
 def test_a_recipe_may_set_numbers_of_a_stage(kitchen: Kitchen) -> None:
     kitchen.write(overrides=[*RECIPE["overrides"], "ppo.kl_coef=0.3"])
     kitchen.cook().succeeded  # noqa: B018
@@ -435,6 +452,7 @@ def test_a_wrong_value_is_refused_before_the_first_stage(kitchen: Kitchen) -> No
         ({"promises": [{"stage": "dpo", "metric": "eval/kl", "at_most": 6}]}, "dpo"),
         ({"stages": ["sft", "dpo"], "promises": []}, "dpo"),
         ({"stages": []}, "stages"),
+        ({"program": "bandit.py"}, "stages"),
     ],
 )
 def test_a_mistake_in_a_recipe_is_named(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 
 STAGE: dict[str, Any] = {
     "lr": 1e-3,
@@ -23,21 +24,42 @@ RM = SFT | {"center_coef": 0.01, "calibration_samples": 8, "temperature": 1.0}
 PPO = STAGE | {
     "iterations": 10,
     "rollout_batch_size": 8,
-    "minibatch_size": 4,
-    "ppo_epochs": 2,
+    "samples_per_prompt": 1,
     "max_response_tokens": 6,
     "temperature": 1.0,
-    "kl_coef": 0.1,
-    "clip_range": 0.2,
-    "clip_range_vf": 0.2,
-    "gamma": 1.0,
-    "gae_lambda": 0.95,
-    "vf_coef": 0.1,
-    "ent_coef": 0.0,
-    "value_lr_factor": 10.0,
-    "whiten_advantages": True,
+    "stop_strings": (),
+    "score_normalization": "none",
+    "score_clip": None,
+    "length_penalty": 0.0,
     "missing_eos": "none",
     "missing_eos_penalty": 1.0,
+    "whiten_rewards": False,
+    "kl_estimator": "k1",
+    "kl_in": "reward",
+    "kl_coef": 0.1,
+    "kl_control": "fixed",
+    "kl_coef_end": 0.0,
+    "kl_target": 6.0,
+    "kl_horizon": 10_000.0,
+    "advantage": "gae",
+    "gamma": 1.0,
+    "gae_lambda": 0.95,
+    "whiten_advantages": "batch",
+    "clip_range": 0.2,
+    "clip_range_high": None,
+    "dual_clip": None,
+    "loss_reduction": "token_mean",
+    "ent_coef": 0.0,
+    "critic": "head",
+    "critic_init": "zero",
+    "critic_warmup": 0,
+    "clip_range_vf": None,
+    "vf_coef": 0.1,
+    "value_lr_factor": 10.0,
+    "ppo_epochs": 2,
+    "minibatch_size": 4,
+    "target_kl": None,
+    "max_ratio": None,
     "val_samples_per_prompt": 1,
     "samples_every": 10,
 }

@@ -1,55 +1,58 @@
-"""From a rollout and its scores to rewards, advantages and shuffled minibatches."""
+"""From a rollout and its scores to rewards and advantages."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lightning_rlhf.core.experience import make_experience, minibatches
+from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments
 from lightning_rlhf.core.types import Experience, Rollout, Scores
 
 from .configs import ppo_config
-from .conftest import NAN, F, Ragged, T, close, drawn, pad, ragged
+from .conftest import NAN, F, Ragged, close, drawn, pad, ragged
+from .rollouts import by_hand, drawn_rollout
 
 COMPUTED = ("kl", "rewards", "advantages", "returns")
+MOMENTS = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
 
 
-def by_hand() -> tuple[Rollout, Scores]:
-    """Two responses, of 2 and 1 of 2 tokens, after a prompt of one token."""
-    rollout = Rollout(
-        tokens=torch.tensor([[5, 1, 2], [6, 3, 0]]),
-        mask=torch.tensor([[T, T, T], [T, T, F]]),
-        response_mask=torch.tensor([[T, T], [T, F]]),
-        ended=torch.tensor([T, F]),
-        logprobs=torch.tensor([[-1.0, -2.0], [-1.0, 0.0]], dtype=torch.float64),
-        values=torch.tensor([[0.5, 1.0], [2.0, 0.0]], dtype=torch.float64),
-        index=torch.tensor([7, 3]),
+@st.composite
+def drawn_rules(draw: st.DrawFn, whiten: bool = True) -> PPOConfig:
+    """Any way from scores to advantages, for groups of two."""
+    flag = st.booleans() if whiten else st.just(False)
+    return ppo_config(
+        samples_per_prompt=2,
+        advantage=draw(st.sampled_from(["gae", "rloo", "grpo", "dr_grpo", "reinforce++"])),
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3", "abs", "mse", "full"])),
+        score_normalization=draw(st.sampled_from(["none", "running", "running_scale"])),
+        missing_eos=draw(st.sampled_from(["none", "subtract", "replace"])),
+        length_penalty=draw(st.sampled_from([0.0, 0.25])),
+        gamma=draw(st.sampled_from([1.0, 0.9])),
+        whiten_rewards=draw(flag),
+        whiten_advantages="batch" if draw(flag) else "none",
     )
-    scores = Scores(
-        score=torch.tensor([3.0, 1.0], dtype=torch.float64),
-        ref_logprobs=torch.tensor([[-2.0, -1.0], [-3.0, 0.0]], dtype=torch.float64),
-    )
-    return rollout, scores
 
 
-def drawn_rollout(batch: Ragged) -> tuple[Rollout, Scores]:
-    prompt_mask = torch.ones(len(batch.lengths), 2, dtype=torch.bool)
-    tokens = torch.arange(len(batch.lengths) * (2 + batch.width)).view(len(batch.lengths), -1)
-    rollout = Rollout(
-        tokens=tokens,
-        mask=torch.cat([prompt_mask, batch.mask], dim=1),
-        response_mask=batch.mask,
-        ended=batch.row_normal(0) > 0,
-        logprobs=batch.normal(1),
-        values=batch.normal(2),
-        index=torch.arange(len(batch.lengths)),
-    )
-    return rollout, Scores(score=batch.row_normal(3), ref_logprobs=batch.normal(4))
+def pairs(batch: Ragged) -> Ragged:
+    """Twice the rows, so that they can be groups of two."""
+    return replace(batch, lengths=batch.lengths * 2)
+
+
+def doubles(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def make(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float = 0.5) -> Experience:
+    return make_experience(rollout, scores, config, kl_coef=kl_coef, moments=MOMENTS)
 
 
 def test_by_hand_without_whitening() -> None:
@@ -58,12 +61,13 @@ def test_by_hand_without_whitening() -> None:
     #   rewards: (-1/2, 1/2 + 3) = (-1/2, 7/2);  (-1 + (1 - 2), 0) = (-2, 0)
     #   returns: (-1/2 + 7/2, 7/2) = (3, 7/2);  (-2, 0)
     #   advantages: returns - values = (5/2, 5/2);  (-4, 0)
+    # The configuration's kl_coef is where a run starts, not the price of this iteration.
     rollout, scores = by_hand()
     config = ppo_config(
-        kl_coef=0.5, gamma=1.0, gae_lambda=1.0, whiten_advantages=False,
+        kl_coef=9.0, gamma=1.0, gae_lambda=1.0, whiten_advantages="none",
         missing_eos="subtract", missing_eos_penalty=2.0,
     )  # fmt: skip
-    experience = make_experience(rollout, scores, config)
+    experience = make(rollout, scores, config)
     assert experience.kl.tolist() == [[1, -1], [2, 0]]
     assert experience.rewards.tolist() == [[-0.5, 3.5], [-2, 0]]
     assert experience.returns.tolist() == [[3, 3.5], [-2, 0]]
@@ -74,6 +78,7 @@ def test_by_hand_without_whitening() -> None:
     assert experience.response_mask is rollout.response_mask
     assert experience.old_logprobs is rollout.logprobs
     assert experience.old_values is rollout.values
+    assert experience.ref_logprobs is scores.ref_logprobs
     assert experience.ended is rollout.ended
     assert experience.index is rollout.index
 
@@ -82,15 +87,13 @@ def test_by_hand_with_whitening() -> None:
     # Advantages 5/2, 5/2, -4: mean 1/3, deviations 13/6, 13/6, -13/3,
     # population variance 13^2 (1/36 + 1/36 + 4/36) / 3 = 169/18, deviation 13 / sqrt(18).
     # Whitened: sqrt(18) (1/6, 1/6, -1/3) = (1/sqrt 2, 1/sqrt 2, -sqrt 2). Returns stay.
-    rollout, scores = by_hand()
     config = ppo_config(
-        kl_coef=0.5, gamma=1.0, gae_lambda=1.0, whiten_advantages=True,
+        gamma=1.0, gae_lambda=1.0, whiten_advantages="batch",
         missing_eos="subtract", missing_eos_penalty=2.0,
     )  # fmt: skip
-    experience = make_experience(rollout, scores, config)
+    experience = make(*by_hand(), config)
     half = math.sqrt(0.5)
-    expected = torch.tensor([[half, half], [-2 * half, 0.0]], dtype=torch.float64)
-    close(experience.advantages, expected, rtol=1e-8)
+    close(experience.advantages, doubles([half, half], [-2 * half, 0]), rtol=1e-8)
     assert experience.returns.tolist() == [[3, 3.5], [-2, 0]]
 
 
@@ -100,10 +103,8 @@ def test_rewards_sum_to_score_minus_price_and_returns_start_there(
     batch: Ragged, kl_coef: float, rule: str
 ) -> None:
     rollout, scores = drawn_rollout(batch)
-    config = ppo_config(
-        kl_coef=kl_coef, missing_eos=rule, missing_eos_penalty=1.5, gamma=1.0, gae_lambda=1.0
-    )
-    experience = make_experience(rollout, scores, config)
+    config = ppo_config(missing_eos=rule, missing_eos_penalty=1.5, gamma=1.0, gae_lambda=1.0)
+    experience = make(rollout, scores, config, kl_coef)
     worth = {
         "none": scores.score,
         "subtract": scores.score - 1.5 * (~rollout.ended),
@@ -122,9 +123,11 @@ def test_rewards_sum_to_score_minus_price_and_returns_start_there(
 
 
 @drawn
-@given(ragged(), st.integers(1, 3), st.sampled_from([NAN, float("inf"), 5.0]), st.booleans())
-def test_padding_changes_nothing(batch: Ragged, columns: int, filler: float, whiten: bool) -> None:
-    rollout, scores = drawn_rollout(batch)
+@given(ragged(), st.integers(1, 3), st.sampled_from([NAN, float("inf"), 5.0]), drawn_rules())
+def test_padding_changes_nothing(
+    batch: Ragged, columns: int, filler: float, config: PPOConfig
+) -> None:
+    rollout, scores = drawn_rollout(pairs(batch))
     wide = replace(
         rollout,
         tokens=pad(rollout.tokens, columns, 3),
@@ -133,82 +136,59 @@ def test_padding_changes_nothing(batch: Ragged, columns: int, filler: float, whi
         logprobs=pad(rollout.logprobs, columns, filler),
         values=pad(rollout.values, columns, filler),
     )
-    wide_scores = replace(scores, ref_logprobs=pad(scores.ref_logprobs, columns, filler))
-    config = ppo_config(whiten_advantages=whiten)
-    narrow = make_experience(rollout, scores, config)
-    found = make_experience(wide, wide_scores, config)
+    assert scores.vocabulary_kl is not None
+    wide_scores = replace(
+        scores,
+        ref_logprobs=pad(scores.ref_logprobs, columns, filler),
+        vocabulary_kl=pad(scores.vocabulary_kl, columns, filler),
+    )
+    narrow, found = make(rollout, scores, config), make(wide, wide_scores, config)
     for name in COMPUTED:
         close(getattr(found, name), pad(getattr(narrow, name), columns, 0.0))
 
 
 @drawn
-@given(ragged(), st.booleans())
-def test_the_order_of_the_rows_does_not_matter(batch: Ragged, whiten: bool) -> None:
-    rollout, scores = drawn_rollout(batch)
-    order, config = batch.shuffled_rows(), ppo_config(whiten_advantages=whiten)
-    whole = make_experience(rollout, scores, config).select(order)
-    shuffled = make_experience(rollout.select(order), scores.select(order), config)
+@given(ragged(), drawn_rules())
+def test_the_order_of_the_groups_does_not_matter(batch: Ragged, config: PPOConfig) -> None:
+    rollout, scores = drawn_rollout(pairs(batch))
+    order = (2 * batch.shuffled_rows()[:, None] + torch.tensor([1, 0])).flatten()
+    whole = make(rollout, scores, config).select(order)
+    shuffled = make(rollout.select(order), scores.select(order), config)
     for name in COMPUTED:
         close(getattr(shuffled, name), getattr(whole, name))
 
 
 @drawn
-@given(ragged(), st.integers(1, 3))
-def test_unwhitened_parts_are_the_parts_of_the_whole(batch: Ragged, size: int) -> None:
-    rollout, scores = drawn_rollout(batch)
-    config = ppo_config(whiten_advantages=False)
-    whole = make_experience(rollout, scores, config).split(size)
-    parts = zip(rollout.split(size), scores.split(size), whole, strict=True)
+@given(ragged(), st.integers(1, 3), drawn_rules(whiten=False))
+def test_unwhitened_parts_are_the_parts_of_the_whole(
+    batch: Ragged, groups: int, config: PPOConfig
+) -> None:
+    rollout, scores = drawn_rollout(pairs(batch))
+    whole = make(rollout, scores, config).split(2 * groups)
+    parts = zip(rollout.split(2 * groups), scores.split(2 * groups), whole, strict=True)
     for part_rollout, part_scores, expected in parts:
-        found = make_experience(part_rollout, part_scores, config)
+        found = make(part_rollout, part_scores, config)
         for name in COMPUTED:
-            assert torch.equal(getattr(found, name), getattr(expected, name))
+            close(getattr(found, name), getattr(expected, name))
 
 
-def ten_rows() -> Experience:
-    """Ten rows whose every field holds the row's number."""
-    row = torch.arange(10)
-    wide, flags = row[:, None].expand(10, 3), (row % 2 == 0)
-    numbers = {
-        f.name: (row if f.name in ("index", "score") else wide).clone() for f in fields(Experience)
-    }
-    masks = {"mask": flags[:, None].expand(10, 3), "response_mask": flags[:, None].expand(10, 3)}
-    return Experience(**numbers | masks | {"ended": flags})
+@pytest.mark.parametrize("whiten_advantages", ["none", "minibatch"])
+@pytest.mark.parametrize("changes", [{}, {"advantage": "reinforce++"}])
+def test_only_batch_whitens_the_batch(whiten_advantages: str, changes: dict[str, Any]) -> None:
+    rollout, scores = by_hand()
+    found = make(rollout, scores, ppo_config(whiten_advantages=whiten_advantages, **changes))
+    values = 0 if changes else rollout.values
+    last = torch.tensor([1, 0])  # where the advantage is the reward less the value, whatever lambda
+    expected = (found.rewards - values)[torch.arange(2), last]
+    assert torch.equal(found.advantages[torch.arange(2), last], expected)
 
 
-def epochs_of(seed: int, ppo_epochs: int, size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    parts = minibatches(ten_rows(), ppo_epochs=ppo_epochs, minibatch_size=size, generator=generator)
-    return [part.index.tolist() for part in parts]
-
-
-@pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 10), (5, [5, 5]), (4, [4, 4, 2])])
-def test_every_row_once_in_every_epoch(size: int, sizes: list[int]) -> None:
-    found = epochs_of(seed=0, ppo_epochs=3, size=size)
-    assert [len(part) for part in found] == sizes * 3
-    for epoch in range(3):
-        part = found[epoch * len(sizes) : (epoch + 1) * len(sizes)]
-        assert sorted(row for rows in part for row in rows) == list(range(10))
-
-
-def test_every_epoch_has_an_order_of_its_own() -> None:
-    # 1 in 10! that two of them coincide by chance.
-    first, second, third = epochs_of(seed=0, ppo_epochs=3, size=10)
-    assert len({tuple(first), tuple(second), tuple(third), tuple(range(10))}) == 4
-
-
-def test_the_order_is_a_function_of_the_generator_alone() -> None:
-    before = torch.get_rng_state()
-    assert epochs_of(seed=1, ppo_epochs=2, size=5) == epochs_of(seed=1, ppo_epochs=2, size=5)
-    assert epochs_of(seed=1, ppo_epochs=2, size=5) != epochs_of(seed=2, ppo_epochs=2, size=5)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_fields_of_a_row_stay_together() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for part in minibatches(ten_rows(), ppo_epochs=2, minibatch_size=3, generator=generator):
-        rows = part.index
-        for field in fields(part):
-            found = getattr(part, field.name)
-            expected = (rows % 2 == 0) if found.dtype == torch.bool else rows
-            assert torch.equal(found, expected.view(-1, *[1] * (found.ndim - 1)).expand_as(found))
+def test_arguments_are_left_alone() -> None:
+    rollout, scores = by_hand()
+    config = ppo_config(whiten_rewards=True, score_clip=1.0, missing_eos="replace")
+    make_experience(rollout, scores, config, kl_coef=0.5, moments=NO_SCORES)
+    before = by_hand()
+    for name in ("logprobs", "values", "response_mask", "ended"):
+        assert torch.equal(getattr(rollout, name), getattr(before[0], name))
+    for name in ("score", "ref_logprobs"):
+        assert torch.equal(getattr(scores, name), getattr(before[1], name))

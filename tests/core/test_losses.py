@@ -1,4 +1,4 @@
-"""Each loss: cases by hand, the sign and size of its gradient, and where there is none."""
+"""The critic's loss and those of pairs: cases by hand, and the sign and size of the gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, policy_loss, value_loss
+from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, value_loss
 
 from .conftest import close, drawn
 
@@ -25,70 +25,6 @@ def draw(size_and_seed: tuple[int, int], count: int) -> Tensor:
 
 def leaf(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
-
-
-# clip_range 0.2, so that the ratio is kept within 0.8 .. 1.2. The loss is max(-A r, -A clip(r)),
-# its slope in the log-probability -A r where the first is the larger, else 0.
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "loss", "slope"),
-    [
-        (2, 1.5, -2.4, 0.0),  # good and already much likelier: nothing more to gain
-        (2, 0.5, -1.0, -1.0),  # good and less likely than before: pulled back up
-        (-2, 1.5, 3.0, 3.0),  # bad and much likelier: pushed down
-        (-2, 0.5, 1.6, 0.0),  # bad and already much less likely: nothing more to gain
-        (2, 1.1, -2.2, -2.2),
-        (2, 0.9, -1.8, -1.8),
-        (-2, 1.1, 2.2, 2.2),
-        (-2, 0.9, 1.8, 1.8),
-        (2, 1.0, -2.0, -2.0),  # the first step of every iteration: the plain policy gradient
-        (-2, 1.0, 2.0, 2.0),
-        (0, 1.5, 0.0, 0.0),
-    ],
-)
-def test_policy_loss_by_hand(advantage: float, ratio: float, loss: float, slope: float) -> None:
-    old = leaf(-1.25)
-    logprobs = (old.detach() + math.log(ratio)).requires_grad_()
-    found = policy_loss(logprobs, old.detach(), leaf(advantage).detach(), clip_range=0.2)
-    close(found, torch.tensor([loss], dtype=torch.float64))
-    found.sum().backward()
-    close(logprobs.grad, torch.tensor([slope], dtype=torch.float64))
-
-
-@drawn
-@given(sizes_and_seeds, st.floats(0.05, 0.9))
-def test_policy_loss_is_minus_the_pessimistic_surrogate(
-    drawn_: tuple[int, int], clip_range: float
-) -> None:
-    new, old, advantages = draw(drawn_, 3)
-    grads = []
-    for slow in (False, True):
-        logprobs = new.clone().requires_grad_()
-        if slow:
-            rows = []
-            for n, o, a in zip(logprobs, old, advantages, strict=True):
-                ratio = (n - o).exp()
-                clipped = min(max(ratio.item(), 1 - clip_range), 1 + clip_range)
-                inside = clipped == ratio.item()
-                surrogate = ratio * a
-                bounded = ratio * a if inside else clipped * a
-                rows.append(-surrogate if surrogate <= bounded else -bounded + 0 * n)
-            loss = torch.stack(rows)
-        else:
-            loss = policy_loss(logprobs, old, advantages, clip_range=clip_range)
-        loss.sum().backward()
-        grads.append((loss.detach(), logprobs.grad))
-    close(grads[0][0], grads[1][0])
-    close(grads[0][1], grads[1][1])
-
-
-@drawn
-@given(sizes_and_seeds)
-def test_a_step_against_the_gradient_favours_what_did_well(drawn_: tuple[int, int]) -> None:
-    old, advantages = draw(drawn_, 2)
-    logprobs = old.clone().requires_grad_()
-    policy_loss(logprobs, old, advantages, clip_range=0.2).sum().backward()
-    assert torch.equal(torch.sign(-logprobs.grad), torch.sign(advantages))
-    close(logprobs.grad, -advantages)
 
 
 # clip_range_vf 1/2 about an old value of 0. The slope in V is V - R where the plain error is the
@@ -133,6 +69,17 @@ def test_value_loss_is_the_larger_of_two_squares(
 def test_a_wide_value_clip_is_half_the_squared_error() -> None:
     new, old, returns = draw((50, 3), 3)
     close(value_loss(new, old, returns, clip_range_vf=1e6), 0.5 * (new - returns) ** 2)
+
+
+def test_without_a_clip_the_old_value_has_no_say() -> None:
+    # (1/2 3^2, 1/2 (-1)^2), slope V - R.
+    values = leaf(2.0, -3.0)
+    returns, old = leaf(-1.0, -2.0).detach(), leaf(math.nan, 50.0).detach()
+    loss = value_loss(values, old, returns, clip_range_vf=None)
+    assert loss.tolist() == [4.5, 0.5]
+    loss.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [3, -1]
 
 
 def test_centering_by_hand() -> None:

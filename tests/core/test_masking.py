@@ -1,4 +1,4 @@
-"""Sums, means and whitening: what stands on padding has no say, whatever it is."""
+"""Sums, moments and whitening: what stands on padding has no say, whatever it is."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lightning_rlhf.core.masking import masked_mean, masked_sum, masked_whiten
+from lightning_rlhf.core.masking import (
+    alone,
+    masked_mean,
+    masked_moments,
+    masked_rescale,
+    masked_sum,
+    masked_whiten,
+)
 
 from .conftest import NAN, F, Ragged, T, close, drawn, garbage, pad, ragged
 
 X = torch.tensor([[1.0, 2.0, NAN], [6.0, math.inf, 3.0]], dtype=torch.float64)
 MASK = torch.tensor([[T, T, F], [T, F, T]])
+
+
+def without_eps(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` whitened, as it were had nothing been added to the variance."""
+    return masked_whiten(x, mask) * (1 + 1e-8 / x[mask].var(correction=0)).sqrt()
 
 
 def test_sum_and_mean_by_hand() -> None:
@@ -28,17 +41,22 @@ def test_nothing_real_sums_to_zero_and_has_no_mean() -> None:
     assert masked_mean(X, nothing).isnan()
 
 
-def test_whiten_by_hand() -> None:
+def test_moments_whitening_and_rescaling_by_hand() -> None:
     # 1, 2, 6, 3: mean 3, deviations -2, -1, 3, 0, population variance (4 + 1 + 9 + 0) / 4 = 7/2.
-    # The unbiased variance would be 14/3.
-    expected = torch.tensor([[-2.0, -1.0, 0.0], [3.0, 0.0, 0.0]], dtype=torch.float64)
-    close(masked_whiten(X, MASK, eps=0.0), expected / math.sqrt(3.5))
+    # The unbiased variance would be 14/3. Rescaled keeps the mean.
+    deviations = torch.tensor([[-2.0, -1.0, 0.0], [3.0, 0.0, 0.0]], dtype=torch.float64)
+    mean, variance = masked_moments(X, MASK, alone)
+    assert (mean.item(), variance.item()) == (3, 3.5)
+    white = deviations / math.sqrt(3.5 + 1e-8)
+    close(masked_whiten(X, MASK), white)
+    close(masked_rescale(X, MASK), torch.where(MASK, white + 3, 0))
 
 
-def test_eps_is_added_to_the_variance() -> None:
-    # Variance 7/2 and eps 1/2 make sqrt(4) = 2 the divisor.
-    expected = torch.tensor([[-1.0, -0.5, 0.0], [1.5, 0.0, 0.0]], dtype=torch.float64)
-    close(masked_whiten(X, MASK, eps=0.5), expected)
+def test_a_little_is_added_to_the_variance() -> None:
+    # +-1e-4 about 0 has variance 1e-8, as much as is added: sqrt 2 times the deviation.
+    x = torch.tensor([[1e-4, -1e-4]], dtype=torch.float64)
+    expected = torch.tensor([[1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+    close(masked_whiten(x, torch.tensor([[T, T]])), expected)
 
 
 def test_whitening_a_constant_gives_zero_and_not_nan() -> None:
@@ -46,15 +64,17 @@ def test_whitening_a_constant_gives_zero_and_not_nan() -> None:
     assert torch.equal(masked_whiten(constant, MASK), torch.zeros_like(constant))
     one = torch.tensor([[T, F, F], [F, F, F]])
     assert torch.equal(masked_whiten(X, one), torch.zeros_like(X))
+    assert masked_rescale(constant, MASK).tolist() == [[5, 5, 0], [5, 0, 5]]
 
 
 @drawn
 @given(ragged(max_rows=6))
 def test_whitened_has_mean_zero_and_population_deviation_one(batch: Ragged) -> None:
     x, mask = batch.normal(0), batch.mask
-    white = masked_whiten(x, mask, eps=0.0)
+    white = masked_whiten(x, mask)
     assert torch.equal(white[~mask], torch.zeros_like(white[~mask]))
     if mask.sum() > 1:
+        white = without_eps(x, mask)
         close(white[mask].mean(), torch.zeros((), dtype=x.dtype), atol=1e-9)
         close(white[mask].std(correction=0), torch.ones((), dtype=x.dtype))
 
@@ -67,7 +87,8 @@ def test_more_padding_changes_nothing(batch: Ragged, columns: int, filler: float
     # The sum runs over more zeros, in another order of additions: equal to float rounding.
     close(masked_sum(wide, wide_mask), masked_sum(x, mask))
     close(masked_mean(wide, wide_mask), masked_mean(x, mask))
-    close(masked_whiten(wide, wide_mask), pad(masked_whiten(x, mask), columns, 0.0))
+    for function in (masked_whiten, masked_rescale):
+        close(function(wide, wide_mask), pad(function(x, mask), columns, 0.0))
 
 
 @drawn
@@ -76,7 +97,8 @@ def test_the_order_of_the_rows_does_not_matter(batch: Ragged) -> None:
     x, mask, order = batch.normal(0), batch.mask, batch.shuffled_rows()
     close(masked_sum(x[order], mask[order]), masked_sum(x, mask))
     close(masked_mean(x[order], mask[order]), masked_mean(x, mask))
-    close(masked_whiten(x[order], mask[order]), masked_whiten(x, mask)[order])
+    for function in (masked_whiten, masked_rescale):
+        close(function(x[order], mask[order]), function(x, mask)[order])
 
 
 @drawn
@@ -93,16 +115,30 @@ def test_parts_over_the_count_of_the_whole_add_up_to_the_mean(batch: Ragged, siz
 def test_whitening_forgets_scale_and_offset(batch: Ragged, scale: float, offset: float) -> None:
     x, mask = batch.normal(0), batch.mask
     if mask.sum() > 1:
-        moved = masked_whiten(scale * x + offset, mask, eps=0.0)
-        close(moved, masked_whiten(x, mask, eps=0.0), rtol=1e-8, atol=1e-8)
+        moved = without_eps(scale * x + offset, mask)
+        close(moved, without_eps(x, mask), rtol=1e-8, atol=1e-8)
+
+
+@drawn
+@given(ragged(), st.floats(0.1, 10), st.floats(-5, 5))
+def test_rescaling_keeps_the_mean_and_forgets_the_scale(
+    batch: Ragged, scale: float, offset: float
+) -> None:
+    x, mask = scale * batch.normal(0) + offset, batch.mask
+    rescaled = masked_rescale(x, mask)
+    close(rescaled[mask].mean(), x[mask].mean(), atol=1e-9)
+    variance = x[mask].var(correction=0)
+    close(rescaled[mask].var(correction=0), variance / (variance + 1e-8), rtol=1e-7)
+    assert torch.equal(rescaled[~mask], torch.zeros_like(rescaled[~mask]))
 
 
 @drawn
 @given(ragged())
 def test_a_copy_of_the_batch_changes_nothing(batch: Ragged) -> None:
     x, mask = batch.normal(0), batch.mask
-    twice = masked_whiten(torch.cat([x, x]), torch.cat([mask, mask]))
-    close(twice, masked_whiten(x, mask).repeat(2, 1))
+    for function in (masked_whiten, masked_rescale):
+        twice = function(torch.cat([x, x]), torch.cat([mask, mask]))
+        close(twice, function(x, mask).repeat(2, 1))
 
 
 @drawn
@@ -120,23 +156,27 @@ def test_gradients_are_those_of_the_elements_alone(batch: Ragged) -> None:
         close(x.grad[mask], real.grad)
         assert torch.equal(x.grad[~mask], torch.zeros_like(x.grad[~mask]))
 
-    x = batch.normal(0).nan_to_num().requires_grad_()
-    (masked_whiten(x, mask, eps=0.1) * weight).sum().backward()
-    real = x.detach()[mask].requires_grad_()
-    white = (real - real.mean()) / (((real - real.mean()) ** 2).mean() + 0.1).sqrt()
-    (white * weight[mask]).sum().backward()
-    close(x.grad[mask], real.grad)
+    for function, kept in ((masked_whiten, 0), (masked_rescale, 1)):
+        x = batch.normal(0).requires_grad_()
+        (function(x, mask) * weight).sum().backward()
+        real = x.detach()[mask].requires_grad_()
+        white = (real - real.mean()) / (((real - real.mean()) ** 2).mean() + 1e-8).sqrt()
+        ((white + kept * real.mean()) * weight[mask]).sum().backward()
+        close(x.grad[mask], real.grad, rtol=1e-7, atol=1e-10)
+        assert torch.equal(x.grad[~mask], torch.zeros_like(x.grad[~mask]))
 
 
 def test_nan_on_padding_does_not_reach_the_gradient_of_whitening() -> None:
-    x = X.clone().requires_grad_()
-    masked_whiten(x, MASK).sum().backward()
-    assert x.grad.isfinite().all()
+    for function in (masked_whiten, masked_rescale):
+        x = X.clone().requires_grad_()
+        function(x, MASK).sum().backward()
+        assert x.grad.isfinite().all()
 
 
 def test_arguments_are_left_alone() -> None:
-    x, mask = X.clone(), MASK.clone()
-    masked_whiten(x, mask)
-    masked_mean(x, mask)
-    assert torch.equal(x.nan_to_num(), X.nan_to_num())
-    assert torch.equal(mask, MASK)
+    x, mask = torch.tensor([[1.0, 3.0, NAN]]), torch.tensor([[T, T, F]])
+    for function in (masked_sum, masked_mean, masked_whiten, masked_rescale):
+        function(x, mask)
+    assert x[0, :2].tolist() == [1, 3]
+    assert x[0, 2].isnan()
+    assert mask.tolist() == [[T, T, F]]

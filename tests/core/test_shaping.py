@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.core.config import MissingEOS
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import MissingEOS
 from lightning_rlhf.core.shaping import apply_missing_eos, shape_rewards
 
 from .conftest import NAN, F, Ragged, T, close, drawn, garbage, pad, ragged

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.core.types import Preferences, Prompts, Rollout
+from lightning_rlhf.core.types import Preferences, Prompts, Record, Rollout, Scores
 
 from .conftest import F, T, drawn
 
@@ -19,7 +19,12 @@ def prompts(rows: int) -> Prompts:
     return Prompts(tokens=tokens, mask=tokens % 2 == 0, index=torch.arange(rows) * 10)
 
 
-def same(a: Prompts, b: Prompts) -> bool:
+def scores(rows: int) -> Scores:
+    row = torch.arange(rows, dtype=torch.float32)
+    return Scores(score=row, ref_logprobs=row[:, None].expand(rows, 2))
+
+
+def same(a: Record, b: Record) -> bool:
     return all(torch.equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
 
 
@@ -60,6 +65,35 @@ def test_the_parts_make_up_the_whole(rows: int, size: int) -> None:
     for name in ("tokens", "mask", "index"):
         joined = torch.cat([getattr(part, name) for part in parts] or [getattr(whole, name)])
         assert torch.equal(joined, getattr(whole, name))
+
+
+def test_repeat_keeps_the_copies_of_a_sequence_together() -> None:
+    # Group estimators read consecutive rows as answers to one prompt.
+    found = prompts(2).repeat(3)
+    assert found.index.tolist() == [0, 0, 0, 10, 10, 10]
+    assert found.tokens.tolist() == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert found.mask.tolist() == [[T, F, T]] * 3 + [[F, T, F]] * 3
+    assert isinstance(found, Prompts)
+    assert same(prompts(3).repeat(1), prompts(3))
+
+
+def test_a_field_that_is_not_there_stays_away() -> None:
+    whole = scores(4)
+    rows = torch.tensor([3, 1])
+    for found in (whole.select(rows), whole.to("cpu"), whole.repeat(2), *whole.split(3)):
+        assert found.vocabulary_kl is None
+    assert whole.select(rows).score.tolist() == [3, 1]
+    assert len(whole.repeat(2)) == 8
+
+
+def test_a_field_that_may_be_missing_goes_along_where_it_is_there() -> None:
+    whole = replace(scores(3), vocabulary_kl=torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]))
+    found = whole.select(torch.tensor([2, 0])).vocabulary_kl
+    assert found is not None
+    assert found.tolist() == [[4, 5], [0, 1]]
+    moved = whole.to("meta").vocabulary_kl
+    assert moved is not None
+    assert moved.device.type == "meta"
 
 
 def test_to_moves_every_field_and_keeps_the_original() -> None:

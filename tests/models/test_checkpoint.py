@@ -32,6 +32,7 @@ from lightning_rlhf.models.handover import (
     random_reward,
     start_from,
 )
+from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
 
 Make = Callable[..., Any]
@@ -124,6 +125,7 @@ def test_weights_and_heads_come_back_bit_for_bit(
 ) -> None:  # fmt: skip
     roles = Roles(make_model("qwen3"))
     add_policy(roles, make_config(name_or_path="x"))
+    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     train(roles, POLICY, 1)
     with torch.no_grad():
         roles.heads[VALUE].linear.weight.normal_()
@@ -131,7 +133,7 @@ def test_weights_and_heads_come_back_bit_for_bit(
     write_final(tmp_path / "final", roles, POLICY, tokenizer, make_manifest("ppo"), VALUE)
     final = find(str(tmp_path / "final"), "policy.checkpoint")
     again = Roles(make_model("qwen3"))
-    again.load_adapter(POLICY, final.path)
+    again.load_adapter(POLICY, final.path, trainable=False)
     ours = {n: p for n, p in roles.named_parameters() if "lora_" in n}
     theirs = {n: p for n, p in again.named_parameters() if "lora_" in n}
     assert set(ours) == set(theirs)
@@ -149,6 +151,7 @@ def test_the_adapter_is_written_for_inference_on_its_base(
 ) -> None:  # fmt: skip
     roles = Roles(make_model("qwen3"))
     add_policy(roles, make_config(name_or_path="x"))
+    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     manifest = make_manifest("ppo", base="org/base")
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
     written = json.loads((tmp_path / "final" / "adapter_config.json").read_text())
@@ -178,6 +181,7 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     roles = reference(adapters)
     assert roles.model.peft_config[SFT].base_model_name_or_path == "from_config"
     add_policy(roles, adapters.config)
+    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     manifest = make_manifest("ppo", parents={"sft": str(adapters.sft.path)})
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
     assert (tmp_path / "final" / "adapter_model.safetensors").is_file()

@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.handover import add_policy, attach_reward, random_reward, start_from
+from lightning_rlhf.models.handover import (
+    add_critic,
+    add_policy,
+    attach_reward,
+    random_reward,
+    start_from,
+)
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import (
@@ -41,6 +47,9 @@ def load(lineage: Any) -> Roles:
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
     assert attach_reward(roles, lineage.rm, lineage.config, lineage.hash) is roles
     add_policy(roles, lineage.config)
+    critic = add_critic(roles, lineage.config, "head", sft=lineage.sft, reward=None,
+                        scale=(0.0, 1.0), seed=0)  # fmt: skip
+    assert critic == (roles, POLICY)
     return roles
 
 

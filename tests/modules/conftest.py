@@ -21,13 +21,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import CRITIC, POLICY, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.score import RewardSource
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
@@ -51,21 +53,42 @@ SUPERVISED = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 6}
 PPO = STAGE | {
     "iterations": 3,
     "rollout_batch_size": 8,
-    "minibatch_size": 4,
-    "ppo_epochs": 2,
+    "samples_per_prompt": 1,
     "max_response_tokens": 6,
     "temperature": 1.0,
-    "kl_coef": 0.1,
-    "clip_range": 0.2,
-    "clip_range_vf": 0.2,
-    "gamma": 1.0,
-    "gae_lambda": 0.95,
-    "vf_coef": 0.1,
-    "ent_coef": 0.01,
-    "value_lr_factor": 10.0,
-    "whiten_advantages": True,
+    "stop_strings": (),
+    "score_normalization": "none",
+    "score_clip": None,
+    "length_penalty": 0.0,
     "missing_eos": "subtract",
     "missing_eos_penalty": 1.0,
+    "whiten_rewards": False,
+    "kl_estimator": "k1",
+    "kl_in": "reward",
+    "kl_coef": 0.1,
+    "kl_control": "fixed",
+    "kl_coef_end": 0.0,
+    "kl_target": 6.0,
+    "kl_horizon": 10_000.0,
+    "advantage": "gae",
+    "gamma": 1.0,
+    "gae_lambda": 0.95,
+    "whiten_advantages": "batch",
+    "clip_range": 0.2,
+    "clip_range_high": None,
+    "dual_clip": None,
+    "loss_reduction": "token_mean",
+    "ent_coef": 0.01,
+    "critic": "head",
+    "critic_init": "zero",
+    "critic_warmup": 0,
+    "clip_range_vf": 0.2,
+    "vf_coef": 0.1,
+    "value_lr_factor": 10.0,
+    "minibatch_size": 4,
+    "ppo_epochs": 2,
+    "target_kl": None,
+    "max_ratio": None,
     "val_samples_per_prompt": 1,
     "samples_every": 10,
 }
@@ -169,6 +192,26 @@ def reward_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     return folders
 
 
+def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
+    """A value head at zero on the policy, on an adapter of its own, on a model of its own."""
+    owner, role = roles, CRITIC
+    if kind == "head":
+        role = POLICY
+    elif kind == "adapter":
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            roles.add_adapter(CRITIC, LORA)
+    else:
+        owner = Roles(language_model(architecture).requires_grad_(True))
+        owner.assign(CRITIC)
+    owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
+    return Critic(owner, role)
+
+
+CHAT = SimpleNamespace(end_token_ids=END, stop_at=lambda texts: None)
+"""All that PPO asks of a chat format where no text ends a response."""
+
+
 @pytest.fixture
 def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
     """A PPO module: frozen reward adapter and head, policy and value head as if trained a while."""
@@ -185,19 +228,23 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         roles.heads[REWARD] = ScalarHead.random(
             roles.hidden_size, torch.Generator().manual_seed(2)
         ).requires_grad_(False)
-        roles.load_adapter(REWARD, reward_adapters[architecture])
+        roles.load_adapter(REWARD, reward_adapters[architecture], trainable=False)
         with torch.random.fork_rng():
             torch.manual_seed(3)
             roles.add_adapter(POLICY, LORA)
-        roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
+        config = ppo_config(**changes)
+        critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
         if not fresh:
             shake(roles, f".{POLICY}.", seed=3)
-            shake(roles, f"heads.{VALUE}.", seed=4)
+            if critic is not None:
+                shake(critic.roles, f"heads.{VALUE}.", seed=4)
+                shake(critic.roles, f".{CRITIC}.", seed=5)
         return PPOModule(
             roles,
             reward or LearnedReward(roles.reward, mean=0.1, std=0.5),
-            ppo_config(**changes),
-            chat=SimpleNamespace(end_token_ids=END),  # type: ignore[arg-type]
+            config,
+            critic=critic,
+            chat=CHAT,  # type: ignore[arg-type]
             prompts={"train": [], "val": []},
             seed=seed,
         )

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.modules.optim import (
     advance_schedule,
+    backward,
     build_optimizer,
     lr_factor,
-    optimizer_step,
+    step,
     trainable_state,
 )
 
@@ -80,7 +81,8 @@ def test_every_schedule_climbs_once_and_stays_within_0_and_1(
 
 def build(config: SFTConfig, total_steps: int, *groups: tuple[float, nn.Module]) -> dict[str, Any]:
     """`build_optimizer` for pairs of a learning-rate factor and a module."""
-    return build_optimizer(groups, config, total_steps)
+    found = [(factor, part.parameters()) for factor, part in groups]
+    return build_optimizer(found, config, total_steps)
 
 
 class Net(nn.Module):
@@ -155,10 +157,18 @@ class Slope(L.LightningModule):
             yield self.w @ torch.tensor(slope, dtype=torch.float32)
 
 
+def backward_and_step(
+    module: Slope, losses: Iterator[Tensor], max_grad_norm: float
+) -> tuple[Tensor, Tensor]:
+    found = backward(module, losses, max_grad_norm)
+    step(module)
+    return found
+
+
 def test_a_long_gradient_is_cut_to_the_limit() -> None:
     # Gradient (3, 4) of length 5, limit 1: the step is 1/2 (0.6, 0.8). Loss 3 * 10 + 4 * 20.
     module = Slope()
-    total, norm = within_fit(module, lambda: optimizer_step(module, module.losses((3, 4)), 1.0))
+    total, norm = within_fit(module, lambda: backward_and_step(module, module.losses((3, 4)), 1.0))
     assert total.item() == 110
     assert norm.item() == pytest.approx(5)
     close(module.w.detach(), torch.tensor([10 - 0.3, 20 - 0.4]))
@@ -167,7 +177,7 @@ def test_a_long_gradient_is_cut_to_the_limit() -> None:
 
 def test_a_short_gradient_is_not_lengthened() -> None:
     module = Slope()
-    _, norm = within_fit(module, lambda: optimizer_step(module, module.losses((3, 4)), 100.0))
+    _, norm = within_fit(module, lambda: backward_and_step(module, module.losses((3, 4)), 100.0))
     assert norm.item() == pytest.approx(5)
     close(module.w.detach(), torch.tensor([10 - 1.5, 20 - 2.0]))
 
@@ -176,7 +186,7 @@ def test_several_losses_make_one_step_on_their_sum() -> None:
     # (1, 0) + (2, 4) = (3, 4): cut once, after the sum, and all read before the weights move.
     module = Slope()
     losses = module.losses((1, 0), (2, 4))
-    total, norm = within_fit(module, lambda: optimizer_step(module, losses, 1.0))
+    total, norm = within_fit(module, lambda: backward_and_step(module, losses, 1.0))
     assert total.item() == 10 + 20 + 80
     assert not total.requires_grad
     assert norm.item() == pytest.approx(5)
@@ -187,8 +197,8 @@ def test_a_step_forgets_the_gradient_of_the_one_before() -> None:
     module = Slope()
 
     def twice() -> None:
-        optimizer_step(module, module.losses((8, 0)), 100.0)
-        optimizer_step(module, module.losses((0, 4)), 100.0)
+        backward_and_step(module, module.losses((8, 0)), 100.0)
+        backward_and_step(module, module.losses((0, 4)), 100.0)
 
     within_fit(module, twice)
     close(module.w.detach(), torch.tensor([10 - 4.0, 20 - 2.0]))
@@ -200,9 +210,9 @@ def test_the_schedule_moves_when_told_to() -> None:
 
     def two_iterations() -> None:
         for _ in range(2):
-            optimizer_step(module, module.losses((4, 0)), 100.0)
+            backward_and_step(module, module.losses((4, 0)), 100.0)
         advance_schedule(module)
-        optimizer_step(module, module.losses((4, 0)), 100.0)
+        backward_and_step(module, module.losses((4, 0)), 100.0)
 
     within_fit(module, two_iterations)
     close(module.w.detach(), torch.tensor([10 - 2.0 - 2.0 - 1.0, 20.0]))

@@ -33,7 +33,9 @@ def index_of(rollout: Rollout) -> Tensor:
 def test_the_references_log_probabilities_are_its_log_softmax(
     roles: Roles, rollout: Rollout
 ) -> None:
-    scores = score(roles, rollout, index_of, temperature=TEMPERATURE, batch_size=4)
+    scores = score(
+        roles, rollout, index_of, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
+    )
     assert scores.ref_logprobs.shape == rollout.logprobs.shape
     with roles.acting(REFERENCE):
         for i in range(len(rollout)):
@@ -53,9 +55,23 @@ def test_the_references_log_probabilities_are_its_log_softmax(
 
 
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:
-    whole = score(roles, rollout, index_of, temperature=TEMPERATURE, batch_size=len(rollout))
+    whole = score(
+        roles,
+        rollout,
+        index_of,
+        temperature=TEMPERATURE,
+        batch_size=len(rollout),
+        over_vocabulary=False,
+    )
     for batch_size in (1, 4, 100):
-        parts = score(roles, rollout, index_of, temperature=TEMPERATURE, batch_size=batch_size)
+        parts = score(
+            roles,
+            rollout,
+            index_of,
+            temperature=TEMPERATURE,
+            batch_size=batch_size,
+            over_vocabulary=False,
+        )
         torch.testing.assert_close(parts.ref_logprobs, whole.ref_logprobs, atol=1e-5, rtol=0)
         assert parts.score.tolist() == rollout.index.tolist()
 
@@ -70,7 +86,9 @@ def test_the_reward_source_is_given_batches_of_the_size_asked_for(
         assert part.tokens.shape[1] == rollout.tokens.shape[1]
         return part.index * 0.5
 
-    scores = score(roles, rollout, reward, temperature=TEMPERATURE, batch_size=4)
+    scores = score(
+        roles, rollout, reward, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
+    )
     assert sizes == [4, 2]
     assert scores.score.tolist() == (rollout.index * 0.5).tolist()
 
@@ -87,6 +105,7 @@ def test_scoring_leaves_role_and_gradients_alone(roles: Roles, rollout: Rollout)
         lambda part: roles.reward(part.tokens, part.mask),
         temperature=TEMPERATURE,
         batch_size=4,
+        over_vocabulary=False,
     )
     assert not scores.score.requires_grad
     assert not scores.ref_logprobs.requires_grad

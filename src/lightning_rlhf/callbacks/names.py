@@ -45,14 +45,15 @@ METRICS: dict[str, Metric] = {
         "starts at 0, grows slowly; growth without end is reward hacking",
     ),
     "entropy": Metric(
-        "mean over optimizer steps of the mean entropy of a token's distribution",
+        "mean over minibatches of the mean entropy of a token's distribution",
         "nats a token",
         "update",
         PPO,
         "falls slowly; near 0 the policy has collapsed",
     ),
     "ppo_loss": Metric(
-        "mean over optimizer steps of policy_loss + vf_coef value_loss - ent_coef entropy",
+        "mean over minibatches of policy_loss + kl_coef kl_loss + vf_coef value_loss "
+        "- ent_coef entropy",
         "1",
         "update",
         PPO,
@@ -99,21 +100,28 @@ METRICS: dict[str, Metric] = {
         "above 0 after warm-up; below 0 the critic hurts",
     ),
     "update/policy_loss": Metric(
-        "mean over optimizer steps of the clipped surrogate",
+        "mean over minibatches of the clipped surrogate",
         "1",
         "update",
         PPO,
         "near 0, slightly negative",
     ),
     "update/value_loss": Metric(
-        "mean over optimizer steps of half the clipped squared error of the value",
+        "mean over minibatches of half the clipped squared error of the value",
         "score^2",
         "update",
         PPO,
         "falls in the first iterations",
     ),
+    "update/kl_loss": Metric(
+        "mean over minibatches of the KL to the reference in the loss, as kl_estimator says",
+        "nats a token",
+        "update",
+        PPO,
+        "as kl_divergence; 0 where the KL is in the reward",
+    ),
     "update/approx_kl": Metric(
-        "mean over optimizer steps of KL(policy at sampling, policy now), estimator k3",
+        "mean over minibatches of KL(policy at sampling, policy now), estimator k3",
         "nats a token",
         "update",
         PPO,
@@ -126,28 +134,45 @@ METRICS: dict[str, Metric] = {
         "share of tokens whose value left its clip range", "share", "update", PPO, "below 0.5"
     ),
     "update/ratio_mean": Metric(
-        "mean over optimizer steps of the mean probability ratio, policy now to policy at sampling",
+        "mean over minibatches of the mean probability ratio, policy now to policy at sampling",
         "1",
         "update",
         PPO,
         "within 0.01 of 1",
     ),
     "update/ratio_max": Metric(
-        "largest probability ratio of any token in any optimizer step",
+        "largest probability ratio of any token in any minibatch",
         "1",
         "update",
         PPO,
         "below 10",
     ),
     "update/grad_norm": Metric(
-        "the gradient's norm before clipping: of the logged step; PPO: mean over optimizer steps",
+        "the gradient's norm before clipping: of the logged step; PPO: mean over minibatches",
         "1",
         "update",
         EVERY,
         "steady; spikes come before collapses",
     ),
+    "update/steps": Metric(
+        "optimizer steps taken in the iteration",
+        "1",
+        "update",
+        PPO,
+        "ppo_epochs x minibatches, unless target_kl or max_ratio is set",
+    ),
+    "update/skipped": Metric(
+        "minibatches skipped because their mean ratio was above max_ratio", "1", "update", PPO, "0"
+    ),
+    "update/stopped": Metric(
+        "1 where approx_kl above target_kl ended the epochs, else 0",
+        "1",
+        "update",
+        PPO,
+        "now and then; 1 always means steps too large",
+    ),
     "update/kl_coef": Metric(
-        "weight of the KL penalty in this iteration's rewards", "1", "update", PPO, "-"
+        "weight of the KL in this iteration's rewards or loss", "1", "update", PPO, "-"
     ),
     "update/lr": Metric(
         "learning rate of the first parameter group when the batch started",

@@ -67,13 +67,13 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U 10"]:
-    """One row an optimizer step."""
+def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U 13"]:
+    """One row a minibatch."""
     return torch.stack([torch.stack([getattr(u, s).float() for s in STATS]) for u in updates])
 
 
-def update_metrics(rows: Float[Tensor, "U 10"]) -> dict[str, float]:
-    """Means over optimizer steps, and the largest of `ratio_max`."""
+def update_metrics(rows: Float[Tensor, "U 13"]) -> dict[str, float]:
+    """Means over minibatches, the largest of `ratio_max`, and what became of the minibatches."""
     column = dict(zip(STATS, rows.double().unbind(dim=1), strict=True))
     mean = {name: values.mean().item() for name, values in column.items()}
     return {
@@ -81,12 +81,16 @@ def update_metrics(rows: Float[Tensor, "U 10"]) -> dict[str, float]:
         "ppo_loss": mean["loss"],
         "update/policy_loss": mean["policy_loss"],
         "update/value_loss": mean["value_loss"],
+        "update/kl_loss": mean["kl_loss"],
         "update/approx_kl": mean["approx_kl"],
         "update/clip_fraction": mean["clip_fraction"],
         "update/value_clip_fraction": mean["value_clip_fraction"],
         "update/ratio_mean": mean["ratio_mean"],
         "update/ratio_max": column["ratio_max"].max().item(),
         "update/grad_norm": mean["grad_norm"],
+        "update/steps": float(((column["stopped"] + column["skipped"]) == 0).sum()),
+        "update/skipped": column["skipped"].sum().item(),
+        "update/stopped": column["stopped"].sum().item(),
     }
 
 

@@ -19,8 +19,8 @@ from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import FINAL, LAST, claim, folder_of, resume_point
 from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.checkpoint import (

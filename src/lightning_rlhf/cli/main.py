@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_rlhf
-from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.errors import ConfigError, RLHFError
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
@@ -78,9 +78,16 @@ def compose(cfg: DictConfig) -> str | None:
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
     if cfg.recipe is not None:
-        from lightning_rlhf.cli.recipe import run_recipe
+        from lightning_rlhf.cli.program import run_program
+        from lightning_rlhf.cli.recipe import read_recipe, run_recipe
 
-        run_recipe(cfg, HydraConfig.get().overrides.task, RECIPES)
+        if "stage" in cfg:
+            raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
+        recipe, overrides = read_recipe(cfg.recipe, RECIPES), HydraConfig.get().overrides.task
+        if recipe.program is None:
+            run_recipe(recipe, cfg, overrides)
+        else:
+            run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
         return
     from lightning_rlhf.cli.folders import state_of
     from lightning_rlhf.cli.run import run_stage

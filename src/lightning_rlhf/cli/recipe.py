@@ -97,6 +97,8 @@ class Recipe:
 
     title: str
     stages: tuple[str, ...]
+    program: str | None
+    """In place of stages: a file whose `main(PPOConfig, seed, folder)` returns claims."""
     overrides: tuple[str, ...]
     """For every stage; what the user gives wins."""
     promises: tuple[Promise, ...]
@@ -105,7 +107,8 @@ class Recipe:
     """What to try afterwards; {folder} is the run's, {given} the last stage's own overrides."""
 
     def __post_init__(self) -> None:
-        require(bool(self.stages), "stages", self.stages, "at least one stage")
+        require(bool(self.stages) != bool(self.program), "stages", self.stages,
+                "at least one stage, or a program in their place")  # fmt: skip
         for stage in self.stages:
             require_one_of("stages", stage, STAGES)
         for promise in self.promises:
@@ -130,16 +133,11 @@ def read_recipe(name: str, recipes: Path) -> Recipe:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def run_recipe(cfg: DictConfig, overrides: Sequence[str], recipes: Path) -> None:
+def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Run what is not done yet, then show what came out and check the promises.
 
     Raises RLHFError where a stage fails or a promise is not kept.
     """
-    if "stage" in cfg:
-        raise ConfigError(
-            f"recipe={cfg.recipe} runs its own stages; leave stage={cfg.stage} out, or the recipe"
-        )
-    recipe = read_recipe(cfg.recipe, recipes)
     commands = {
         stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
     }
@@ -174,10 +172,13 @@ def stage_overrides(
 ) -> tuple[str, ...]:
     """The command line of one stage: the recipe's overrides, then the user's in their place."""
     others = tuple(f"{other}." for other in STAGES if other != stage)
-    given = [o for o in overrides if _key(o) not in OWN and not _key(o).startswith(others)]
-    keys = {_key(o) for o in given}
-    own = [o for o in recipe.overrides if _key(o) not in keys and not _key(o).startswith(others)]
-    return (f"stage={stage}", *own, *given, *([f"job='{job}'"] if job else []))
+    if stage != "ppo":
+        others = (*others, "advantage")
+    given = [o for o in overrides if key_of(o) not in OWN]
+    keys = {key_of(o) for o in given}
+    told = [*(o for o in recipe.overrides if key_of(o) not in keys), *given]
+    told = [o for o in told if not key_of(o).startswith(others)]
+    return (f"stage={stage}", *told, *([f"job='{job}'"] if job else []))
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
@@ -254,5 +255,6 @@ def check_promises(
         raise RLHFError(f"{recipe.title} did not keep its promises: {'; '.join(broken)}")
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
+    """++ppo.lr=1 -> ppo.lr"""
     return override.lstrip("+~").split("=")[0]

@@ -19,8 +19,9 @@ from lightning_rlhf.cli.console import quiet_libraries, say, say_lengths
 from lightning_rlhf.cli.folders import BASE, find_parents, resume_point
 from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.data.collate import (
     collate_demonstrations,
@@ -37,8 +38,9 @@ from lightning_rlhf.data.lengths import (
 )
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
-from lightning_rlhf.models.checkpoint import tokenizer_hash
+from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
 from lightning_rlhf.models.handover import (
+    add_critic,
     add_policy,
     attach_reward,
     check_vocabulary,
@@ -53,6 +55,7 @@ from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference
+from lightning_rlhf.rollout.critic import Critic
 
 THREADS = torch.get_num_threads()
 """Torch's own choice, before any run of this process changed it."""
@@ -151,13 +154,14 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
 
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
-    reward = build_reward(ready, roles)
+    reward = build_reward(ready, roles, config)
     add_policy(roles, settings.model)
+    critic = build_critic(ready, roles, config) if config.has_critic else None
     data = StageData(
         train=train.examples,
         val=val.examples * config.val_samples_per_prompt,
         collate=partial(collate_prompts, pad_id=ready.chat.pad_token_id),
-        batch_size=config.rollout_batch_size,
+        batch_size=config.prompts_per_iteration,
         val_batch_size=config.rollout_batch_size,
         batches=config.iterations,
         seed=settings.seed,
@@ -167,6 +171,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         roles,
         reward,
         config,
+        critic=critic,
         chat=ready.chat,
         prompts={"train": _texts(rows.train), "val": _texts(rows.val)},
         seed=settings.seed,
@@ -180,7 +185,8 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     assert evaluation.last is not None
     get_console().print(before_after_table(evaluation.first, evaluation.last))
     metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
-    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=VALUE)
+    head = VALUE if critic is not None and critic.shares_trunk else None
+    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head)
 
 
 def supervised_data(
@@ -203,8 +209,28 @@ def supervised_data(
     )
 
 
-def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:
-    """What PPO maximises, standardised with what the reward model's stage measured."""
+def build_critic(ready: Prepared, roles: Roles, config: PPOConfig) -> Critic:
+    """Who says what a state is worth."""
+    reward = ready.parents.get(REWARD) if config.critic_init == "reward" else None
+    if config.critic_init == "reward" and reward is None:
+        raise ConfigError(
+            "ppo.critic_init is 'reward', but reward=random has no trained reward model to start "
+            "from; allowed: zero"
+        )
+    owner, role = add_critic(
+        roles,
+        ready.settings.model,
+        config.critic,
+        sft=ready.parents.get(SFT),
+        reward=reward,
+        scale=reward_scale(reward, config),
+        seed=ready.settings.seed,
+    )
+    return Critic(owner, role)
+
+
+def build_reward(ready: Prepared, roles: Roles, config: PPOConfig) -> LearnedReward:
+    """What PPO maximises, standardised with what its stage measured where the config says so."""
     final = ready.parents.get(REWARD)
     if final is None:
         generator = torch.Generator().manual_seed(ready.settings.seed)
@@ -219,11 +245,18 @@ def build_reward(ready: Prepared, roles: Roles) -> LearnedReward:
             f"{final.path} was trained with another chat template than the policy's: it would "
             "read other text than it was trained on. Train it again from this SFT model"
         )
-    mean, std = final.reward_moments()
+    mean, std = reward_scale(final, config)
     owner = attach_reward(roles, final, ready.settings.model, tokenizer_hash(ready.tokenizer))
     if owner is not roles:
         owner.to(ready.device)
     return LearnedReward(owner.reward, mean=mean, std=std)
+
+
+def reward_scale(final: Final | None, config: PPOConfig) -> tuple[float, float]:
+    """Mean and standard deviation that stage=rm measured, where the score is normalised by them."""
+    if final is None or config.score_normalization != "stored":
+        return 0.0, 1.0
+    return final.reward_moments()
 
 
 def calibration_prompts(

@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.callbacks.loggers import LoggerConfig, logger_config
 from lightning_rlhf.core.config import (
-    PPOConfig,
     RMConfig,
     SFTConfig,
     require,
@@ -25,6 +24,7 @@ from lightning_rlhf.core.config import (
     require_one_of,
 )
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 
@@ -123,7 +123,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
     return Settings(
         stage=stage,
-        config=build(STAGES[stage], tree[stage], stage),
+        config=build(STAGES[stage], _frozen_lists(tree[stage]), stage),
         model=_model(tree),
         data=_data(tree),
         reward=build(RewardConfig, tree["reward"], "reward"),
@@ -167,10 +167,15 @@ def _stage(tree: Mapping[str, Any]) -> Any:
 
 def _model(tree: Mapping[str, Any]) -> ModelConfig:
     model = dict(section(tree, "model", "lora"))
-    lora = dict(section({"model.lora": model["lora"]}, "model.lora", "target_modules"))
-    if isinstance(lora["target_modules"], list):
-        lora["target_modules"] = tuple(lora["target_modules"])
-    return build(ModelConfig, model | {"lora": build(LoRASettings, lora, "model.lora")}, "model")
+    lora = build(LoRASettings, _frozen_lists(model["lora"]), "model.lora")
+    return build(ModelConfig, model | {"lora": lora}, "model")
+
+
+def _frozen_lists(node: Any) -> Any:
+    """A mapping with tuples for its lists."""
+    if not isinstance(node, Mapping):
+        return node
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in node.items()}
 
 
 def _data(tree: Mapping[str, Any]) -> DataConfig:

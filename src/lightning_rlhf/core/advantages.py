@@ -37,3 +37,51 @@ def gae(
         advantages[:, t] = next_advantage
         next_value = values[:, t]
     return advantages, torch.where(mask, advantages + values, 0)
+
+
+def rewards_to_go(
+    rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float
+) -> Float[Tensor, "B T"]:
+    """Discounted sum of a token's reward and of those after it: R_t = r_t + gamma * R_{t+1}.
+
+    GAE with gae_lambda 1 and all values 0. Whitened over the batch it is the advantage of
+    REINFORCE++. Returns 0 on padding. Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262
+    """
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)
+    return advantages
+
+
+def leave_one_out(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+    """A response's return over the mean of the others to the same prompt (RLOO).
+
+        A_i = R_i - mean_{j != i} R_j
+
+    returns: of whole responses; each `group_size` in a row answer one prompt.
+    Source: Ahmadian et al. 2024, eq. 9, https://arxiv.org/abs/2402.14740
+    """
+    groups = returns.view(-1, group_size)
+    others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
+    return (groups - others).flatten()
+
+
+def group_centered(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+    """A response's return over the mean of its group (Dr. GRPO): leave-one-out, times (1 - 1/G).
+
+    Source: Liu et al. 2025, section 3, https://arxiv.org/abs/2503.20783
+    """
+    groups = returns.view(-1, group_size)
+    return (groups - groups.mean(dim=1, keepdim=True)).flatten()
+
+
+def group_normalised(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+    """A response's return in standard deviations of its group (GRPO).
+
+        A_i = (R_i - mean R) / (std R + 1e-4)     population deviation; a group all alike gets 0
+
+    Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
+    Departs: the population's deviation, as in whitening here; the paper does not say which.
+    """
+    groups = returns.double().view(-1, group_size)  # fp32 rounding must not tell equal ones apart
+    centered = groups - groups.mean(dim=1, keepdim=True)
+    deviation = groups.std(dim=1, correction=0, keepdim=True)
+    return (centered / (deviation + 1e-4)).flatten().to(returns.dtype)

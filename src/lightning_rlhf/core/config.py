@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 from lightning_rlhf.core.errors import ConfigError
 
-MissingEOS = Literal["none", "subtract", "replace"]
 Schedule = Literal["constant", "linear", "cosine"]
 Finetune = Literal["lora", "full"]
 
@@ -134,61 +133,3 @@ class RMConfig(SupervisedConfig):
         require_number("rm.center_coef", self.center_coef, at_least=0)
         require_number("rm.calibration_samples", self.calibration_samples, at_least=2, whole=True)
         require_number("rm.temperature", self.temperature, above=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig(StageConfig):
-    """Proximal policy optimization from a reward model."""
-
-    iterations: int
-    rollout_batch_size: int
-    minibatch_size: int
-    ppo_epochs: int
-    max_response_tokens: int
-    temperature: float
-    kl_coef: float
-    clip_range: float
-    clip_range_vf: float
-    gamma: float
-    gae_lambda: float
-    vf_coef: float
-    ent_coef: float
-    value_lr_factor: float
-    whiten_advantages: bool
-    missing_eos: MissingEOS
-    missing_eos_penalty: float
-    val_samples_per_prompt: int
-    samples_every: int
-
-    def __post_init__(self) -> None:
-        self.check("ppo")
-        for key in [
-            "iterations",
-            "rollout_batch_size",
-            "minibatch_size",
-            "ppo_epochs",
-            "max_response_tokens",
-            "val_samples_per_prompt",
-            "samples_every",
-        ]:
-            require_number(f"ppo.{key}", getattr(self, key), at_least=1, whole=True)
-        require_number("ppo.temperature", self.temperature, above=0)
-        require_number("ppo.kl_coef", self.kl_coef, at_least=0)
-        require_number("ppo.clip_range", self.clip_range, above=0, below=1)
-        require_number("ppo.clip_range_vf", self.clip_range_vf, above=0)
-        require_number("ppo.gamma", self.gamma, at_least=0, at_most=1)
-        require_number("ppo.gae_lambda", self.gae_lambda, at_least=0, at_most=1)
-        for key in ("vf_coef", "ent_coef", "missing_eos_penalty"):
-            require_number(f"ppo.{key}", getattr(self, key), at_least=0)
-        require_number("ppo.value_lr_factor", self.value_lr_factor, above=0)
-        require_flag("ppo.whiten_advantages", self.whiten_advantages)
-        require_one_of("ppo.missing_eos", self.missing_eos, get_args(MissingEOS))
-        require_divides(
-            "ppo.minibatch_size",
-            self.minibatch_size,
-            "ppo.rollout_batch_size",
-            self.rollout_batch_size,
-        )
-        require_divides(
-            "ppo.microbatch_size", self.microbatch_size, "ppo.minibatch_size", self.minibatch_size
-        )

@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from lightning_rlhf.core.advantages import gae
-from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.kl import k1
-from lightning_rlhf.core.masking import masked_whiten
-from lightning_rlhf.core.shaping import apply_missing_eos, shape_rewards
+from lightning_rlhf.core.advantages import (
+    gae,
+    group_centered,
+    group_normalised,
+    leave_one_out,
+    rewards_to_go,
+)
+from lightning_rlhf.core.kl import ESTIMATORS, k1
+from lightning_rlhf.core.masking import Total, alone, masked_rescale, masked_whiten
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.shaping import RunningMoments, shape_rewards, shape_score
 from lightning_rlhf.core.types import Experience, Rollout, Scores
 
+BY_GROUP = {"rloo": leave_one_out, "grpo": group_normalised, "dr_grpo": group_centered}
 
-def make_experience(rollout: Rollout, scores: Scores, config: PPOConfig) -> Experience:
-    """Everything that PPO's update needs, from what was sampled and what the frozen models say."""
+
+def make_experience(
+    rollout: Rollout,
+    scores: Scores,
+    config: PPOConfig,
+    *,
+    kl_coef: float,
+    moments: RunningMoments,
+    total: Total = alone,
+) -> Experience:
+    """Everything that PPO's update needs, from what was sampled and what the frozen models say.
+
+    kl_coef: of this iteration. moments: of all scores so far, this batch included.
+    """
     mask = rollout.response_mask
-    kl = torch.where(mask, k1(rollout.logprobs, scores.ref_logprobs), 0)
-    score = apply_missing_eos(
-        scores.score, rollout.ended, config.missing_eos, config.missing_eos_penalty
-    )
-    rewards = shape_rewards(score, kl, mask, kl_coef=config.kl_coef)
-    advantages, returns = gae(
-        rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda
-    )
-    if config.whiten_advantages:
-        advantages = masked_whiten(advantages, mask)
+    score = shape_score(scores.score, rollout.ended, mask.sum(dim=1), config, moments)
+    if config.kl_in == "reward":
+        rewards = shape_rewards(score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef)
+    else:
+        rewards = shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
+    if config.whiten_rewards:
+        rewards = masked_rescale(rewards, mask, total)
+    advantages, returns = estimate(rewards, rollout, config)
+    if config.whiten_advantages == "batch":
+        advantages = masked_whiten(advantages, mask, total)
     return Experience(
         tokens=rollout.tokens,
         mask=rollout.mask,
         response_mask=mask,
         old_logprobs=rollout.logprobs,
         old_values=rollout.values,
-        kl=kl,
+        ref_logprobs=scores.ref_logprobs,
+        kl=torch.where(mask, k1(rollout.logprobs, scores.ref_logprobs), 0),
         rewards=rewards,
         advantages=advantages,
         returns=returns,
@@ -43,6 +66,31 @@ def make_experience(rollout: Rollout, scores: Scores, config: PPOConfig) -> Expe
     )
 
 
+def priced_kl(rollout: Rollout, scores: Scores, config: PPOConfig) -> Float[Tensor, "B T"]:
+    """What ppo.kl_coef is the price of, nats a token."""
+    if config.kl_estimator == "full":
+        assert scores.vocabulary_kl is not None
+        return scores.vocabulary_kl
+    return ESTIMATORS[config.kl_estimator](rollout.logprobs, scores.ref_logprobs)
+
+
+def estimate(
+    rewards: Float[Tensor, "B T"], rollout: Rollout, config: PPOConfig
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Advantages as ppo.advantage names them, and returns; both 0 on padding.
+
+    The estimators that compare responses to one prompt give all tokens of a response the same.
+    """
+    mask = rollout.response_mask
+    if config.advantage == "gae":
+        return gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    returns = rewards_to_go(rewards, mask, gamma=config.gamma)
+    if config.advantage == "reinforce++":
+        return returns, returns
+    whole = BY_GROUP[config.advantage](returns[:, 0], config.samples_per_prompt)
+    return torch.where(mask, whole[:, None], 0), returns
+
+
 def minibatches(
     experience: Experience, *, ppo_epochs: int, minibatch_size: int, generator: torch.Generator
 ) -> Iterator[Experience]:
@@ -50,3 +98,9 @@ def minibatches(
     for _ in range(ppo_epochs):
         order = torch.randperm(len(experience), generator=generator)
         yield from experience.select(order.to(experience.tokens.device)).split(minibatch_size)
+
+
+def whitened(minibatch: Experience) -> Experience:
+    """The minibatch with advantages of mean 0 and variance 1 of its own."""
+    advantages = masked_whiten(minibatch.advantages, minibatch.response_mask)
+    return replace(minibatch, advantages=advantages)

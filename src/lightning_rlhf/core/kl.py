@@ -1,9 +1,12 @@
-"""Monte-Carlo estimates of KL(p || q) from the log-probabilities of tokens drawn from p.
+"""How far one policy is from another, and what that costs.
 
-Source: Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
+Estimates of KL(p || q) from the log-probabilities of tokens drawn from p. Source for k1, k2, k3:
+Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
@@ -11,11 +14,58 @@ from torch import Tensor
 
 
 def k1(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """Unbiased and of high variance: `log p - log q`. Single values may be negative."""
+    """Unbiased and of high variance: `log p - log q`. Single values may be negative.
+
+    As a loss it holds nothing back: its gradient is that of log p, which is 0 on average.
+    """
     return p_logprobs - q_logprobs
 
 
+def k2(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    """Biased, of low variance and never negative: `1/2 (log p - log q)^2`.
+
+    As a loss on tokens drawn from p, its gradient is an unbiased one of KL(p || q).
+    """
+    return 0.5 * (p_logprobs - q_logprobs) ** 2
+
+
 def k3(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """Unbiased, of lower variance and never negative: `(r - 1) - log r` with `r = q / p`."""
+    """Unbiased, of lower variance and never negative: `(r - 1) - log r` with `r = q / p`.
+
+    As a loss on tokens drawn from p, its gradient is an unbiased one of KL(q || p).
+    """
     log_ratio = q_logprobs - p_logprobs
     return torch.expm1(log_ratio) - log_ratio
+
+
+def absolute(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    """No estimate of the KL but a price on any difference: `|log p - log q|`."""
+    return (p_logprobs - q_logprobs).abs()
+
+
+Estimator = Callable[[Float[Tensor, "..."], Float[Tensor, "..."]], Float[Tensor, "..."]]
+ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "mse": k2}
+"""By their names in the configuration; "mse" is what TRL calls k2. "full" sums over the vocabulary
+and needs more than the tokens' log-probabilities: `logprobs.vocabulary_kl`."""
+
+
+def adapted_coef(
+    kl_coef: float, kl: float, *, target: float, horizon: float, episodes: int
+) -> float:
+    """The coefficient after a batch: larger where the KL is above its target, smaller below.
+
+        e      = clip((kl - target) / target, -0.2, 0.2)
+        coef' = coef * (1 + e * episodes / horizon)
+
+    kl, target: nats a response. horizon: episodes over which an error of e changes it by about e.
+    Source: Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593
+    Departs: K_beta = 0.1 a batch there; horizon makes it independent of the batch's size, as in
+    the code of that paper (episodes / horizon in place of K_beta).
+    """
+    error = min(max((kl - target) / target, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
+
+
+def linear_coef(start: float, end: float, iteration: int, iterations: int) -> float:
+    """On the straight line from `start` in iteration 0 to `end` in the last, and so on."""
+    return start + (end - start) * min(1.0, iteration / max(1, iterations - 1))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits alive at once: 64 MB in fp32, whatever the vocabulary
 
@@ -30,19 +32,54 @@ def token_logprobs(
 
     Returns: logprobs and entropy, fp32, nats.
     """
-    rows = max(1, CHUNK_ELEMENTS // vocab_size)
-    recompute = torch.is_grad_enabled() and len(hidden) > rows
-    chunks = [
-        checkpoint(_chunk, h, t, head, temperature, use_reentrant=False)
-        if recompute
-        else _chunk(h, t, head, temperature)
-        for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
+    chunks = _in_chunks(_token_chunk, (hidden, targets), head, temperature, vocab_size)
     logprobs, entropy = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def _chunk(
+def vocabulary_kl(
+    hidden: Float[Tensor, "N d"],
+    ref_hidden: Float[Tensor, "N d"],
+    head: Head,
+    *,
+    temperature: float,
+    vocab_size: int,
+) -> Float[Tensor, " N"]:
+    """Exact KL of the distribution after `hidden[i]` to the one after `ref_hidden[i]`.
+
+        sum_v p_v (log p_v - log q_v)
+
+    In chunks as `token_logprobs`, half as many tokens at a time. Returns: fp32, nats.
+    """
+    chunks = _in_chunks(_kl_chunk, (hidden, ref_hidden), head, temperature, 2 * vocab_size)
+    return torch.cat(list(chunks))
+
+
+def _in_chunks(
+    compute: Callable[..., T],
+    rows: tuple[Tensor, Tensor],
+    head: Head,
+    temperature: float,
+    logits_per_row: int,
+) -> Iterator[T]:
+    """`compute` on a few rows at a time; its logits are not kept but computed again backwards."""
+    size = max(1, CHUNK_ELEMENTS // logits_per_row)
+    recompute = torch.is_grad_enabled() and len(rows[0]) > size
+    for chunk in zip(*(x.split(size) for x in rows), strict=True):
+        if recompute:
+            yield checkpoint(compute, *chunk, head, temperature, use_reentrant=False)
+        else:
+            yield compute(*chunk, head, temperature)
+
+
+def _kl_chunk(
+    hidden: Float[Tensor, "N d"], ref_hidden: Float[Tensor, "N d"], head: Head, temperature: float
+) -> Float[Tensor, " N"]:
+    p, q = (torch.log_softmax(head(h).float() / temperature, -1) for h in (hidden, ref_hidden))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _token_chunk(
     hidden: Float[Tensor, "N d"], targets: Int[Tensor, " N"], head: Head, temperature: float
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
+
+from lightning_rlhf.core.ppo_config import Reduction
 
 
 def bradley_terry_loss(
@@ -39,18 +41,29 @@ def policy_loss(
     advantages: Float[Tensor, ...],
     *,
     clip_range: float,
+    clip_range_high: float | None,
+    dual_clip: float | None,
 ) -> Float[Tensor, ...]:
     """PPO's clipped surrogate, negated: lower is better.
 
         ratio = exp(logprobs - old_logprobs)
-        max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range))
+        loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range_high))
+        loss  = min(loss, -A * dual_clip)      where A < 0 and dual_clip is given
 
-    A token whose ratio has already gone further than clip_range in the direction its advantage
-    asks for has no gradient. Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347
+    A token whose ratio has already gone further than the range in the direction its advantage
+    asks for has no gradient.
+    clip_range_high: None is clip_range; larger lets rare good tokens grow faster.
+    dual_clip: bounds the loss of a bad token that became likely; None does not.
+    Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347; high: Yu et al. 2025,
+    section 3.1, https://arxiv.org/abs/2503.14476; dual: Ye et al. 2020, eq. 3,
+    https://arxiv.org/abs/1912.09729
     """
     ratio = torch.exp(logprobs - old_logprobs)
-    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
-    return torch.maximum(-advantages * ratio, -advantages * clipped)
+    high = clip_range if clip_range_high is None else clip_range_high
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + high))
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
 
 
 def value_loss(
@@ -58,14 +71,41 @@ def value_loss(
     old_values: Float[Tensor, ...],
     returns: Float[Tensor, ...],
     *,
-    clip_range_vf: float,
+    clip_range_vf: float | None,
 ) -> Float[Tensor, ...]:
     """Squared error of the critic, with its step away from the old value bounded.
 
         v_clip = old + clip(V - old, -clip_range_vf, clip_range_vf)
         0.5 * max((V - R)^2, (v_clip - R)^2)
 
+    clip_range_vf: None is the plain 0.5 * (V - R)^2.
     Source: Huang et al. 2022, detail 9, https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
     """
+    error = (values - returns) ** 2
+    if clip_range_vf is None:
+        return 0.5 * error
     clipped = old_values + (values - old_values).clamp(-clip_range_vf, clip_range_vf)
-    return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    return 0.5 * torch.maximum(error, (clipped - returns) ** 2)
+
+
+def token_weights(
+    mask: Bool[Tensor, "B T"], reduction: Reduction, *, max_response_tokens: int
+) -> Float[Tensor, "B T"]:
+    """What each token's loss counts in the sum that is minimised; 0 on padding.
+
+        token_mean     1 / (real tokens of all B)         every token counts the same
+        sequence_mean  1 / (B * tokens of its response)   every response counts the same
+        constant       1 / (B * max_response_tokens)      as token_mean; long batches count more
+
+    To be taken over a whole minibatch: its micro-batches then sum up to the same loss.
+    Source: Shao et al. 2024, eq. 3 (sequence_mean), https://arxiv.org/abs/2402.03300; Liu et al.
+    2025, section 3 (constant), https://arxiv.org/abs/2503.20783
+    """
+    real = mask.float()
+    match reduction:
+        case "token_mean":
+            return real / real.sum()
+        case "sequence_mean":
+            return real / (len(mask) * real.sum(dim=1, keepdim=True).clamp(min=1))
+        case "constant":
+            return real / (len(mask) * max_response_tokens)

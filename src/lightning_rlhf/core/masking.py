@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+Total = Callable[[Tensor], Tensor]
+"""Sums a tensor over all processes."""
+
+
+def alone(x: Tensor) -> Tensor:
+    """The total of a single process."""
+    return x
 
 
 def masked_sum(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ""]:
@@ -17,17 +27,42 @@ def masked_mean(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor,
     return masked_sum(x, mask) / mask.sum()
 
 
+def masked_moments(
+    x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Mean and population variance of the real elements of all processes.
+
+    The population's variance divides by the count, not by the count minus one, so that appending
+    a copy of the batch changes nothing.
+    """
+    x = torch.where(mask, x, 0)
+    count = total(mask.sum())
+    mean = total(x.sum()) / count
+    return mean, total(masked_sum((x - mean) ** 2, mask)) / count
+
+
 def masked_whiten(
-    x: Float[Tensor, ...], mask: Bool[Tensor, ...], eps: float = 1e-8
+    x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total = alone
 ) -> Float[Tensor, ...]:
     """Shift and scale the real elements of `x` to mean 0 and variance 1.
 
-        (x - mean) / sqrt(var + eps),  var = mean((x - mean)^2)
+        (x - mean) / sqrt(var + 1e-8)
 
-    The variance is the population's (divided by the count, not by the count minus one), so that
-    appending a copy of the batch changes nothing. Returns 0 on padding.
+    Mean and variance: `masked_moments`. Returns 0 on padding.
     """
-    x = torch.where(mask, x, 0)
-    mean = masked_mean(x, mask)
-    variance = masked_mean((x - mean) ** 2, mask)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0)
+    mean, variance = masked_moments(x, mask, total)
+    return torch.where(mask, (torch.where(mask, x, 0) - mean) * torch.rsqrt(variance + 1e-8), 0)
+
+
+def masked_rescale(
+    x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total = alone
+) -> Float[Tensor, ...]:
+    """Scale the real elements of `x` about their mean to variance 1; the mean stays.
+
+        (x - mean) / sqrt(var + 1e-8) + mean
+
+    Returns 0 on padding. Source: Huang et al. 2024, detail 24,
+    https://arxiv.org/abs/2403.17031
+    """
+    mean, _ = masked_moments(x, mask, total)
+    return torch.where(mask, masked_whiten(x, mask, total) + mean, 0)

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.config import MissingEOS
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.masking import Total, alone
+from lightning_rlhf.core.ppo_config import MissingEOS, PPOConfig
+
+
+@dataclass(frozen=True)
+class RunningMoments:
+    """Mean and population variance of all scores so far."""
+
+    count: int
+    mean: float
+    squares: float
+    """Sum of squared deviations from the mean."""
+
+    @property
+    def std(self) -> float:
+        """1 while the scores seen are all alike: there is nothing to scale by."""
+        variance = self.squares / self.count if self.count else 0.0
+        return math.sqrt(variance) if variance > 0 else 1.0
+
+    def including(self, score: Float[Tensor, " B"], total: Total = alone) -> RunningMoments:
+        """The moments with a batch more, that of all processes.
+
+        Source: Chan et al. 1983, eq. 2.1, https://doi.org/10.1080/00031305.1983.10483115
+        """
+        score = score.double()
+        added = int(total(torch.tensor(len(score), device=score.device)))
+        mean = total(score.sum()) / added
+        squares = float(total(((score - mean) ** 2).sum()))
+        count, shift = self.count + added, float(mean) - self.mean
+        return RunningMoments(
+            count=count,
+            mean=self.mean + shift * added / count,
+            squares=self.squares + squares + shift**2 * self.count * added / count,
+        )
+
+
+NO_SCORES = RunningMoments(count=0, mean=0.0, squares=0.0)
 
 
 def apply_missing_eos(
@@ -16,7 +55,7 @@ def apply_missing_eos(
     """The score after the rule for responses that never ended.
 
     "none" leaves it, "subtract" takes `penalty` off, "replace" puts `-penalty` in its place.
-    Source: "replace" as in Stiennon et al. 2020 and Huang et al. 2024, section 3.4,
+    Source: "replace" as in Stiennon et al. 2020 and Huang et al. 2024, detail 23,
     https://arxiv.org/abs/2403.17031
     """
     match rule:
@@ -28,6 +67,32 @@ def apply_missing_eos(
             return torch.where(ended, score, -penalty)
         case _:
             raise ConfigError(f"ppo.missing_eos is {rule!r}; allowed: none, subtract, replace")
+
+
+def shape_score(
+    score: Float[Tensor, " B"],
+    ended: Bool[Tensor, " B"],
+    tokens: Int[Tensor, " B"],
+    config: PPOConfig,
+    moments: RunningMoments,
+) -> Float[Tensor, " B"]:
+    """The score as PPO is paid it: normalised, clipped, less the price of length, end rule.
+
+        s = (score - mean) / std         score_normalization=running; running_scale: score / std
+        s = clip(s, -score_clip, score_clip)
+        s = s - length_penalty * tokens
+
+    tokens: of each response. score_normalization=stored is the reward source's own doing.
+    Source of the running scale: Engstrom et al. 2020, section 2, https://arxiv.org/abs/2005.12729
+    """
+    if config.score_normalization == "running":
+        score = (score - moments.mean) / moments.std
+    elif config.score_normalization == "running_scale":
+        score = score / moments.std
+    if config.score_clip is not None:
+        score = score.clamp(-config.score_clip, config.score_clip)
+    score = score - config.length_penalty * tokens
+    return apply_missing_eos(score, ended, config.missing_eos, config.missing_eos_penalty)
 
 
 def shape_rewards(

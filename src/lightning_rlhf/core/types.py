@@ -7,7 +7,7 @@ Masks are boolean, True = real token. What stands on padding is stated per field
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -31,13 +31,18 @@ class Record:
         """The sequences `rows` of every field."""
         return self._map(lambda tensor: tensor[rows])
 
+    def repeat(self, times: int) -> Self:
+        """Every sequence `times` times in a row."""
+        return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
+
     def split(self, size: int) -> Iterator[Self]:
         """Consecutive records of `size` sequences; the last may be shorter."""
         for start in range(0, len(self), size):
             yield self.select(slice(start, start + size))
 
-    def _map(self, function) -> Self:  # type: ignore[no-untyped-def]
-        return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        present = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: function(x) for n, x in present.items() if x is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,8 @@ class Scores(Record):
     """The reward source's scalar for the whole response."""
     ref_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the reference, nats; 0 on padding."""
+    vocabulary_kl: Float[Tensor, "B T"] | None = None
+    """KL of policy to reference over the whole vocabulary, where ppo.kl_estimator=full asks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +127,18 @@ class Experience(Record):
     """Of the sampling policy, nats; 0 on padding."""
     old_values: Float[Tensor, "B T"]
     """Of the critic at sampling time; 0 on padding."""
+    ref_logprobs: Float[Tensor, "B T"]
+    """Of the reference, nats; 0 on padding."""
     kl: Float[Tensor, "B T"]
-    """Estimated KL of the sampling policy to the reference, nats a token; 0 on padding."""
+    """Sampling policy to reference, estimator k1 whatever is priced, nats a token; 0 on padding."""
     rewards: Float[Tensor, "B T"]
-    """Per-token signal: score at the last token minus kl_coef * kl; 0 on padding."""
+    """Per-token signal: shaped score at the last token minus the price of KL; 0 on padding."""
     advantages: Float[Tensor, "B T"]
     """0 on padding; whitened over the batch if the configuration says so."""
     returns: Float[Tensor, "B T"]
     """Targets of the value head, from unwhitened advantages; 0 on padding."""
     score: Float[Tensor, " B"]
-    """As the reward source gave it, before the missing-end rule."""
+    """As the reward source gave it, before any shaping."""
     ended: Bool[Tensor, " B"]
     index: Int[Tensor, " B"]
 
@@ -141,20 +150,23 @@ class Experience(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateStats:
-    """Facts of one optimizer step of PPO: 0-d tensors, means over the minibatch's tokens."""
+    """Facts of one minibatch of PPO, 0-d. Losses weigh tokens as ppo.loss_reduction says; the rest
+    are means over the minibatch's tokens."""
 
     loss: Tensor
-    """policy_loss + vf_coef * value_loss - ent_coef * entropy."""
+    """policy_loss + kl_coef * kl_loss + vf_coef * value_loss - ent_coef * entropy."""
     policy_loss: Tensor
     """Clipped surrogate; lower is better."""
+    kl_loss: Tensor
+    """KL to the reference that ppo.kl_in=loss adds, nats a token; 0 where it is in the reward."""
     value_loss: Tensor
-    """Clipped squared error, with the factor 1/2."""
+    """Clipped squared error, with the factor 1/2; 0 without a critic."""
     entropy: Tensor
     """Of the policy now, nats a token."""
     approx_kl: Tensor
     """Policy at sampling against policy now, estimator k3, nats a token."""
     clip_fraction: Tensor
-    """Share of tokens whose ratio left [1 - clip_range, 1 + clip_range]."""
+    """Share of tokens whose ratio left the clip range."""
     value_clip_fraction: Tensor
     """Share of tokens whose value left old_value +- clip_range_vf."""
     ratio_mean: Tensor
@@ -162,3 +174,7 @@ class UpdateStats:
     """Largest ratio of any token in the minibatch."""
     grad_norm: Tensor
     """Global norm before clipping."""
+    skipped: Tensor
+    """1 where ppo.max_ratio forbade the optimizer step, else 0."""
+    stopped: Tensor
+    """1 where ppo.target_kl forbade it and ended the iteration's epochs, else 0."""

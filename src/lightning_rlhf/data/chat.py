@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+from transformers.generation import StopStringCriteria
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.rows import Message, Messages
@@ -106,6 +107,10 @@ class ChatFormat:
             said, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def stop_at(self, texts: Sequence[str]) -> StoppingCriteria | None:
+        """Whether rows of tokens end with one of `texts`; None where there is none."""
+        return StopStringCriteria(self.tokenizer, list(texts)) if texts else None
 
     def render(self, messages: str | Messages) -> str:
         """The dialogue as the chat template writes it, without an opening for the next turn.

@@ -8,12 +8,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.models.checkpoint import Final, check_fingerprint, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import (
     BASE,
+    CRITIC,
     POLICY,
     REFERENCE,
     REWARD,
@@ -54,7 +56,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
     base_seed = sft.manifest.base_seed if sft.manifest else seed
     roles = Roles(load_causal_lm(config, sft.base_folder, trainable=False, seed=base_seed))
     check_fingerprint(roles, BASE, sft, "below")
-    roles.load_adapter(SFT, sft.path)
+    roles.load_adapter(SFT, sft.path, trainable=False)
     check_fingerprint(roles, REFERENCE, sft, "self")
     return roles
 
@@ -74,7 +76,7 @@ def attach_reward(roles: Roles, final: Final, config: ModelConfig, tokenizer_has
     if final.is_adapter:
         head = load_head(final, REWARD, roles.hidden_size)
         check_fingerprint(roles, REFERENCE, final, "below")
-        roles.load_adapter(REWARD, final.path)
+        roles.load_adapter(REWARD, final.path, trainable=False)
         owner = roles
     else:
         owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0))
@@ -101,16 +103,71 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_policy(roles: Roles, config: ModelConfig) -> None:
-    """A fresh policy adapter and a value head at zero; the reference must stay what it was.
+    """A fresh policy adapter; the reference must stay what it was.
 
     Raises CheckpointError where the reference, or the untrained policy, is not the SFT model.
     """
     before = roles.probe(REFERENCE)
     roles.add_adapter(POLICY, config.lora)
-    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     for role in (REFERENCE, POLICY):
         if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
             raise CheckpointError(
                 f"the {role} does not start as the SFT model: its logits changed when the "
                 "policy's adapter was added. This is a fault of the adapter library's version"
             )
+
+
+def add_critic(
+    roles: Roles,
+    config: ModelConfig,
+    kind: CriticKind,
+    *,
+    sft: Final | None,
+    reward: Final | None,
+    scale: tuple[float, float],
+    seed: int,
+) -> tuple[Roles, str]:
+    """A value head on the policy's trunk, on an adapter of its own, or on a model of its own.
+
+    reward: the reward model that the critic starts as; None starts every value at 0.
+    scale: mean and standard deviation by which its number is standardised.
+
+    Returns: the roles, and the role in them, whose hidden states the head reads.
+    """
+    match kind:
+        case "head":
+            owner, role = roles, POLICY
+        case "adapter":
+            owner, role = roles, CRITIC
+            if reward is None:
+                roles.add_adapter(CRITIC, config.lora)
+            elif reward.is_adapter:
+                roles.load_adapter(CRITIC, reward.path, trainable=True)
+            else:
+                raise ConfigError(
+                    f"ppo.critic is 'adapter' and starts from {reward.path}, which is a whole "
+                    "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
+                )
+        case "model":
+            start = sft if reward is None else reward
+            if start is not None and start.is_adapter:
+                raise ConfigError(
+                    f"ppo.critic is 'model' and starts from {start.path}, which is an adapter; "
+                    "allowed: ppo.critic=adapter or head"
+                )
+            weights = str(start.path) if start is not None else None
+            owner, role = Roles(load_causal_lm(config, weights, trainable=True, seed=seed)), CRITIC
+            owner.assign(CRITIC)
+    owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
+    if reward is not None:
+        owner.heads[VALUE] = standardised_head(reward, owner.hidden_size, *scale)
+    return owner, role
+
+
+def standardised_head(reward: Final, hidden_size: int, mean: float, std: float) -> ScalarHead:
+    """A value head that gives what the reward model gives, less `mean`, over `std`."""
+    head = load_head(reward, REWARD, hidden_size)
+    with torch.no_grad():
+        head.linear.bias.sub_(mean).div_(std)
+        head.linear.weight.div_(std)
+    return head.requires_grad_(True)

@@ -5,6 +5,7 @@ Every role is the base seen through a stack of adapters:
     reference   SFT                      frozen; the base itself if SFT was merged into it
     policy      SFT + policy adapter     trained by PPO
     reward      SFT + reward adapter     frozen in PPO, with the reward head
+    critic      SFT + critic adapter     trained by PPO, where ppo.critic=adapter
 
 so that one copy of the base weights serves them all, and the reference is the SFT model by
 construction whether SFT was merged or is an adapter of its own.
@@ -30,7 +31,7 @@ from lightning_rlhf.models.heads import last_real
 from lightning_rlhf.models.loading import naming
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
-POLICY, REWARD, VALUE = "policy", "reward", "value"
+POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
 
 
 class Roles(nn.Module):
@@ -85,15 +86,15 @@ class Roles(nn.Module):
             ) from error
         self._stack(role, trainable=True)
 
-    def load_adapter(self, role: str, folder: Path) -> None:
-        """A frozen adapter from a `final/` folder, on top of the reference."""
+    def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
+        """An adapter from a `final/` folder, on top of the reference."""
         with naming(str(folder), role), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*missing adapter keys.*")
             if isinstance(self.model, PeftModel):
                 self.model.load_adapter(str(folder), adapter_name=role)
             else:
                 self.model = PeftModel.from_pretrained(self.model, str(folder), adapter_name=role)
-        self._stack(role, trainable=False)
+        self._stack(role, trainable=trainable)
         if role == SFT:
             self._stacks[REFERENCE] = self._stacks[SFT]
 
@@ -114,6 +115,14 @@ class Roles(nn.Module):
         ]
         self.model.eval()
         self.play(role)
+
+    def trained_by(self, role: str) -> Iterator[nn.Parameter]:
+        """The trainable parameters of the role's own adapter; of the model where it has none."""
+        marker = f".{role}."
+        has_adapter = role in self._stacks[role]
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and (marker in name or not has_adapter):
+                yield parameter
 
     @contextmanager
     def exported(self, role: str) -> Iterator[str]:

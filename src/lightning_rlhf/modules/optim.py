@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
@@ -16,17 +17,17 @@ from lightning_rlhf.models.roles import trainable_names
 
 
 def build_optimizer(
-    groups: Sequence[tuple[float, nn.Module]], config: StageConfig, total_steps: int
+    groups: Sequence[tuple[float, Iterable[nn.Parameter]]], config: StageConfig, total_steps: int
 ) -> dict[str, Any]:
     """AdamW over the trainable parameters, and its schedule, as Lightning wants them.
 
-    groups: learning-rate factors with the modules they are for. Vectors (biases, norms) get no
+    groups: learning-rate factors with the parameters they are for. Vectors (biases, norms) get no
         weight decay.
     total_steps: calls of the scheduler over the whole run.
     """
     parameter_groups = []
-    for factor, module in groups:
-        trained = [p for p in module.parameters() if p.requires_grad]
+    for factor, parameters in groups:
+        trained = [p for p in parameters if p.requires_grad]
         for decay, matrices in ((config.weight_decay, True), (0.0, False)):
             chosen = [p for p in trained if (p.ndim > 1) == matrices]
             if chosen:
@@ -60,25 +61,33 @@ def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
             return 1.0
 
 
-def optimizer_step(
+def backward(
     module: L.LightningModule, losses: Iterable[Tensor], max_grad_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step on the sum of `losses`, each backpropagated as it comes.
+    """The clipped gradient of the sum of `losses`, each backpropagated as it comes.
 
     The losses carry their denominator, so that N micro-batches give the gradient of one.
     Returns: the summed loss and the global gradient norm before clipping, both 0-d.
     """
-    optimizer = module.optimizers()
-    assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+    optimizer = _optimizer(module)
     optimizer.zero_grad()
     total = torch.zeros((), device=module.device)
     for loss in losses:
         module.manual_backward(loss)
         total += loss.detach()
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(trained, max_grad_norm)
-    optimizer.step()
-    return total, norm
+    return total, nn.utils.clip_grad_norm_(trained, max_grad_norm)
+
+
+def step(module: L.LightningModule) -> None:
+    """Move the parameters along the gradient."""
+    _optimizer(module).step()
+
+
+def _optimizer(module: L.LightningModule) -> LightningOptimizer:
+    optimizer = module.optimizers()
+    assert isinstance(optimizer, LightningOptimizer)
+    return optimizer
 
 
 def advance_schedule(module: L.LightningModule) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning as L
@@ -11,24 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.experience import make_experience, minibatches
-from lightning_rlhf.core.kl import k3
-from lightning_rlhf.core.losses import policy_loss, value_loss
+from lightning_rlhf.core.experience import make_experience, minibatches, whitened
+from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
+from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments
 from lightning_rlhf.core.types import Experience, Prompts, Rollout, Scores, UpdateStats
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.models.roles import POLICY, VALUE, Roles
+from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
+    backward,
     build_optimizer,
     check_resumable,
-    optimizer_step,
+    step,
     trainable_state,
 )
-from lightning_rlhf.rollout.generate import generate
+from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.rollout.generate import generate, no_value
 from lightning_rlhf.rollout.score import (
     RewardSource,
     response_hidden,
+    response_kl,
     response_logprobs,
     score,
 )
@@ -52,53 +58,60 @@ class PPOModule(L.LightningModule):
         reward: RewardSource,
         config: PPOConfig,
         *,
+        critic: Critic | None,
         chat: ChatFormat,
         prompts: Mapping[str, Sequence[dict[str, Any]]],
         seed: int,
     ) -> None:
+        """`critic` for advantage=gae, None for the others; `prompts`: split -> rows of the data."""
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False
         self.roles = roles
         self.reward = reward
         self.config = config
+        self.critic = critic
+        if critic is not None:
+            self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.chat = chat
+        self.stop = chat.stop_at(config.stop_strings)
         self.prompts = prompts
-        """Split -> rows of the data set, which Prompts.index points into."""
         self.seed = seed
         self.iteration = 0
         """Finished iterations, over all resumes."""
+        self.kl_coef = config.kl_coef
+        """Of this iteration."""
+        self.moments = NO_SCORES
+        """Of all scores so far."""
         roles.play(POLICY)
 
     def training_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any]:
+        config = self.config
         generator = self.generator(TRAINING, self.iteration)
         started = time.perf_counter()
-        rollout = self.generate(prompts, generator)
+        rollout = self.generate(prompts.repeat(config.samples_per_prompt), generator)
+        rollout = self.valued(rollout)
         rolled_out = time.perf_counter()
         scores = self.score(rollout)
-        experience = make_experience(rollout, scores, self.config)
-        scored = time.perf_counter()
-        updates = tuple(
-            self.update(minibatch)
-            for minibatch in minibatches(
-                experience,
-                ppo_epochs=self.config.ppo_epochs,
-                minibatch_size=self.config.minibatch_size,
-                generator=generator,
-            )
+        self.moments = self.moments.including(scores.score)
+        experience = make_experience(
+            rollout, scores, config, kl_coef=self.kl_coef, moments=self.moments
         )
+        scored = time.perf_counter()
+        updates = tuple(self.updates(experience, generator))
+        updated = time.perf_counter()
         advance_schedule(self)
+        kl_coef, self.kl_coef = self.kl_coef, self.next_kl_coef(experience)
         self.iteration += 1
-        seconds = {
-            "rollout": rolled_out - started,
-            "score": scored - rolled_out,
-            "update": time.perf_counter() - scored,
-        }
         return {
             "experience": experience,
             "updates": updates,
-            "kl_coef": self.config.kl_coef,
-            "seconds": seconds,
+            "kl_coef": kl_coef,
+            "seconds": {
+                "rollout": rolled_out - started,
+                "score": scored - rolled_out,
+                "update": updated - scored,
+            },
         }
 
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any]:
@@ -107,75 +120,168 @@ class PPOModule(L.LightningModule):
         return {"rollout": rollout, "scores": self.score(rollout)}
 
     def generate(self, prompts: Prompts, generator: torch.Generator) -> Rollout:
-        """Responses of the policy as it is now, with its log-probabilities and values."""
+        """Responses of the policy as it is now, its log-probabilities, a critic's on its trunk."""
+        critic = self.critic
         return generate(
             self.roles,
             prompts,
-            value=self.roles.heads[VALUE],
+            value=critic.head if critic is not None and critic.shares_trunk else no_value,
             max_response_tokens=self.config.max_response_tokens,
             temperature=self.config.temperature,
             end_token_ids=self.chat.end_token_ids,
+            stop=self.stop,
             generator=generator,
         )
 
+    def valued(self, rollout: Rollout) -> Rollout:
+        """The rollout with the values of a critic that is not on the policy's trunk."""
+        if self.critic is None or self.critic.shares_trunk:
+            return rollout
+        values = self.critic.all_values(rollout, self.config.microbatch_size)
+        return replace(rollout, values=values)
+
     def score(self, rollout: Rollout) -> Scores:
         """The reward source's score and the reference's log-probabilities."""
+        config = self.config
         return score(
             self.roles,
             rollout,
             self.reward,
-            temperature=self.config.temperature,
-            batch_size=self.config.microbatch_size,
+            temperature=config.temperature,
+            batch_size=config.microbatch_size,
+            over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
         )
 
+    def updates(self, experience: Experience, generator: torch.Generator) -> Iterator[UpdateStats]:
+        """ppo_epochs over shuffled minibatches, until target_kl ends them."""
+        for minibatch in minibatches(
+            experience,
+            ppo_epochs=self.config.ppo_epochs,
+            minibatch_size=self.config.minibatch_size,
+            generator=generator,
+        ):
+            if self.config.whiten_advantages == "minibatch":
+                minibatch = whitened(minibatch)
+            stats = self.update(minibatch)
+            yield stats
+            if self.config.target_kl is not None and stats.stopped:
+                return
+
     def update(self, minibatch: Experience) -> UpdateStats:
-        """One optimizer step on the minibatch, taken in micro-batches."""
-        facts: list[dict[str, Tensor]] = []
-        losses = self.losses(minibatch, facts)
-        loss, grad_norm = optimizer_step(self, losses, self.config.max_grad_norm)
-        summed = {name: torch.stack([f[name] for f in facts]) for name in facts[0]}
-        ratio_max = summed.pop("ratio_max").max()
-        means = {name: parts.sum() for name, parts in summed.items()}
-        return UpdateStats(loss=loss, grad_norm=grad_norm, ratio_max=ratio_max, **means)
+        """One optimizer step on the minibatch, in micro-batches, unless a limit forbids it."""
+        parts: list[dict[str, Tensor]] = []
+        losses = self.losses(minibatch, parts)
+        loss, grad_norm = backward(self, losses, self.config.max_grad_norm)
+        facts = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        ratio_max = facts.pop("ratio_max").max()
+        means = {name: shares.sum() for name, shares in facts.items()}
+        stopped = exceeds(means["approx_kl"], self.config.target_kl)
+        skipped = exceeds(means["ratio_mean"], self.config.max_ratio)
+        if not (stopped or skipped):
+            step(self)
+        return UpdateStats(
+            loss=loss,
+            grad_norm=grad_norm,
+            ratio_max=ratio_max,
+            stopped=loss.new_tensor(stopped),
+            skipped=loss.new_tensor(skipped),
+            **means,
+        )
 
     def losses(self, minibatch: Experience, facts: list[dict[str, Tensor]]) -> Iterator[Tensor]:
-        """The loss of each micro-batch over the token count of the whole minibatch.
+        """The loss of each micro-batch, as its share of that of the whole minibatch.
 
-        What is to be known of each micro-batch is appended to `facts`, over the same count.
+        What is to be known of each micro-batch is appended to `facts`, as shares likewise.
         """
         config = self.config
         tokens = minibatch.response_mask.sum()
-        for part in minibatch.split(config.microbatch_size):
+        weights = token_weights(
+            minibatch.response_mask,
+            config.loss_reduction,
+            max_response_tokens=config.max_response_tokens,
+        )
+        size = config.microbatch_size
+        for part, weight in zip(minibatch.split(size), weights.split(size), strict=True):
             mask = part.response_mask
-            hidden = response_hidden(self.roles, part)
-            logprobs, entropy = response_logprobs(self.roles, hidden, part, config.temperature)
-            values = self.roles.heads[VALUE](hidden)
-            old_logprobs, old_values = part.old_logprobs[mask], part.old_values[mask]
-            policy = policy_loss(
-                logprobs, old_logprobs, part.advantages[mask], clip_range=config.clip_range
-            )
-            value = value_loss(
-                values, old_values, part.returns[mask], clip_range_vf=config.clip_range_vf
-            )
-            loss = policy + config.vf_coef * value - config.ent_coef * entropy
+            with torch.set_grad_enabled(self.iteration >= config.critic_warmup):
+                hidden = response_hidden(self.roles, part)
+                logprobs, entropy = response_logprobs(self.roles, hidden, part, config.temperature)
+                policy = self.policy_loss(logprobs, part)
+                kl = self.kl_loss(logprobs, hidden, part)
+            value, value_clipped = self.value_loss(hidden, part)
+            loss = policy + self.kl_coef * kl + config.vf_coef * value - config.ent_coef * entropy
             with torch.no_grad():
-                ratio = torch.exp(logprobs - old_logprobs)
-                per_token = {
-                    "policy_loss": policy,
-                    "value_loss": value,
+                ratio = torch.exp(logprobs - part.old_logprobs[mask])
+                high = config.clip_range_high or config.clip_range
+                outside = (ratio < 1 - config.clip_range) | (ratio > 1 + high)
+                means = {
                     "entropy": entropy,
-                    "approx_kl": k3(old_logprobs, logprobs),
-                    "clip_fraction": ((ratio - 1).abs() > config.clip_range).float(),
-                    "value_clip_fraction": (
-                        (values - old_values).abs() > config.clip_range_vf
-                    ).float(),
+                    "approx_kl": k3(part.old_logprobs[mask], logprobs),
+                    "clip_fraction": outside.float(),
+                    "value_clip_fraction": value_clipped.float(),
                     "ratio_mean": ratio,
                 }
+                sums = {"policy_loss": policy, "kl_loss": kl, "value_loss": value}
                 facts.append(
-                    {name: x.detach().sum() / tokens for name, x in per_token.items()}
+                    {name: x.sum() / tokens for name, x in means.items()}
+                    | {name: (weight[mask] * x).sum() for name, x in sums.items()}
                     | {"ratio_max": ratio.max()}
                 )
-            yield loss.sum() / tokens
+            yield (weight[mask] * loss).sum()
+
+    def policy_loss(self, logprobs: Tensor, part: Experience) -> Tensor:
+        """The clipped surrogate of each response token, [N]."""
+        mask, config = part.response_mask, self.config
+        return policy_loss(
+            logprobs,
+            part.old_logprobs[mask],
+            part.advantages[mask],
+            clip_range=config.clip_range,
+            clip_range_high=config.clip_range_high,
+            dual_clip=config.dual_clip,
+        )
+
+    def kl_loss(self, logprobs: Tensor, hidden: Tensor, part: Experience) -> Tensor:
+        """The KL to the reference of each response token, [N], where ppo.kl_in=loss; else 0."""
+        if self.config.kl_in == "reward":
+            return torch.zeros_like(logprobs)
+        if self.config.kl_estimator == "full":
+            with torch.no_grad(), self.roles.acting(REFERENCE):
+                ref_hidden = response_hidden(self.roles, part)
+            return response_kl(self.roles, hidden, ref_hidden, self.config.temperature)
+        estimator = ESTIMATORS[self.config.kl_estimator]
+        return estimator(logprobs, part.ref_logprobs[part.response_mask])
+
+    def value_loss(self, hidden: Tensor, part: Experience) -> tuple[Tensor, Tensor]:
+        """The critic's loss of each response token, [N], and whether its value left its range."""
+        mask, clip_range_vf = part.response_mask, self.config.clip_range_vf
+        old_values = part.old_values[mask]
+        if self.critic is None:
+            return torch.zeros_like(old_values), torch.zeros_like(old_values)
+        critic = self.critic
+        values = critic.head(hidden) if critic.shares_trunk else critic.values(part)
+        loss = value_loss(values, old_values, part.returns[mask], clip_range_vf=clip_range_vf)
+        limit = math.inf if clip_range_vf is None else clip_range_vf
+        return loss, (values - old_values).abs() > limit
+
+    def next_kl_coef(self, experience: Experience) -> float:
+        """Of the iteration after this one."""
+        config = self.config
+        match config.kl_control:
+            case "fixed":
+                return self.kl_coef
+            case "linear":
+                return linear_coef(
+                    config.kl_coef, config.kl_coef_end, self.iteration + 1, config.iterations
+                )
+            case "adaptive":
+                return adapted_coef(
+                    self.kl_coef,
+                    experience.kl.sum(dim=1).mean().item(),
+                    target=config.kl_target,
+                    horizon=config.kl_horizon,
+                    episodes=len(experience),
+                )
 
     def generator(self, stream: int, number: int) -> torch.Generator:
         """A fresh generator on the CPU, a pure function of (seed, stream, number)."""
@@ -187,7 +293,9 @@ class PPOModule(L.LightningModule):
         return self.prompts[split]
 
     def configure_optimizers(self) -> Any:
-        groups = [(1.0, self.roles.model), (self.config.value_lr_factor, self.roles.heads[VALUE])]
+        groups = [(1.0, self.roles.trained_by(POLICY))]
+        if self.critic is not None:
+            groups.append((self.config.value_lr_factor, self.critic.parameters()))
         return build_optimizer(groups, self.config, self.config.iterations)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -195,7 +303,16 @@ class PPOModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = self.iteration
+        checkpoint["kl_coef"] = self.kl_coef
+        checkpoint["moments"] = asdict(self.moments)
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         check_resumable(self, checkpoint)
         self.iteration = checkpoint["iteration"]
+        self.kl_coef = checkpoint["kl_coef"]
+        self.moments = RunningMoments(**checkpoint["moments"])
+
+
+def exceeds(found: Tensor, limit: float | None) -> bool:
+    """Whether a 0-d tensor is above a limit; where there is none it is not even read."""
+    return limit is not None and bool(found > limit)

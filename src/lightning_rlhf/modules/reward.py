@@ -15,9 +15,10 @@ from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
+    backward,
     build_optimizer,
     check_resumable,
-    optimizer_step,
+    step,
     trainable_state,
 )
 
@@ -39,7 +40,8 @@ class RewardModule(L.LightningModule):
         rewards: list[dict[str, Tensor]] = []
         parts = batch.split(self.config.microbatch_size)
         losses = (self.loss_sum(part, rewards) / len(batch) for part in parts)
-        loss, grad_norm = optimizer_step(self, losses, self.config.max_grad_norm)
+        loss, grad_norm = backward(self, losses, self.config.max_grad_norm)
+        step(self)
         advance_schedule(self)
         sides = {side: torch.cat([r[side] for r in rewards]) for side in ("chosen", "rejected")}
         return {"loss": loss, "grad_norm": grad_norm, **sides}
@@ -68,7 +70,7 @@ class RewardModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        return build_optimizer([(1.0, self.roles)], self.config, steps)
+        return build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return trainable_state(self)

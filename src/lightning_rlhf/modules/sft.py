@@ -13,9 +13,10 @@ from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
+    backward,
     build_optimizer,
     check_resumable,
-    optimizer_step,
+    step,
     trainable_state,
 )
 
@@ -37,7 +38,8 @@ class SFTModule(L.LightningModule):
         tokens = batch.target_mask.sum()
         parts = batch.split(self.config.microbatch_size)
         losses = (self.nll_sum(part) / tokens for part in parts)
-        loss, grad_norm = optimizer_step(self, losses, self.config.max_grad_norm)
+        loss, grad_norm = backward(self, losses, self.config.max_grad_norm)
+        step(self)
         advance_schedule(self)
         return {"loss": loss, "tokens": tokens, "grad_norm": grad_norm}
 
@@ -56,7 +58,7 @@ class SFTModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        return build_optimizer([(1.0, self.roles)], self.config, steps)
+        return build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return trainable_state(self)

@@ -9,7 +9,7 @@ import torch
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import REFERENCE, Roles
-from lightning_rlhf.rollout.generate import generate
+from lightning_rlhf.rollout.generate import generate, no_value
 
 
 def sample_reference(
@@ -30,7 +30,7 @@ def sample_reference(
             generate(
                 roles,
                 prompts.to(roles.device),
-                value=lambda hidden: hidden.new_zeros(len(hidden), dtype=torch.float32),
+                value=no_value,
                 max_response_tokens=max_response_tokens,
                 temperature=temperature,
                 end_token_ids=end_token_ids,

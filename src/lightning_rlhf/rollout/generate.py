@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteria
 
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import Roles, position_ids
@@ -22,9 +22,12 @@ def generate(
     max_response_tokens: int,
     temperature: float,
     end_token_ids: Sequence[int],
+    stop: StoppingCriteria | None = None,
     generator: torch.Generator,
 ) -> Rollout:
     """One response for each prompt, drawn from softmax(logits / temperature).
+
+    A response ends with an end token, or where `stop` says so of its tokens so far.
 
     The generator gives one number per row and position before anything is sampled, so that what
     a prompt is answered does not depend on how long the other rows of its batch go on.
@@ -58,6 +61,8 @@ def generate(
         position = position[:, -1:] + 1
         step_tokens = token[:, None]
         going = going & ~torch.isin(token, end)
+        if stop is not None:
+            going = going & ~stop(torch.stack(sampled, dim=1), None)
         if not going.any():
             break
     response_mask = torch.stack(alive, dim=1)
@@ -81,3 +86,8 @@ def sample(logprobs: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]) -> Int[
     cdf = logprobs.exp().cumsum(-1)
     threshold = uniform[:, None] * (1 - 1e-6) * cdf[:, -1:]
     return torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
+
+
+def no_value(hidden: Float[Tensor, "B d"]) -> Float[Tensor, " B"]:
+    """Where nobody asks for a value while sampling: 0."""
+    return hidden.new_zeros(len(hidden), dtype=torch.float32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_rlhf.core.logprobs import token_logprobs
+from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.core.types import Experience, Rollout, Scores
 from lightning_rlhf.models.roles import REFERENCE, Roles
 
@@ -32,21 +32,50 @@ def response_logprobs(
     )
 
 
+def response_kl(
+    roles: Roles,
+    hidden: Float[Tensor, "N d"],
+    ref_hidden: Float[Tensor, "N d"],
+    temperature: float,
+) -> Float[Tensor, " N"]:
+    """KL over the whole vocabulary between what two roles' hidden states predict, nats."""
+    return vocabulary_kl(
+        hidden, ref_hidden, roles.head, temperature=temperature, vocab_size=roles.vocab_size
+    )
+
+
 @torch.no_grad()
 def score(
-    roles: Roles, rollout: Rollout, reward: RewardSource, *, temperature: float, batch_size: int
+    roles: Roles,
+    rollout: Rollout,
+    reward: RewardSource,
+    *,
+    temperature: float,
+    batch_size: int,
+    over_vocabulary: bool,
 ) -> Scores:
-    """Score a rollout with the reward source and the reference, `batch_size` rows at a time."""
-    parts = []
+    """Score a rollout with the reward source and the reference, `batch_size` rows at a time.
+
+    over_vocabulary: measure the KL over the whole vocabulary too, which reads every response with
+        the policy once more.
+    """
+    rewards, logprobs, kls = [], [], []
     for part in rollout.split(batch_size):
-        ref_logprobs = torch.zeros_like(part.logprobs)
         with roles.acting(REFERENCE):
+            ref_hidden = response_hidden(roles, part)
+            logprobs.append(response_logprobs(roles, ref_hidden, part, temperature)[0])
+        if over_vocabulary:
             hidden = response_hidden(roles, part)
-            ref_logprobs[part.response_mask], _ = response_logprobs(
-                roles, hidden, part, temperature
-            )
-        parts.append(Scores(score=reward(part), ref_logprobs=ref_logprobs))
+            kls.append(response_kl(roles, hidden, ref_hidden, temperature))
+        rewards.append(reward(part))
     return Scores(
-        score=torch.cat([part.score for part in parts]),
-        ref_logprobs=torch.cat([part.ref_logprobs for part in parts]),
+        score=torch.cat(rewards),
+        ref_logprobs=spread(logprobs, rollout.response_mask),
+        vocabulary_kl=spread(kls, rollout.response_mask) if over_vocabulary else None,
     )
+
+
+def spread(parts: Sequence[Float[Tensor, " N"]], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Numbers of real tokens, row by row, at their places; 0 on padding."""
+    found = torch.cat(list(parts))
+    return found.new_zeros(mask.shape).masked_scatter(mask, found)

@@ -1,0 +1,230 @@
+"""PPO where the answer is known: a contextual bandit, through the core that trains language models.
+
+A context is a prompt of one token, an arm a response of one token. The reward of arm a in context c
+is drawn from N(mean[c, a], 1), and the initial policy, which is the reference too, prefers a bad
+arm. What PPO must find can be written down:
+
+    kl_coef = 0    always the best arm:  KL(policy || reference) = -log reference(best | c)
+    kl_coef > 0    policy*(a | c) = reference(a | c) exp(mean[c, a] / kl_coef) / Z(c)
+
+Source of policy*: Korbak et al. 2022, section 2, https://arxiv.org/abs/2205.11275
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_rlhf.core.config import require, require_number
+from lightning_rlhf.core.experience import make_experience, minibatches, whitened
+from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.types import Experience, Rollout, Scores
+from lightning_rlhf.modules.optim import lr_factor
+
+MEANS = torch.tensor(  # of the reward of each arm, a row a context
+    [
+        [0.0, 1.0, 0.2, 0.4, 0.6],
+        [1.0, 0.0, 0.4, 0.6, 0.2],
+        [0.4, 0.6, 0.0, 0.2, 1.0],
+        [0.2, 0.4, 1.0, 0.0, 0.6],
+    ]
+)
+REFERENCE = torch.log_softmax(-1.5 * MEANS, dim=-1)  # the better the arm, the rarer
+CLIP_RANGES = (0.05, 0.2, 0.8)
+READS = (
+    "iterations", "rollout_batch_size", "minibatch_size", "ppo_epochs",
+    "score_clip", "whiten_rewards", "kl_coef", "kl_estimator", "whiten_advantages",
+    "clip_range_high", "dual_clip", "loss_reduction", "clip_range_vf", "vf_coef",
+    "lr", "adam_eps", "lr_schedule", "warmup_fraction",
+)  # fmt: skip
+"""The keys of ppo that mean something here; the price of KL is in the reward."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration of one run, measured over the whole distribution, not on samples."""
+
+    clip_range: float
+    kl_coef: float
+    iteration: int
+    expected_reward: float
+    """Mean over contexts of sum_a policy(a | c) mean[c, a]."""
+    kl: float
+    """KL(policy || reference), mean over contexts, nats."""
+    update_size: float
+    """KL(policy before || policy after) of this iteration, mean over contexts, nats."""
+    best_arm: float
+    """Probability of the best arm, mean over contexts."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the theory says of the runs, and what they did."""
+
+    text: str
+    measured: float
+    at_least: float
+    at_most: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it does."""
+        return self.at_least <= self.measured <= self.at_most
+
+
+def main(config: PPOConfig, seed: int, folder: Path) -> list[Claim]:
+    """Train with each clip range, with and without the leash; write steps.csv and bandit.png."""
+    from picture import draw
+
+    require_number("ppo.kl_coef", config.kl_coef, above=0)
+    require(config.kl_estimator != "full", "ppo.kl_estimator", config.kl_estimator,
+            "k1, k2, k3, abs, mse")  # fmt: skip
+
+    steps: list[Step] = []
+    policies: dict[tuple[float, float], Tensor] = {}
+    for kl_coef in (0.0, config.kl_coef):
+        for clip_range in CLIP_RANGES:
+            logits = REFERENCE.clone().requires_grad_()
+            run = replace(config, clip_range=clip_range, kl_coef=kl_coef)
+            steps += train(logits, run, seed)
+            policies[clip_range, kl_coef] = torch.log_softmax(logits.detach(), -1)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "steps.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(vars(steps[0])))
+        writer.writeheader()
+        writer.writerows(vars(step) for step in steps)
+    optimum = best_policy(config.kl_coef)
+    draw(
+        steps, kl_coef=config.kl_coef, optimal_kl=kl(optimum, REFERENCE), path=folder / "bandit.png"
+    )
+    return claims(steps, policies, config.kl_coef)
+
+
+def train(logits: Tensor, config: PPOConfig, seed: int) -> Iterator[Step]:
+    """PPO on a table of logits, [contexts, arms], which it changes, and a table of values."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.zeros(len(MEANS), requires_grad=True)
+    optimizer = torch.optim.Adam([logits, values], lr=config.lr, eps=config.adam_eps)
+    schedule = LambdaLR(optimizer, lambda step: lr_factor(step, config.iterations, config))
+    for iteration in range(1, config.iterations + 1):
+        before = torch.log_softmax(logits.detach(), -1)
+        rollout, scores = play(before, values.detach(), config.rollout_batch_size, generator)
+        experience = make_experience(
+            rollout, scores, config, kl_coef=config.kl_coef, moments=NO_SCORES
+        )
+        for minibatch in minibatches(
+            experience,
+            ppo_epochs=config.ppo_epochs,
+            minibatch_size=config.minibatch_size,
+            generator=generator,
+        ):
+            if config.whiten_advantages == "minibatch":
+                minibatch = whitened(minibatch)
+            optimizer.zero_grad()
+            loss(logits, values, minibatch, config).backward()
+            optimizer.step()
+        schedule.step()
+        after = torch.log_softmax(logits.detach(), -1)
+        yield Step(
+            clip_range=config.clip_range,
+            kl_coef=config.kl_coef,
+            iteration=iteration,
+            expected_reward=float((after.exp() * MEANS).sum(-1).mean()),
+            kl=kl(after, REFERENCE),
+            update_size=kl(before, after),
+            best_arm=float(after.exp()[MEANS == 1].mean()),
+        )
+
+
+def play(
+    logprobs: Tensor, values: Tensor, plays: int, generator: torch.Generator
+) -> tuple[Rollout, Scores]:
+    """`plays` pulls in random contexts, as records of a prompt and a response of a token each."""
+    context = torch.randint(len(MEANS), (plays,), generator=generator)
+    arm = torch.multinomial(logprobs[context].exp(), 1, generator=generator)
+    everywhere = torch.ones(plays, 1, dtype=torch.bool)
+    rollout = Rollout(
+        tokens=torch.cat([context[:, None], arm], dim=1),
+        mask=everywhere.expand(-1, 2),
+        response_mask=everywhere,
+        ended=everywhere[:, 0],
+        logprobs=logprobs[context].gather(1, arm),
+        values=values[context][:, None],
+        index=context,
+    )
+    noise = torch.randn(plays, generator=generator)
+    reward = MEANS[context].gather(1, arm)[:, 0] + noise
+    return rollout, Scores(score=reward, ref_logprobs=REFERENCE[context].gather(1, arm))
+
+
+def loss(logits: Tensor, values: Tensor, minibatch: Experience, config: PPOConfig) -> Tensor:
+    """What a language model's update minimises, 0-d."""
+    logprobs = torch.log_softmax(logits[minibatch.index], -1).gather(1, minibatch.responses)
+    policy = policy_loss(
+        logprobs, minibatch.old_logprobs, minibatch.advantages, clip_range=config.clip_range,
+        clip_range_high=config.clip_range_high, dual_clip=config.dual_clip,
+    )  # fmt: skip
+    value = value_loss(
+        values[minibatch.index][:, None], minibatch.old_values, minibatch.returns,
+        clip_range_vf=config.clip_range_vf,
+    )  # fmt: skip
+    weights = token_weights(minibatch.response_mask, config.loss_reduction, max_response_tokens=1)
+    return (weights * (policy + config.vf_coef * value)).sum()
+
+
+def best_policy(kl_coef: float) -> Tensor:
+    """Log-probabilities of policy*, [contexts, arms]."""
+    return torch.log_softmax(REFERENCE + MEANS / kl_coef, -1)
+
+
+def kl(p: Tensor, q: Tensor) -> float:
+    """KL(p || q) of log-probabilities, mean over contexts, nats."""
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def claims(
+    steps: list[Step], policies: dict[tuple[float, float], Tensor], kl_coef: float
+) -> list[Claim]:
+    """What must hold whatever the seed.
+
+    A policy that is worth more than the reference, reward less price of KL, has a KL of at most
+    (best reward - reference's reward) / kl_coef.
+    """
+    optimum = best_policy(kl_coef)
+    bound = float((1 - (REFERENCE.exp() * MEANS).sum(-1)).mean()) / kl_coef
+    found = []
+    for clip_range in CLIP_RANGES:
+        free, leashed = (
+            [s for s in steps if (s.clip_range, s.kl_coef) == (clip_range, coef)]
+            for coef in (0.0, kl_coef)
+        )
+        end = policies[clip_range, kl_coef]
+        distance = float((end.exp() - optimum.exp()).abs().sum(-1).mean()) / 2
+        found += [
+            Claim(f"clip {clip_range:g}, no leash: best arm's probability",
+                  free[-1].best_arm, 0.95, 1.0),
+            Claim(f"clip {clip_range:g}, leash: total variation to policy*", distance, 0.0, 0.1),
+            Claim(f"clip {clip_range:g}, leash: largest KL",
+                  max(s.kl for s in leashed), 0.0, bound),
+            Claim(f"clip {clip_range:g}, leash: last KL over that of policy*",
+                  leashed[-1].kl / kl(optimum, REFERENCE), 0.8, 1.2),
+        ]  # fmt: skip
+    for coef, leash in ((0.0, "no leash"), (kl_coef, "leash")):
+        size = {
+            c: sum(s.update_size for s in steps
+                   if (s.clip_range, s.kl_coef) == (c, coef) and s.iteration <= 10)
+            for c in CLIP_RANGES
+        }  # fmt: skip
+        for small, large in pairwise(CLIP_RANGES):
+            text = f"{leash}: first ten updates, clip {small:g} over {large:g}"
+            found.append(Claim(text, size[small] / size[large], 0.0, 1.0))
+    return found

@@ -1,0 +1,58 @@
+"""A recipe that is a program: it trains by itself, and says what must hold of what came out."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose
+from omegaconf import DictConfig
+from rich import get_console
+from rich.table import Table
+
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.folders import check_writable, differing_key, run_folder
+from lightning_rlhf.cli.recipe import ANY, Recipe, key_of, stage_overrides
+from lightning_rlhf.cli.settings import read_settings
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+
+
+def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Run the program in `folder` with the numbers of PPO and print what it claims.
+
+    Raises RLHFError where a claim fails of the recipe as it is written.
+    """
+    assert recipe.program is not None
+    sys.path.insert(0, str(folder))
+    program: Any = importlib.import_module(Path(recipe.program).stem)
+    for key in map(key_of, overrides):
+        if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
+            raise ConfigError(
+                f"recipe={cfg.recipe} does not read {key}; allowed: ppo.{', '.join(program.READS)}"
+            )
+    settings, as_written = (
+        read_settings(compose("config", list(stage_overrides(recipe, "ppo", given, cfg.job))))
+        for given in (overrides, ())
+    )
+    out = run_folder(settings.outputs, settings.run, cfg.recipe, "", settings.job)
+    check_writable(settings.outputs, out)
+    torch.set_num_threads(1)
+    claims = program.main(settings.config, settings.seed, out)
+    table = Table(title=recipe.title, title_justify="left")
+    for column in ("claim", "allowed", "measured", ""):
+        table.add_column(column)
+    for claim in claims:
+        verdict = "[green]holds[/green]" if claim.holds else "[red]fails[/red]"
+        allowed = f"{claim.at_least:g} to {claim.at_most:.3g}"
+        table.add_row(claim.text, allowed, f"{claim.measured:.3f}", verdict)
+    get_console().print(table)
+    say(f"picture: {out / program.__name__}.png")
+    for line in recipe.next:
+        say(line)
+    failed = [claim.text for claim in claims if not claim.holds]
+    if failed and differing_key(settings.tree, as_written.tree, ANY) is None:
+        raise RLHFError(f"{recipe.title}: this fails: {'; '.join(failed)}")

@@ -1,0 +1,151 @@
+"""A recipe that is a program: it gets PPO's numbers, and what it claims is checked."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli import main
+from lightning_rlhf.core.ppo_config import PPOConfig
+
+from .conftest import Workplace
+
+PROGRAM = """
+from types import SimpleNamespace
+
+READS = ("lr", "iterations", "gamma")
+
+def main(config, seed, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "told.txt").write_text(f"{config.lr} {config.iterations} {seed}")
+    measured = {"low": 0.0, "high": 1.0}
+    return [
+        SimpleNamespace(text=f"a {word} number", measured=measured[word], at_least=LEAST,
+                        at_most=2.0, holds=LEAST <= measured[word] <= 2.0)
+        for word in ("low", "high")
+    ]
+"""
+RECIPE: dict[str, Any] = {
+    "title": "Numbers",
+    "stages": [],
+    "program": None,
+    "overrides": ["ppo.lr=0.5", "seed=3"],
+    "promises": [],
+    "next": ["Read a book."],
+}
+
+
+def serve(recipes: Path, least: float) -> None:
+    """recipe=small, whose two claims hold for least=0; for 0.5 one of them fails.
+
+    Modules are remembered by their names: each program has its own.
+    """
+    stem = f"program_{str(least).replace('.', '_')}"
+    folder = recipes / "small"
+    folder.mkdir(parents=True)
+    (folder / f"{stem}.py").write_text(PROGRAM.replace("LEAST", str(least)))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"program": f"{stem}.py"}))
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(main, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    known = set(sys.modules)
+    yield tmp_path / "recipes"
+    for name in set(sys.modules) - known:
+        if name.startswith("program_"):
+            del sys.modules[name]
+
+
+def test_the_program_is_told_the_numbers_and_its_claims_are_shown(
+    workplace: Workplace, recipes: Path
+) -> None:
+    serve(recipes, 0.0)
+    out = workplace.call("recipe=small", "ppo.iterations=7", "run=mine").succeeded.out
+    told = workplace.outputs / "mine" / "small" / "told.txt"
+    assert told.read_text() == "0.5 7 3"
+    assert out.count("holds") == 2
+    assert "a high number" in out
+    assert "Read a book." in out
+
+
+def test_a_claim_that_fails_fails_the_command(workplace: Workplace, recipes: Path) -> None:
+    serve(recipes, 0.5)
+    outcome = workplace.call("recipe=small")
+    assert outcome.error == "Numbers: this fails: a low number"
+    assert outcome.out.count("fails") == 1
+    assert outcome.out.count("holds") == 1
+    assert "fails" in workplace.call("recipe=small", "seed=4").error  # for any seed
+
+
+def test_a_claim_is_of_the_recipe_s_own_numbers(workplace: Workplace, recipes: Path) -> None:
+    serve(recipes, 0.5)
+    out = workplace.call("recipe=small", "ppo.lr=0.25").succeeded.out
+    assert out.count("fails") == 1
+
+
+def test_a_wrong_number_is_refused_before_the_program_runs(
+    workplace: Workplace, recipes: Path
+) -> None:
+    serve(recipes, 0.0)
+    assert "ppo.gamma" in workplace.call("recipe=small", "ppo.gamma=2").error
+    assert "ppo.klcoef" in workplace.call("recipe=small", "++ppo.klcoef=2").error
+    assert not workplace.outputs.exists()
+
+
+@pytest.mark.parametrize("given", ["ppo.gae_lambda=1", "advantage=rloo", "++ppo.dual_clip=3"])
+def test_what_the_program_does_not_read_is_refused(
+    workplace: Workplace, recipes: Path, given: str
+) -> None:
+    serve(recipes, 0.0)
+    error = workplace.call("recipe=small", given).error
+    assert f"does not read {given.lstrip('+').split('=')[0]}" in error
+    assert "ppo.lr, iterations, gamma" in error
+    assert not workplace.outputs.exists()
+
+
+def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None:
+    out = workplace.call("recipe=bandit").succeeded.out
+    folder = workplace.outputs / "default" / "bandit"
+    assert (folder / "bandit.png").read_bytes().startswith(b"\x89PNG")
+    with (folder / "steps.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    # Three clip ranges, with and without the leash, 100 iterations each.
+    assert len(rows) == 600
+    assert {(row["clip_range"], row["kl_coef"]) for row in rows} == {
+        (clip, coef) for clip in ("0.05", "0.2", "0.8") for coef in ("0.0", "0.5")
+    }
+    # Four claims a clip range, two comparisons of clip ranges with and without the leash.
+    assert out.count("holds") == 3 * 4 + 2 * 2
+    assert "fails" not in out
+
+
+@pytest.fixture
+def bandit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program as the recipe imports it."""
+    monkeypatch.syspath_prepend(str(main.RECIPES / "bandit"))
+    return importlib.import_module("bandit")
+
+
+def test_the_bandit_reads_keys_that_exist(bandit: ModuleType) -> None:
+    assert set(bandit.READS) <= {field.name for field in dataclasses.fields(PPOConfig)}
+    assert len(set(bandit.READS)) == len(bandit.READS)
+
+
+def test_a_bandit_with_the_wrong_sign_fails_its_claims(
+    workplace: Workplace, bandit: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy_loss = bandit.policy_loss
+    monkeypatch.setattr(bandit, "policy_loss", lambda *args, **kw: -policy_loss(*args, **kw))
+    outcome = workplace.call("recipe=bandit")
+    assert "no leash: best arm's probability" in outcome.error
+    assert "total variation to policy*" in outcome.error

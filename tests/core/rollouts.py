@@ -1,0 +1,47 @@
+"""Rollouts and scores that need no model: one by hand, others of drawn shape."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_rlhf.core.types import Rollout, Scores
+
+from .conftest import F, Ragged, T
+
+
+def by_hand() -> tuple[Rollout, Scores]:
+    """Two responses, of 2 and 1 of 2 tokens, after a prompt of one token."""
+    rollout = Rollout(
+        tokens=torch.tensor([[5, 1, 2], [6, 3, 0]]),
+        mask=torch.tensor([[T, T, T], [T, T, F]]),
+        response_mask=torch.tensor([[T, T], [T, F]]),
+        ended=torch.tensor([T, F]),
+        logprobs=torch.tensor([[-1.0, -2.0], [-1.0, 0.0]], dtype=torch.float64),
+        values=torch.tensor([[0.5, 1.0], [2.0, 0.0]], dtype=torch.float64),
+        index=torch.tensor([7, 3]),
+    )
+    scores = Scores(
+        score=torch.tensor([3.0, 1.0], dtype=torch.float64),
+        ref_logprobs=torch.tensor([[-2.0, -1.0], [-3.0, 0.0]], dtype=torch.float64),
+    )
+    return rollout, scores
+
+
+def drawn_rollout(batch: Ragged) -> tuple[Rollout, Scores]:
+    prompt_mask = torch.ones(len(batch.lengths), 2, dtype=torch.bool)
+    tokens = torch.arange(len(batch.lengths) * (2 + batch.width)).view(len(batch.lengths), -1)
+    rollout = Rollout(
+        tokens=tokens,
+        mask=torch.cat([prompt_mask, batch.mask], dim=1),
+        response_mask=batch.mask,
+        ended=batch.row_normal(0) > 0,
+        logprobs=batch.normal(1),
+        values=batch.normal(2),
+        index=torch.arange(len(batch.lengths)),
+    )
+    scores = Scores(
+        score=batch.row_normal(3),
+        ref_logprobs=batch.normal(4),
+        vocabulary_kl=batch.normal(5) ** 2,
+    )
+    return rollout, scores

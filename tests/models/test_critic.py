@@ -1,0 +1,146 @@
+"""Where a critic's head stands, and what it starts as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.models.checkpoint import Final, find, write_final
+from lightning_rlhf.models.handover import add_critic, add_policy, attach_reward, start_from
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.roles import CRITIC, POLICY, REFERENCE, REWARD, VALUE, Roles
+
+from .conftest import build_manifest, randomise
+
+MASK = torch.ones(3, 9, dtype=torch.bool)
+NO_SCALE = (0.0, 1.0)
+
+
+def policy(lineage: Any) -> Roles:
+    """As stage=ppo puts its models together, before the critic; the policy has been trained."""
+    roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
+    attach_reward(roles, lineage.rm, lineage.config, lineage.hash)
+    add_policy(roles, lineage.config)
+    randomise(roles, POLICY, seed=6)
+    return roles
+
+
+def critic(lineage: Any, kind: str, *, reward: Final | None = None,
+           scale: tuple[float, float] = NO_SCALE) -> tuple[Roles, Roles, str]:  # fmt: skip
+    roles = policy(lineage)
+    owner, role = add_critic(
+        roles, lineage.config, kind, sft=lineage.sft, reward=reward, scale=scale, seed=0
+    )  # type: ignore[arg-type]
+    return roles, owner, role
+
+
+@torch.no_grad()
+def last_value(owner: Roles, role: str, tokens: Tensor) -> Tensor:
+    """V after the whole sequence."""
+    with owner.acting(role):
+        return owner.heads[VALUE](owner.hidden(tokens, MASK)[:, -1])
+
+
+@pytest.fixture
+def full_reward(tmp_path: Path, lineage: Any, tokenizer: Any) -> Final:
+    """A reward model whose language model was trained whole."""
+    roles = start_from(lineage.config, lineage.sft, trainable=True, seed=0)
+    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(3))
+    roles.assign(REWARD)
+    with torch.no_grad():
+        for parameter in roles.model.parameters():
+            parameter += 0.02
+    manifest = build_manifest("rm", tokenizer_hash=lineage.hash)
+    write_final(tmp_path / "final", roles, REWARD, tokenizer, manifest, REWARD)
+    return find(str(tmp_path / "final"), "reward.checkpoint")
+
+
+@pytest.mark.parametrize("kind", ["head", "adapter", "model"])
+def test_every_value_starts_at_zero_and_can_be_trained(
+    lineage: Any, tokens: Tensor, kind: str
+) -> None:
+    if kind == "model" and lineage.finetune == "lora":
+        pytest.skip("a whole critic starts from whole weights")
+    roles, owner, role = critic(lineage, kind)
+    assert (owner is roles, role) == (kind != "model", POLICY if kind == "head" else CRITIC)
+    assert not last_value(owner, role, tokens).any()
+    assert all(p.requires_grad for p in owner.heads[VALUE].parameters())
+    for reader, reads in ((roles, POLICY), (owner, role)):
+        assert list(reader.trained_by(reads))
+    # Apart from the policy, it starts as the reference and not as the policy, which was trained.
+    if kind != "head":
+        assert torch.allclose(owner.probe(role), roles.probe(REFERENCE), atol=1e-5)
+        assert not torch.allclose(roles.probe(POLICY), roles.probe(REFERENCE), atol=1e-2)
+        mine = {id(p) for p in owner.trained_by(role)}
+        assert not mine & {id(p) for p in roles.trained_by(POLICY)}
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_adding_a_critic_changes_no_other_role(lineage: Any, tokens: Tensor, kind: str) -> None:
+    if kind == "model" and lineage.finetune == "lora":
+        pytest.skip("a whole critic starts from whole weights")
+    alone, (roles, _, _) = policy(lineage), critic(lineage, kind)
+    for role in (REFERENCE, POLICY, REWARD):
+        assert torch.equal(roles.probe(role), alone.probe(role)), role
+    with torch.no_grad():
+        assert torch.equal(roles.reward(tokens, MASK), alone.reward(tokens, MASK))
+
+
+@torch.no_grad()
+def test_an_adapter_starts_as_the_reward_model_standardised(lineage: Any, tokens: Tensor) -> None:
+    roles, owner, role = critic(lineage, "adapter", reward=lineage.rm, scale=(0.5, 2.0))
+    raw = roles.reward(tokens, MASK)
+    assert raw.std() > 0.01
+    expected = (raw - 0.5) / 2.0
+    torch.testing.assert_close(last_value(owner, role, tokens), expected, rtol=1e-5, atol=1e-6)
+    # A copy that is trained: the reward model itself stays what it is.
+    trained = {n for n, p in roles.named_parameters() if p.requires_grad and f".{CRITIC}." in n}
+    frozen = {n for n, p in roles.named_parameters() if not p.requires_grad and ".reward." in n}
+    assert trained
+    assert {n.replace(f".{CRITIC}.", ".reward.") for n in trained} <= frozen
+    for parameter in owner.trained_by(role):
+        parameter.add_(0.1)
+    owner.heads[VALUE].linear.weight.add_(1.0)
+    assert torch.equal(roles.reward(tokens, MASK), raw)
+
+
+def test_a_model_starts_as_the_reward_model_standardised(
+    lineage: Any, tokens: Tensor, request: pytest.FixtureRequest
+) -> None:
+    if lineage.finetune == "lora":
+        pytest.skip("a reward model on an SFT adapter is never whole")
+    reward = request.getfixturevalue("full_reward")
+    roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
+    judge = attach_reward(roles, reward, lineage.config, lineage.hash)
+    with torch.no_grad():
+        raw = judge.reward(tokens, MASK)
+    add_policy(roles, lineage.config)
+    owner, role = add_critic(roles, lineage.config, "model", sft=lineage.sft, reward=reward,
+                             scale=(-1.0, 0.25), seed=0)  # fmt: skip
+    assert owner not in (roles, judge)
+    expected = (raw + 1.0) / 0.25
+    torch.testing.assert_close(last_value(owner, role, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert all(p.requires_grad for p in owner.parameters())
+
+
+def test_an_adapter_does_not_start_from_a_whole_reward_model(
+    lineage: Any, request: pytest.FixtureRequest
+) -> None:
+    if lineage.finetune == "lora":
+        pytest.skip("a reward model on an SFT adapter is never whole")
+    reward = request.getfixturevalue("full_reward")
+    with pytest.raises(ConfigError, match=r"ppo\.critic is 'adapter'.*ppo\.critic=model"):
+        critic(lineage, "adapter", reward=reward)
+
+
+def test_a_model_does_not_start_from_an_adapter(adapters: Any) -> None:
+    for reward in (None, adapters.rm):
+        start = adapters.sft if reward is None else reward
+        with pytest.raises(ConfigError, match=r"ppo\.critic is 'model'.*adapter") as raised:
+            critic(adapters, "model", reward=reward)
+        assert str(start.path) in str(raised.value)

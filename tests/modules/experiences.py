@@ -1,0 +1,81 @@
+"""What PPO learns from on the tiny models, and what one update of it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.models.roles import POLICY, VALUE
+from lightning_rlhf.modules.ppo import TRAINING, PPOModule
+from lightning_rlhf.rollout.score import response_hidden, response_logprobs
+
+from .conftest import changed, grads, parameters, prompts, within_fit
+
+Make = Callable[..., PPOModule]
+HEAD = f"heads.{VALUE}."
+ADAPTER = f".{POLICY}."
+
+
+def on_policy(module: PPOModule, rows: int = 8) -> Experience:
+    """What the first iteration learns from."""
+    rollout = module.valued(module.generate(prompts(rows), module.generator(TRAINING, 0)))
+    return make_experience(
+        rollout,
+        module.score(rollout),
+        module.config,
+        kl_coef=module.kl_coef,
+        moments=NO_SCORES,
+    )
+
+
+def off_policy(module: PPOModule, rows: int = 8) -> Experience:
+    """The same, as if the policy and the critic had moved on: both clips have work to do."""
+    experience = on_policy(module, rows)
+    generator = torch.Generator().manual_seed(9)
+    mask = experience.response_mask
+
+    def noise() -> Tensor:
+        return torch.where(mask, 0.3 * torch.randn(mask.shape, generator=generator), 0)
+
+    return replace(
+        experience,
+        old_logprobs=experience.old_logprobs + noise(),
+        old_values=experience.old_values + noise(),
+        returns=experience.returns + noise(),
+    )
+
+
+def named(module: PPOModule, *parts: str) -> set[str]:
+    return {n for n, _ in module.named_parameters() if any(part in n for part in parts)}
+
+
+def nothing_to_gain(module: PPOModule) -> Tensor:
+    return torch.zeros_like(off_policy(module).advantages)
+
+
+def updated(module: PPOModule, experience: Experience) -> tuple[UpdateStats, dict[str, Tensor]]:
+    """Facts and gradients of one update."""
+    stats = within_fit(module, lambda: module.update(experience))
+    return stats, grads(module)
+
+
+def moved_by(module: PPOModule, experience: Experience) -> set[str]:
+    """Names of the parameters that one update moves."""
+    before = parameters(module)
+    within_fit(module, lambda: module.update(experience))
+    return changed(before, parameters(module))
+
+
+@torch.no_grad()
+def logprobs_now(module: PPOModule, experience: Experience) -> Tensor:
+    """Of each response token under the policy as it is, [B, T]; 0 on padding."""
+    mask = experience.response_mask
+    hidden = response_hidden(module.roles, experience)
+    found, _ = response_logprobs(module.roles, hidden, experience, module.config.temperature)
+    return torch.zeros(mask.shape).masked_scatter(mask, found)

@@ -1,0 +1,172 @@
+"""A critic apart from the policy: what it says, what reaches it, and when it learns alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_rlhf.core.types import Experience
+from lightning_rlhf.models.roles import CRITIC, REFERENCE, REWARD
+from lightning_rlhf.modules.ppo import TRAINING, PPOModule
+
+from .conftest import Outputs, changed, close, fit, parameters, prompts
+from .experiences import (
+    ADAPTER,
+    HEAD,
+    Make,
+    moved_by,
+    named,
+    nothing_to_gain,
+    off_policy,
+    on_policy,
+    updated,
+)
+
+KINDS = ("adapter", "model")
+
+
+def critic_names(module: PPOModule) -> set[str]:
+    return named(module, HEAD, f".{CRITIC}.", "critic_roles.")
+
+
+@contextmanager
+def as_critic(module: PPOModule, kind: str) -> Iterator[Any]:
+    """The language model whose hidden states the critic reads."""
+    if kind == "model":
+        assert module.critic.roles is not module.roles
+        yield module.critic.roles.causal_lm
+        return
+    with module.roles.acting(CRITIC):
+        yield module.roles.causal_lm
+
+
+@torch.no_grad()
+def slow_values(module: PPOModule, experience: Experience, kind: str) -> Tensor:
+    """Row by row without padding, in one pass, token by token; 0 on padding."""
+    found = torch.zeros_like(experience.old_values)
+    head = module.critic.roles.heads["value"].linear
+    with as_critic(module, kind) as model:
+        for row in range(len(experience)):
+            tokens = experience.tokens[row][experience.mask[row]]
+            hidden = model(tokens[None], output_hidden_states=True).hidden_states[-1][0]
+            length = int(experience.response_mask[row].sum())
+            for t in range(length):
+                state = hidden[len(tokens) - length + t - 1]
+                found[row, t] = state @ head.weight[0] + head.bias[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_at_sampling_are_those_of_the_critic_asked_again(
+    make_ppo: Make, architecture: str, kind: str
+) -> None:
+    module = make_ppo(architecture, critic=kind)
+    experience = on_policy(module)
+    close(experience.old_values, slow_values(module, experience, kind), atol=1e-5)
+    with torch.no_grad():
+        again = module.critic.values(experience)
+    close(again, experience.old_values[experience.response_mask], atol=1e-5)
+    # The policy's own hidden states would have said something else.
+    shared = make_ppo(architecture, critic="head")
+    rollout = shared.generate(prompts(), shared.generator(TRAINING, 0))
+    assert torch.equal(rollout.tokens, experience.tokens)
+    assert (rollout.values - experience.old_values).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_loss_reaches_its_own_model_alone(
+    make_ppo: Make, architecture: str, kind: str
+) -> None:
+    module = make_ppo(architecture, critic=kind, ent_coef=0.0, vf_coef=1.0)
+    value_alone = replace(off_policy(module), advantages=nothing_to_gain(module))
+    assert moved_by(module, value_alone) == critic_names(module)
+    module = make_ppo(architecture, critic=kind, ent_coef=0.1, vf_coef=0.0)
+    assert moved_by(module, off_policy(module)) == named(module, ADAPTER)
+
+
+@pytest.mark.parametrize("kind", ["head", *KINDS])
+def test_the_policy_s_gradient_does_not_know_the_value_loss(make_ppo: Make, kind: str) -> None:
+    """Nor the critic's the policy's loss; on a shared trunk the first is not so."""
+    found = {}
+    for vf_coef, gain in ((0.5, 1.0), (3.0, 1.0), (0.5, 0.0)):
+        module = make_ppo(critic=kind, vf_coef=vf_coef)
+        experience = off_policy(module)
+        experience = replace(experience, advantages=gain * experience.advantages)
+        found[vf_coef, gain] = updated(module, experience)[1]
+    policy, critic = named(module, ADAPTER), critic_names(module)
+
+    def equal(names: set[str], one: tuple[float, float], other: tuple[float, float]) -> bool:
+        return all(torch.equal(found[one][n], found[other][n]) for n in names)
+
+    assert equal(policy, (0.5, 1.0), (3.0, 1.0)) == (kind != "head")
+    assert equal(critic, (0.5, 1.0), (0.5, 0.0))
+    assert not equal(critic, (0.5, 1.0), (3.0, 1.0))
+    assert not equal(policy, (0.5, 1.0), (0.5, 0.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_iterations_touch_nothing_but_policy_and_critic(
+    make_ppo: Make, architecture: str, kind: str
+) -> None:
+    module, outputs = make_ppo(architecture, critic=kind), Outputs()
+    before = parameters(module)
+    frozen = {role: module.roles.probe(role) for role in (REFERENCE, REWARD)}
+    fit(module, [prompts(seed=seed) for seed in range(2)], [outputs])
+    expected = named(module, ADAPTER) | critic_names(module)
+    assert changed(before, parameters(module)) == expected
+    assert set(module.state_dict()) == expected
+    for role, probe in frozen.items():
+        assert torch.equal(module.roles.probe(role), probe)
+    for step in outputs.steps:
+        first = step["updates"][0]
+        assert first.approx_kl.abs() <= 1e-10
+        assert (first.ratio_mean - 1).abs() <= 1e-5
+        assert first.clip_fraction == first.value_clip_fraction == 0
+        assert step["updates"][-1].approx_kl > 1e-7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_apart_is_trained_at_its_own_rate(make_ppo: Make, kind: str) -> None:
+    module = make_ppo(critic=kind, value_lr_factor=4.0, lr=1e-3)
+    optimizer = module.configure_optimizers()["optimizer"]
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = {n: rates[id(p)] for n, p in module.named_parameters() if id(p) in rates}
+    expected = dict.fromkeys(named(module, ADAPTER), 1e-3)
+    assert found == expected | dict.fromkeys(critic_names(module), 4e-3)
+
+
+class Moves(Callback):
+    """Names of the parameters that each iteration moved."""
+
+    def __init__(self) -> None:
+        self.found: list[set[str]] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.before = parameters(pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.found.append(changed(self.before, parameters(pl_module)))
+
+
+@pytest.mark.parametrize("kind", ["head", *KINDS])
+def test_in_the_warm_up_the_critic_learns_alone(make_ppo: Make, kind: str) -> None:
+    module, moves, outputs = make_ppo(critic=kind, critic_warmup=2), Moves(), Outputs()
+    fit(module, [prompts(seed=seed) for seed in range(3)], [moves, outputs])
+    policy, critic = named(module, ADAPTER), critic_names(module)
+    assert moves.found == [critic, critic, policy | critic]
+    for step in outputs.steps[:2]:
+        assert all(stats.approx_kl.abs() <= 1e-10 for stats in step["updates"])
+
+
+def test_the_warm_up_counts_the_iterations_of_all_resumes(make_ppo: Make) -> None:
+    module, moves = make_ppo(critic_warmup=2), Moves()
+    module.iteration = 1
+    fit(module, [prompts(seed=seed) for seed in range(2)], [moves])
+    assert moves.found == [critic_names(module), named(module, ADAPTER, HEAD)]

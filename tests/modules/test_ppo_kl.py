@@ -1,0 +1,142 @@
+"""The leash: a price in the reward or a term of the loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.types import Experience
+from lightning_rlhf.models.roles import POLICY, REFERENCE
+from lightning_rlhf.modules.ppo import TRAINING, PPOModule
+
+from .conftest import close, parameters, prompts, within_fit
+from .experiences import Make, nothing_to_gain, off_policy, on_policy, updated
+
+ALONE = {"kl_in": "loss", "ent_coef": 0.0, "vf_coef": 0.0, "kl_coef": 1.0}
+LOSSES = {
+    "k2": lambda p, q: (p - q) ** 2 / 2,
+    "mse": lambda p, q: (p - q) ** 2 / 2,
+    "k3": lambda p, q: (q - p).exp() - 1 - (q - p),
+    "abs": lambda p, q: (p - q).abs(),
+}
+
+
+@torch.no_grad()
+def tables(module: PPOModule, experience: Experience, role: str) -> Tensor:
+    """Log-probabilities [N, V] before each response token in float64, row by row, unpadded."""
+    found = []
+    with module.roles.acting(role):
+        for row in range(len(experience)):
+            tokens = experience.tokens[row][experience.mask[row]]
+            length = int(experience.response_mask[row].sum())
+            logits = module.roles.causal_lm(tokens[None]).logits[0, -length - 1 : -1].double()
+            found.append((logits / module.config.temperature).log_softmax(-1))
+    return torch.cat(found)
+
+
+def slow_kl(module: PPOModule, experience: Experience) -> Tensor:
+    """Over the whole vocabulary, of each response token, [N]."""
+    p, q = (tables(module, experience, role) for role in (POLICY, REFERENCE))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def kl_alone(module: PPOModule) -> Experience:
+    return replace(off_policy(module), advantages=nothing_to_gain(module))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
+def test_the_reference_itself_is_not_pulled(make_ppo: Make, estimator: str) -> None:
+    largest = {}
+    for fresh in (True, False):
+        module = make_ppo(fresh=fresh, kl_estimator=estimator, **ALONE)
+        stats, found = updated(module, kl_alone(module))
+        largest[fresh] = max(g.abs().max().item() for g in found.values())
+        assert (stats.kl_loss.abs() <= 1e-6) == fresh
+    # Rounding leaves log p - log q at about 1e-6 where a policy that has moved has about 0.1.
+    assert largest[False] > 1e-2
+    assert largest[True] < 1e-4 * largest[False]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("estimator", [*LOSSES, "full"])
+def test_the_term_is_the_slow_estimate_of_the_policy_now(
+    make_ppo: Make, estimator: str, temperature: float
+) -> None:
+    """Not of the policy at sampling, which off_policy sets elsewhere."""
+    module = make_ppo(kl_estimator=estimator, temperature=temperature, kl_in="loss", kl_coef=0.3)
+    experience = off_policy(module)
+    if estimator == "full":
+        expected = slow_kl(module, experience)
+    else:
+        said = experience.responses[experience.response_mask][:, None]
+        p, q = (tables(module, experience, role).gather(1, said) for role in (POLICY, REFERENCE))
+        expected = LOSSES[estimator](p, q)
+    module.kl_coef = 0.7  # as kl_control leaves it
+    stats, _ = updated(module, experience)
+    close(stats.kl_loss, expected.mean().float())
+    config = module.config
+    total = (
+        stats.policy_loss + 0.7 * stats.kl_loss
+        + config.vf_coef * stats.value_loss - config.ent_coef * stats.entropy
+    )  # fmt: skip
+    close(stats.loss, total)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs", "mse", "full"])
+def test_a_policy_that_has_strayed_is_pulled_back(make_ppo: Make, estimator: str) -> None:
+    module = make_ppo(kl_estimator=estimator, lr=1e-3, **ALONE | {"kl_coef": 100.0})
+    experience = kl_alone(module)
+    before = slow_kl(module, experience).mean()
+    reference = module.roles.probe(REFERENCE)
+    within_fit(module, lambda: module.update(experience))
+    assert before > 0.01
+    assert slow_kl(module, experience).mean() < 0.98 * before
+    assert torch.equal(module.roles.probe(REFERENCE), reference)
+
+
+def test_without_a_price_nothing_pulls(make_ppo: Make) -> None:
+    module = make_ppo(kl_estimator="k2", **ALONE | {"kl_coef": 0.0})
+    before = parameters(module)
+    stats = within_fit(module, lambda: module.update(kl_alone(module)))
+    assert stats.kl_loss > 1e-3  # still measured
+    assert all(torch.equal(p, before[n]) for n, p in parameters(module).items())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "full"])
+def test_a_term_of_the_loss_is_not_paid_in_the_reward_too(make_ppo: Make, estimator: str) -> None:
+    module = make_ppo(kl_in="loss", kl_estimator=estimator, kl_coef=5.0)
+    experience = on_policy(module)
+    mask = experience.response_mask
+    last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
+    paid = experience.score - torch.where(experience.ended, 0.0, 1.0)  # missing_eos=subtract
+    assert torch.equal(experience.rewards, torch.where(last, paid[:, None], 0.0))
+    assert experience.kl.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(
+    make_ppo: Make, architecture: str, temperature: float
+) -> None:
+    module = make_ppo(
+        architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=temperature
+    )
+    rollout = module.generate(prompts(), module.generator(TRAINING, 0))
+    scores, experience = module.score(rollout), on_policy(module)
+    mask = experience.response_mask
+    slow = torch.zeros(mask.shape).masked_scatter(mask, slow_kl(module, experience).float())
+    # Differences of log-probabilities of some nats, each rounded to 1e-6.
+    close(scores.vocabulary_kl, slow, atol=1e-5)
+    last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
+    expected = -2.0 * slow + torch.where(last, experience.score[:, None], 0.0)
+    close(experience.rewards, expected, atol=1e-4)
+    assert slow.max() > 0.01
+
+
+def test_the_whole_vocabulary_is_not_read_for_nothing(make_ppo: Make) -> None:
+    for changes in ({"kl_estimator": "k1"}, {"kl_estimator": "full", "kl_in": "loss"}):
+        module = make_ppo(**changes)
+        rollout = module.generate(prompts(), module.generator(TRAINING, 0))
+        assert module.score(rollout).vocabulary_kl is None

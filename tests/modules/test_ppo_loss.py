@@ -1,0 +1,130 @@
+"""What of the configuration reaches the loss: denominators, whitening and clips, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rlhf.core.types import Experience, UpdateStats
+
+from .conftest import close, fit, prompts, same_direction
+from .experiences import Make, off_policy, on_policy, updated
+
+REDUCTIONS = ("token_mean", "sequence_mean", "constant")
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_split_into_micro_batches_changes_no_gradient(
+    make_ppo: Make, reduction: str, microbatch_size: int
+) -> None:
+    found = []
+    for size in (4, microbatch_size):
+        module = make_ppo(
+            microbatch_size=size, loss_reduction=reduction, vf_coef=0.5, ent_coef=0.1,
+            kl_in="loss", kl_estimator="k3",
+        )  # fmt: skip
+        found.append(updated(module, off_policy(module, rows=4)))
+    (whole, whole_grads), (parts, parts_grads) = found
+    same_direction(parts_grads, whole_grads)
+    for field in fields(UpdateStats):
+        close(getattr(parts, field.name), getattr(whole, field.name))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_two_responses_by_hand(make_ppo: Make, reduction: str) -> None:
+    # On policy the ratio is 1, and every token's policy loss its negated advantage, 2 in one
+    # response and -1 in the other. A fresh critic says 0: half of the squared return 1 and 3.
+    module = make_ppo(
+        fresh=True, loss_reduction=reduction, vf_coef=0.25, ent_coef=0.0, max_response_tokens=6
+    )
+    experience = on_policy(module)
+    counts = experience.response_mask.sum(1).tolist()
+    rows = torch.tensor([counts.index(min(counts)), counts.index(max(counts))])
+    short, long = min(counts), max(counts)
+    assert short < long
+    experience = experience.select(rows)
+    mask = experience.response_mask
+    experience = replace(
+        experience,
+        advantages=torch.tensor([[-2.0], [1.0]]) * mask,
+        returns=torch.tensor([[1.0], [3.0]]) * mask,
+    )
+    stats, _ = updated(module, experience)
+
+    def reduced(a: float, b: float) -> float:
+        """Of numbers that are the same for all tokens of a response."""
+        if reduction == "token_mean":
+            return (short * a + long * b) / (short + long)
+        if reduction == "sequence_mean":
+            return (a + b) / 2
+        return (short * a + long * b) / (2 * 6)
+
+    policy, value = reduced(2.0, -1.0), reduced(0.5, 4.5)
+    assert stats.policy_loss.item() == pytest.approx(policy, abs=1e-5)
+    assert stats.value_loss.item() == pytest.approx(value, abs=1e-5)
+    assert stats.loss.item() == pytest.approx(policy + 0.25 * value, abs=1e-5)
+    assert stats.ratio_mean.item() == pytest.approx(1.0, abs=1e-5)  # a mean over tokens always
+
+
+@pytest.mark.parametrize("rule", ["none", "batch", "minibatch"])
+def test_whitening_is_over_what_it_says(make_ppo: Make, rule: str) -> None:
+    module = make_ppo(whiten_advantages=rule, minibatch_size=4)
+    seen: list[Experience] = []
+    update = module.update
+    module.update = lambda minibatch: (seen.append(minibatch), update(minibatch))[1]
+    fit(module, [prompts()])
+
+    def is_white(parts: list[Experience]) -> bool:
+        tokens = torch.cat([part.advantages[part.response_mask] for part in parts]).double()
+        variance, mean = torch.var_mean(tokens, correction=0)
+        return abs(mean) < 1e-5 and abs(variance - 1) < 1e-4
+
+    assert len(seen) == 4
+    assert [is_white([part]) for part in seen] == [rule == "minibatch"] * 4
+    # The two epochs: what is white in both halves is white as a whole.
+    assert [is_white(seen[:2]), is_white(seen[2:])] == [rule != "none"] * 2
+    for part in seen:
+        assert not part.advantages[~part.response_mask].any()
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "changes", "loss", "clipped"),
+    [
+        # e^0.25 = 1.2840254 for a good token: cut at 1.2, at 1.28, or not.
+        (0.25, 1.0, {}, -1.2, 1.0),
+        (0.25, 1.0, {"clip_range_high": 0.28}, -1.28, 1.0),
+        (0.25, 1.0, {"clip_range_high": 0.3}, -1.2840254, 0.0),
+        # e^-0.25 = 0.7788008 for a bad one: the lower end stays where it was.
+        (-0.25, -1.0, {"clip_range_high": 0.3}, 0.8, 1.0),
+        # e^2 = 7.3890561 for a bad token: not cut, or at three times its advantage.
+        (2.0, -1.5, {}, 1.5 * 7.3890561, 1.0),
+        (2.0, -1.5, {"dual_clip": 3.0}, 4.5, 1.0),
+        (2.0, -1.5, {"dual_clip": 8.0}, 1.5 * 7.3890561, 1.0),
+    ],
+)
+def test_clips_by_hand(
+    make_ppo: Make,
+    log_ratio: float,
+    advantage: float,
+    changes: dict[str, Any],
+    loss: float,
+    clipped: float,
+) -> None:
+    module = make_ppo(clip_range=0.2, vf_coef=0.0, ent_coef=0.0, **changes)
+    experience = on_policy(module)
+    mask = experience.response_mask
+    experience = replace(
+        experience,
+        old_logprobs=experience.old_logprobs - log_ratio * mask,
+        advantages=advantage * mask.float(),
+    )
+    stats, found = updated(module, experience)
+    assert stats.policy_loss.item() == pytest.approx(loss, rel=1e-5)
+    assert stats.loss.item() == pytest.approx(loss, rel=1e-5)
+    assert stats.clip_fraction.item() == pytest.approx(clipped)
+    flat = all(not g.any() for g in found.values())
+    assert flat == (abs(loss) not in (1.2840254, 1.5 * 7.3890561))  # a cut token has no slope

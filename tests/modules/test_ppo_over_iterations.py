@@ -1,0 +1,125 @@
+"""What one iteration hands to the next: the price of KL, and the moments of all scores."""
+
+from __future__ import annotations
+
+import statistics
+from io import BytesIO
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.types import Experience, Rollout
+from lightning_rlhf.modules.ppo import PPOModule
+
+from .conftest import Outputs, close, fit, prompts
+from .experiences import Make
+
+
+def steps(module: PPOModule, first: int = 0, last: int = 3) -> list[dict[str, Any]]:
+    outputs = Outputs()
+    fit(module, [prompts(seed=seed) for seed in range(first, last)], [outputs])
+    return outputs.steps
+
+
+def last_token(experience: Experience) -> Tensor:
+    mask = experience.response_mask
+    return torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
+
+
+def check_price(found: list[dict[str, Any]], coefs: list[float]) -> None:
+    """Each iteration says, and has paid before the last token, its own coefficient."""
+    assert [step["kl_coef"] for step in found] == pytest.approx(coefs, rel=1e-6)
+    for step, coef in zip(found, coefs, strict=True):
+        experience = step["experience"]
+        before = experience.response_mask & ~last_token(experience)
+        close(experience.rewards[before], -coef * experience.kl[before])
+        assert experience.kl[before].abs().max() > 1e-3
+
+
+def test_a_fixed_price_stays(make_ppo: Make) -> None:
+    check_price(steps(make_ppo(kl_coef=0.3)), [0.3, 0.3, 0.3])
+
+
+def test_a_linear_price_ends_where_it_is_told_to(make_ppo: Make) -> None:
+    module = make_ppo(kl_coef=0.3, kl_control="linear", kl_coef_end=0.1, iterations=3)
+    check_price(steps(module), [0.3, 0.2, 0.1])
+
+
+@pytest.mark.parametrize(("target", "factor"), [(1e-4, 1.02), (1e4, 0.98)])
+def test_an_adaptive_price_rises_above_its_target_and_falls_below(
+    make_ppo: Make, target: float, factor: float
+) -> None:
+    # The error is cut to 0.2 either way; 8 responses of a horizon of 80 make it a tenth of that.
+    module = make_ppo(kl_coef=0.3, kl_control="adaptive", kl_target=target, kl_horizon=80.0)
+    check_price(steps(module, last=2), [0.3, 0.3 * factor])
+
+
+def test_an_adaptive_price_follows_the_kl_a_response(make_ppo: Make) -> None:
+    kl = steps(make_ppo(), last=1)[0]["experience"].kl.sum(1).mean().item()
+    module = make_ppo(
+        kl_coef=0.1, kl_control="adaptive", kl_target=kl / 1.1, kl_horizon=80.0
+    )  # an error of 0.1, of which 8 / 80 counts
+    check_price(steps(module, last=2), [0.1, 0.1 * 1.01])
+
+
+def one_number(rollout: Rollout) -> Tensor:
+    """Many different scores, and never the same ones twice."""
+    said = torch.where(rollout.response_mask, rollout.responses, 0)
+    return said.float().sum(1) / 10 + 3
+
+
+@pytest.mark.parametrize("rule", ["running", "running_scale"])
+def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) -> None:
+    module = make_ppo(reward=one_number, score_normalization=rule, kl_coef=0.0, missing_eos="none")
+    seen: list[float] = []
+    for step in steps(module):
+        experience = step["experience"]
+        seen += experience.score.tolist()  # this batch is among them
+        shift = statistics.fmean(seen) if rule == "running" else 0.0
+        expected = (experience.score - shift) / statistics.pstdev(seen)
+        close(experience.rewards.sum(1), expected)
+        close(experience.rewards[last_token(experience)], expected)
+    assert len(seen) == 24
+    assert module.moments.count == 24
+
+
+def test_scores_are_left_alone_where_no_rule_is_set(make_ppo: Make) -> None:
+    module = make_ppo(reward=one_number, kl_coef=0.0, missing_eos="none")
+    for step in steps(module, last=2):
+        assert torch.equal(step["experience"].rewards.sum(1), step["experience"].score)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kl_control": "adaptive", "kl_target": 1e-4, "kl_horizon": 80.0},
+        {"kl_control": "linear", "kl_coef_end": 0.0},
+        {"score_normalization": "running"},
+        {"score_normalization": "running_scale"},
+    ],
+    ids=lambda changes: next(iter(changes.values())),
+)
+def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str, Any]) -> None:
+    settings = {"reward": one_number, **changes}
+    unbroken = make_ppo(**settings)
+    third = steps(unbroken)[2]
+
+    broken = make_ppo(**settings)
+    steps(broken, last=2)
+    checkpoint: dict[str, Any] = {"state_dict": broken.state_dict()}
+    broken.on_save_checkpoint(checkpoint)
+    file = BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    resumed = make_ppo(**settings)
+    resumed.load_state_dict(loaded["state_dict"], strict=False)
+    resumed.on_load_checkpoint(loaded)
+    again = steps(resumed, first=2)[0]
+
+    assert again["kl_coef"] == third["kl_coef"]
+    assert torch.equal(again["experience"].rewards, third["experience"].rewards)
+    assert resumed.kl_coef == unbroken.kl_coef
+    assert resumed.moments == unbroken.moments

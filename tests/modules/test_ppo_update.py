@@ -1,0 +1,207 @@
+"""One update of PPO against a slow version of it, and what must not change it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.models.roles import VALUE
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.rollout.score import response_hidden, response_logprobs
+
+from .conftest import Outputs, close, fit, grads, prompts, same_direction, within_fit
+from .experiences import Make, off_policy, on_policy
+
+
+def slow_update(module: PPOModule, experience: Experience) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and facts in float64 after the model, row by row without padding, token by token."""
+    config, roles = module.config, module.roles
+    rows: dict[str, list[Tensor]] = {f.name: [] for f in fields(UpdateStats)}
+    length = experience.response_mask.shape[1]
+    for row in range(len(experience)):
+        real = experience.mask[row]
+        tokens = experience.tokens[row][real]
+        output = roles.causal_lm(input_ids=tokens[None], output_hidden_states=True)
+        logits = output.logits[0].double() / config.temperature
+        hidden = output.hidden_states[-1][0]
+        prompt = int(real[:-length].sum())
+        for t in range(int(experience.response_mask[row].sum())):
+            table = logits[prompt + t - 1].log_softmax(-1)
+            value = roles.heads[VALUE](hidden[prompt + t - 1]).double()
+            logprob = table[tokens[prompt + t]]
+            old, old_value = experience.old_logprobs[row, t], experience.old_values[row, t]
+            advantage, target = experience.advantages[row, t], experience.returns[row, t]
+            ratio = (logprob - old).exp()
+            bounded = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
+            near = value.clamp(old_value - config.clip_range_vf, old_value + config.clip_range_vf)
+            policy = -torch.minimum(ratio * advantage, bounded * advantage)
+            critic = torch.maximum((value - target) ** 2, (near - target) ** 2) / 2
+            entropy = -(table.exp() * table).sum()
+            facts = {
+                "loss": policy + config.vf_coef * critic - config.ent_coef * entropy,
+                "policy_loss": policy,
+                "value_loss": critic,
+                "entropy": entropy,
+                "approx_kl": ratio - 1 - (logprob - old),
+                "clip_fraction": (bounded != ratio).double(),
+                "value_clip_fraction": (near != value).double(),
+                "ratio_mean": ratio,
+                "ratio_max": ratio,
+            }
+            for name, number in facts.items():
+                rows[name].append(number)
+    means = {name: torch.stack(found).mean() for name, found in rows.items() if found}
+    means["ratio_max"] = torch.stack(rows["ratio_max"]).max()
+    return means["loss"], means
+
+
+def test_the_rollouts_of_these_tests_are_worth_testing(make_ppo: Make) -> None:
+    """Prompts and responses of several lengths, some ended and some not, both clips at work."""
+    module = make_ppo()
+    experience = off_policy(module)
+    assert len(set(experience.response_mask.sum(1).tolist())) > 2
+    assert experience.ended.any()
+    assert not experience.ended.all()
+    with torch.no_grad():
+        _, facts = slow_update(module, experience)
+    assert 0.1 < facts["clip_fraction"] < 0.9
+    assert 0.1 < facts["value_clip_fraction"] < 0.9
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_before_the_first_step_the_ratio_is_one(
+    make_ppo: Make, architecture: str, temperature: float
+) -> None:
+    # The same weights say what they said while sampling, once token by token with a cache and
+    # once in one pass. Log-probabilities of some nats differ by a few fp32 roundings, d of about
+    # 1e-6, and k3 is d^2 / 2: below 1e-11. A real difference of 1e-4 would already give 5e-9.
+    module = make_ppo(architecture, temperature=temperature)
+    experience = on_policy(module)
+    mask = experience.response_mask
+    hidden = response_hidden(module.roles, experience)
+    logprobs, _ = response_logprobs(module.roles, hidden, experience, temperature)
+    ratio = (logprobs - experience.old_logprobs[mask]).exp()
+    assert (ratio - 1).abs().max() <= 1e-5
+    close(module.roles.heads[VALUE](hidden), experience.old_values[mask], atol=1e-5)
+
+    outputs = Outputs()
+    fit(module, [prompts()], [outputs])
+    first, *_, last = outputs.steps[0]["updates"]
+    assert first.approx_kl.abs() <= 1e-10
+    assert (first.ratio_mean - 1).abs() <= 1e-5
+    assert (first.ratio_max - 1).abs() <= 1e-5
+    assert first.clip_fraction == first.value_clip_fraction == 0
+    assert last.approx_kl > 1e-7
+
+
+def test_a_fresh_policy_is_the_reference(make_ppo: Make, architecture: str) -> None:
+    experience = on_policy(make_ppo(architecture, fresh=True))
+    assert experience.kl.abs().max() <= 1e-5
+    assert torch.equal(experience.old_values, torch.zeros_like(experience.old_values))
+    assert on_policy(make_ppo(architecture)).kl.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_update_is_the_slow_version(make_ppo: Make, architecture: str, temperature: float) -> None:
+    settings: dict[str, Any] = {"vf_coef": 0.5, "ent_coef": 0.1, "temperature": temperature}
+    slow_module = make_ppo(architecture, **settings)
+    experience = off_policy(slow_module)
+    loss, expected = slow_update(slow_module, experience)
+    loss.backward()
+    expected_grads = grads(slow_module)
+
+    module = make_ppo(architecture, **settings)
+    stats = within_fit(module, lambda: module.update(experience))
+    # Linear attention sums the decay of all tokens before, padding included, and takes differences
+    # of such sums: with and without padding it agrees to a digit less.
+    same_direction(grads(module), expected_grads, rtol=1e-5 if architecture == "qwen3" else 5e-5)
+    norm = torch.stack([g.square().sum() for g in expected_grads.values()]).sum().sqrt()
+    close(stats.grad_norm, norm)
+    for name, number in expected.items():
+        close(getattr(stats, name), number.detach().float())
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+def test_micro_batches_make_the_update_of_the_minibatch(
+    make_ppo: Make, architecture: str, microbatch_size: int
+) -> None:
+    found = []
+    for size in (4, microbatch_size):
+        module = make_ppo(architecture, microbatch_size=size, vf_coef=0.5, ent_coef=0.1)
+        experience = off_policy(module, rows=4)
+        stats = within_fit(module, lambda m=module, e=experience: m.update(e))
+        found.append((stats, grads(module)))
+    (whole, whole_grads), (parts, parts_grads) = found
+    same_direction(parts_grads, whole_grads)
+    for field in fields(UpdateStats):
+        close(getattr(parts, field.name), getattr(whole, field.name))
+
+
+def test_padding_changes_no_update(make_ppo: Make, architecture: str) -> None:
+    def wider(experience: Experience, left: int, right: int) -> Experience:
+        """More columns on either side, full of ids that mean nothing and numbers that are none."""
+        prompt = experience.tokens.shape[1] - experience.response_mask.shape[1]
+        numbers = ("old_logprobs", "old_values", "ref_logprobs", "kl", "rewards", "advantages",
+                   "returns")  # fmt: skip
+        nothing = float("nan")
+        return replace(
+            experience,
+            tokens=F.pad(experience.tokens, (left, right), value=prompt),
+            mask=F.pad(experience.mask, (left, right), value=False),
+            response_mask=F.pad(experience.response_mask, (0, right), value=False),
+            **{
+                name: F.pad(getattr(experience, name), (0, right), value=nothing)
+                for name in numbers
+            },
+        )
+
+    found = []
+    for left, right in ((0, 0), (3, 4)):
+        module = make_ppo(architecture)
+        experience = wider(off_policy(module), left, right)
+        stats = within_fit(module, lambda m=module, e=experience: m.update(e))
+        found.append((stats, grads(module)))
+    (narrow, narrow_grads), (wide, wide_grads) = found
+    same_direction(wide_grads, narrow_grads)
+    for field in fields(UpdateStats):
+        close(getattr(wide, field.name), getattr(narrow, field.name))
+
+
+def test_the_order_of_the_rows_changes_no_update(make_ppo: Make) -> None:
+    found = []
+    for order in (torch.arange(8), torch.tensor([5, 2, 7, 0, 1, 6, 3, 4])):
+        module = make_ppo()
+        experience = off_policy(module).select(order)
+        stats = within_fit(module, lambda m=module, e=experience: m.update(e))
+        found.append((stats, grads(module)))
+    same_direction(found[1][1], found[0][1])
+    for field in fields(UpdateStats):
+        close(getattr(found[1][0], field.name), getattr(found[0][0], field.name))
+
+
+def test_clip_fractions_by_hand(make_ppo: Make) -> None:
+    # Old log-probabilities 0.5 below the present ones: ratio e^0.5 = 1.65, outside 1 +- 0.2;
+    # 0.1 below: 1.105, inside. Old values 0.3 away are outside 0.2, 0.1 away inside.
+    module = make_ppo(whiten_advantages="none")
+    experience = on_policy(module)
+    mask = experience.response_mask
+    first = torch.zeros_like(mask)
+    first[:, 0] = True  # one token of each of the 8 responses
+    experience = replace(
+        experience,
+        old_logprobs=experience.old_logprobs - torch.where(first, 0.5, 0.1) * mask,
+        old_values=experience.old_values - torch.where(first, 0.1, 0.3) * mask,
+    )
+    stats = within_fit(module, lambda: module.update(experience))
+    tokens = int(mask.sum())
+    assert stats.clip_fraction.item() == pytest.approx(8 / tokens, rel=1e-5)
+    assert stats.value_clip_fraction.item() == pytest.approx(1 - 8 / tokens, rel=1e-5)
+    assert stats.ratio_max.item() == pytest.approx(1.6487213, rel=1e-5)
+    mean = (8 * 1.6487213 + (tokens - 8) * 1.1051709) / tokens
+    assert stats.ratio_mean.item() == pytest.approx(mean, rel=1e-5)

@@ -1,0 +1,178 @@
+"""Losses and their gradients against the micro-batches of TRL's trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trl.trainer.utils import selective_log_softmax
+
+from lightning_rlhf.core.experience import minibatches
+from lightning_rlhf.core.logprobs import token_logprobs
+from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
+from lightning_rlhf.core.masking import masked_mean
+
+from .conftest import close, number
+from .ours import experience_of
+from .trl_iteration import (
+    ACCUMULATION,
+    BATCH,
+    RESPONSE_LENGTH,
+    VOCABULARY,
+    Iteration,
+    trl_iteration,
+)
+
+epochs = pytest.mark.parametrize("epoch", range(4))
+
+
+def masks(trl: Iteration, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = part["micro_batch_inds"]
+    return trl.mask[rows], trl.mask_p1[rows]
+
+
+@epochs
+def test_policy_loss_and_its_gradient(epoch: int) -> None:
+    trl = trl_iteration()
+    for part in trl.microbatches[epoch]:
+        mask, _ = masks(trl, part)
+        logprobs = part["new_logprobs"].clone().requires_grad_()
+        ours = policy_loss(
+            logprobs,
+            part["mb_logprobs"],
+            part["mb_advantage"],
+            clip_range=trl.batch["args"].cliprange,
+            clip_range_high=None,
+            dual_clip=None,
+        )
+        close(ours, part["pg_loss_max"])
+        loss = masked_mean(ours, mask)
+        close(loss, part["pg_loss"])
+        loss.backward()
+        close(logprobs.grad, part["d_new_logprobs"])
+
+
+@epochs
+def test_value_loss_and_its_gradient(epoch: int) -> None:
+    """On TRL's positions, which are one more for each response that ended early."""
+    trl = trl_iteration()
+    for part in trl.microbatches[epoch]:
+        _, mask_p1 = masks(trl, part)
+        values = part["vpred"].clone().requires_grad_()
+        ours = value_loss(
+            values,
+            part["mb_values"],
+            part["mb_return"],
+            clip_range_vf=trl.batch["args"].cliprange_value,
+        )
+        close(ours, 0.5 * part["vf_loss_max"])
+        loss = masked_mean(ours, mask_p1)
+        close(loss, part["vf_loss"])
+        (trl.batch["args"].vf_coef * loss).backward()
+        close(values.grad, part["d_vpred"])
+
+
+def test_clipping_was_at_work() -> None:
+    trl = trl_iteration()
+    clip = trl.batch["args"].cliprange
+    ratio, advantage = trl.epoch(1, "ratio")[trl.mask], trl.epoch(1, "mb_advantage")[trl.mask]
+    for sign in (1, -1):
+        assert ((advantage * sign > 0) & (ratio > 1 + clip)).any()
+        assert ((advantage * sign > 0) & (ratio < 1 - clip)).any()
+    assert (trl.epoch(1, "vf_losses2") > trl.epoch(1, "vf_losses1"))[trl.mask].any()
+
+
+@epochs
+def test_value_loss_differs_by_the_position_after_the_response(epoch: int) -> None:
+    """TRL's mean is over N + E positions, ours over N tokens.
+
+    N tokens of mean loss m, and E positions after responses that ended early, of mean loss e:
+    TRL (N m + E e) / (N + E), ours m; the difference is (e - m) E / (N + E).
+    """
+    trl = trl_iteration()
+    after = trl.mask_p1 & ~trl.mask
+    assert after.sum() == trl.ended_early.sum() > 0
+    each = value_loss(
+        trl.epoch(epoch, "vpred"),
+        trl.epoch(epoch, "mb_values"),
+        trl.epoch(epoch, "mb_return"),
+        clip_range_vf=trl.batch["args"].cliprange_value,
+    )
+    theirs = 0.5 * masked_mean(trl.epoch(epoch, "vf_loss_max"), trl.mask_p1)
+    ours = masked_mean(each, trl.mask)
+    share = after.sum() / trl.mask_p1.sum()
+    close(theirs - ours, share * (masked_mean(each, after) - ours))
+
+
+@epochs
+def test_mean_of_microbatch_means_differs_from_the_mean_over_tokens(epoch: int) -> None:
+    """TRL weighs K micro-batches alike, ours weighs tokens alike.
+
+    Where micro-batch k has n_k of N tokens and mean loss m_k, TRL takes sum m_k / K and ours
+    sum m_k n_k / N; the difference is sum (1 / K - n_k / N) m_k.
+    """
+    trl = trl_iteration()
+    parts = trl.microbatches[epoch]
+    weights = token_weights(trl.mask, "token_mean", max_response_tokens=RESPONSE_LENGTH)
+    ours = (weights.double() * trl.epoch(epoch, "pg_loss_max")).sum()
+    means = torch.stack([part["pg_loss"] for part in parts])
+    tokens = torch.stack([masks(trl, part)[0].sum() for part in parts])
+    assert len(set(tokens.tolist())) > 1
+    expected = ((1 / ACCUMULATION - tokens / tokens.sum()) * means).sum()
+    close(means.mean() - ours, expected, rtol=1e-6, atol=1e-7)  # our weights are fp32
+    assert expected.abs() > 1e-4
+
+
+@pytest.mark.parametrize("minibatch_count", [1, 2, 4])
+def test_optimizer_steps(minibatch_count: int) -> None:
+    """TRL takes one step an epoch whatever num_mini_batches is: it accumulates over all of them.
+
+    Its Accelerator is told gradient_accumulation_steps, which makes the batch, and not the
+    micro-batches of a minibatch. Ours takes one step a minibatch.
+    """
+    trl = trl_iteration(num_mini_batches=minibatch_count)
+    ours = minibatches(
+        experience_of(trl),
+        ppo_epochs=4,
+        minibatch_size=BATCH // minibatch_count,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert len(list(ours)) == 4 * minibatch_count
+    assert trl.optimizer_steps == 4
+
+
+def test_optimizer_steps_on_the_last_batch_of_the_data() -> None:
+    """There TRL takes one step a micro-batch: accelerate ends accumulation with the data."""
+    assert trl_iteration(rows=BATCH).optimizer_steps == 4 * ACCUMULATION
+    assert trl_iteration(rows=2 * BATCH).optimizer_steps == 4
+
+
+def test_token_logprobs() -> None:
+    """Of the same logits; ours computes in fp32."""
+    trl = trl_iteration()
+    logits, responses = trl.epoch(1, "logits"), trl.epoch(1, "mb_responses")
+    ours, _ = token_logprobs(
+        logits.flatten(0, 1),
+        responses.flatten(),
+        lambda x: x,
+        temperature=1.0,
+        vocab_size=VOCABULARY,
+    )
+    theirs = selective_log_softmax(logits, responses)
+    close(ours.double(), theirs.flatten(), rtol=1e-6, atol=1e-6)
+    close(torch.where(trl.mask, theirs, 1.0), trl.epoch(1, "new_logprobs"))
+
+
+def test_temperature_differs_by_1e_7() -> None:
+    """TRL divides logits z by (t + 1e-7), ours by t.
+
+    The log-probability of token a differs by 1e-7 d/dt [z_a / t - log sum exp(z / t)], which is
+    1e-7 (E_p[z] - z_a) / t^2: nothing that fp32 resolves.
+    """
+    trl = trl_iteration()
+    t = trl.batch["args"].temperature
+    z = trl.epoch(1, "logits")[0, 0] * (t + 1e-7)
+    log_p, p = (z / t).log_softmax(-1), (z / t).softmax(-1)
+    theirs = trl.epoch(1, "logits")[0, 0].log_softmax(-1)
+    expected = 1e-7 * ((p * z).sum() - z) / t**2
+    close(theirs - log_p, expected, rtol=1e-5, atol=1e-13)
+    assert expected.abs().max() < number(1e-6)

@@ -1,0 +1,107 @@
+"""Texts that end a response, in a vocabulary whose tokens hold one letter or two."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.models.roles import POLICY, VALUE, Roles
+from lightning_rlhf.rollout.generate import generate
+from lightning_rlhf.rollout.score import response_hidden, response_logprobs
+
+TEXTS = ("x", "ab", "hel")
+"""A letter, two that may be one token or two or the ends of others, and three."""
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatFormat:
+    """58 tokens, of which two are pieces of TEXTS and others overlap them; the model knows 61."""
+    letters = list(string.ascii_lowercase)
+    pairs = ["ab", "xy", "ya", "bq", "he", "el", "lo", "za"]
+    words = ["<eos>", *letters, *string.ascii_uppercase[:23], *pairs]
+    tokenizer = Tokenizer(models.BPE(
+        vocab={word: i for i, word in enumerate(words)}, merges=[(p[0], p[1]) for p in pairs]
+    ))  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    assert tokenizer.get_vocab_size() == 58
+    return ChatFormat(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"), {})
+
+
+@pytest.fixture
+def crowd(make_prompts: Callable[..., Prompts]) -> Prompts:
+    """Many prompts, so that every text is said by somebody."""
+    return make_prompts(*[[7 + i % 50, 3 + i % 40] for i in range(120)])
+
+
+def roll_out(roles: Roles, prompts: Prompts, chat: ChatFormat, *texts: str) -> Rollout:
+    with roles.acting(POLICY):
+        return generate(
+            roles, prompts, value=roles.heads[VALUE], max_response_tokens=20, temperature=2.0,
+            end_token_ids=chat.end_token_ids, stop=chat.stop_at(texts),
+            generator=torch.Generator().manual_seed(3),
+        )  # fmt: skip
+
+
+def test_no_text_stops_nothing(roles: Roles, crowd: Prompts, chat: ChatFormat) -> None:
+    assert chat.stop_at(()) is None
+    free = roll_out(roles, crowd, chat)
+    said = [chat.decode_response(row[real]) for row, real in
+            zip(free.responses, free.response_mask, strict=True)]  # fmt: skip
+    for text in TEXTS[:2]:
+        assert any(text in response[:-3] for response in said), text
+
+
+def test_a_response_ends_where_the_text_first_appears(
+    roles: Roles, crowd: Prompts, chat: ChatFormat
+) -> None:
+    """The same draws as without, cut after the token with which a text is complete."""
+    free, cut = roll_out(roles, crowd, chat), roll_out(roles, crowd, chat, *TEXTS)
+    width, stopped = cut.response_mask.shape[1], 0
+    for i in range(len(crowd)):
+        said = [int(token) for token in free.responses[i][free.response_mask[i]]]
+        # Ids that the tokenizer does not know are no text.
+        ends = [
+            n for n in range(1, len(said) + 1)
+            if any(text in chat.tokenizer.decode(said[:n]) for text in TEXTS)
+        ]  # fmt: skip
+        length = ends[0] if ends else len(said)
+        stopped += bool(ends)
+        assert cut.responses[i, :length].tolist() == said[:length]
+        assert cut.response_mask[i].tolist() == [t < length for t in range(width)]
+        assert bool(cut.ended[i]) == (bool(ends) or said[-1] in chat.end_token_ids)
+        assert not cut.mask[i, cut.tokens.shape[1] - width + length :].any()
+        assert not cut.logprobs[i, length:].any()
+        assert not cut.values[i, length:].any()
+    assert 20 < stopped < 120
+    assert cut.ended.sum() > free.ended.sum()
+
+
+def test_what_is_recorded_up_to_the_text_is_what_the_policy_says_again(
+    roles: Roles, crowd: Prompts, chat: ChatFormat
+) -> None:
+    cut = roll_out(roles, crowd, chat, *TEXTS)
+    mask = cut.response_mask
+    with torch.no_grad(), roles.acting(POLICY):
+        hidden = response_hidden(roles, cut)
+        logprobs, _ = response_logprobs(roles, hidden, cut, 2.0)
+        values = roles.heads[VALUE](hidden)
+    torch.testing.assert_close(cut.logprobs[mask], logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(cut.values[mask], values, atol=1e-5, rtol=0)
+
+
+def test_ids_beyond_the_tokenizer_end_nothing(chat: ChatFormat) -> None:
+    """Models have more embeddings than their tokenizers have tokens."""
+    stop = chat.stop_at(("x",))
+    assert stop is not None
+    x = chat.tokenizer.convert_tokens_to_ids("x")
+    rows = torch.tensor([[60, x], [x, 60], [59, 58]])
+    assert stop(rows, None).tolist() == [True, False, False]
