@@ -218,13 +218,16 @@ def claims(
             Claim(f"clip {clip_range:g}, leash: last KL over that of policy*",
                   leashed[-1].kl / kl(optimum, REFERENCE), 0.8, 1.2),
         ]  # fmt: skip
+    size = {
+        (c, coef): sum(s.update_size for s in steps
+                       if (s.clip_range, s.kl_coef) == (c, coef) and s.iteration <= 10)
+        for c in CLIP_RANGES for coef in (0.0, kl_coef)
+    }  # fmt: skip
     for coef, leash in ((0.0, "no leash"), (kl_coef, "leash")):
-        size = {
-            c: sum(s.update_size for s in steps
-                   if (s.clip_range, s.kl_coef) == (c, coef) and s.iteration <= 10)
-            for c in CLIP_RANGES
-        }  # fmt: skip
         for small, large in pairwise(CLIP_RANGES):
             text = f"{leash}: first ten updates, clip {small:g} over {large:g}"
-            found.append(Claim(text, size[small] / size[large], 0.0, 1.0))
+            found.append(Claim(text, size[small, coef] / size[large, coef], 0.0, 1.0))
+    for c in CLIP_RANGES:
+        text = f"clip {c:g}: first ten updates, leash over no leash"
+        found.append(Claim(text, size[c, kl_coef] / size[c, 0.0], 0.0, 1.0))
     return found

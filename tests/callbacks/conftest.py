@@ -72,7 +72,8 @@ class FakePPO(LightningModule):
             "experience": make_experience(score=torch.tensor([2.0, -1.0]) + self.iteration),
             "updates": make_updates(),
             "kl_coef": 0.05,
-            "seconds": {"rollout": 2.0, "score": 1.0, "update": 1.0},
+            "padding": torch.tensor(0.25),
+            "seconds": {"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5},
         }
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:

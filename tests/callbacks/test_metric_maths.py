@@ -106,12 +106,13 @@ def test_minibatches_are_counted_by_what_became_of_them() -> None:
 
 def test_time_metrics_by_hand() -> None:
     sums = response_sums(make_experience())
-    metrics = time_metrics({"rollout": 2.0, "score": 1.0, "update": 1.0}, sums)
+    metrics = time_metrics({"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5}, sums)
     assert metrics == {
         "time/rollout_s": 2.0,
         "time/score_s": 1.0,
         "time/update_s": 1.0,
         "time/iteration_s": 4.0,
+        "time/other_s": 0.5,
         "time/tokens_per_s": 1.0,
         "time/episodes_per_s": 0.5,
     }

@@ -125,7 +125,7 @@ def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None
         (clip, coef) for clip in ("0.05", "0.2", "0.8") for coef in ("0.0", "0.5")
     }
     # Four claims a clip range, two comparisons of clip ranges with and without the leash.
-    assert out.count("holds") == 3 * 4 + 2 * 2
+    assert out.count("holds") == 3 * 5 + 2 * 2
     assert "fails" not in out
 
 

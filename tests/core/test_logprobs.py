@@ -208,3 +208,20 @@ def test_no_tokens_no_numbers() -> None:
         temperature=1.0, vocab_size=4,
     )  # fmt: skip
     assert logprobs.shape == entropy.shape == (0,)
+
+
+def test_autocast_lowers_neither_entropy_nor_its_gradient() -> None:
+    """As trainer=gpu runs it: bf16 in the head's matrix product, fp32 in everything after."""
+    logits = 3 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(3))
+    targets = torch.arange(4)
+    found = []
+    for enabled in (False, True):
+        hidden = logits.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logprobs, entropy = token_logprobs(
+                hidden, targets, nn.Identity(), temperature=1.0, vocab_size=5000
+            )
+        (logprobs + entropy).sum().backward()
+        found.append((logprobs, entropy, hidden.grad))
+    for plain, cast in zip(*found, strict=True):
+        assert torch.equal(plain, cast)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,16 @@ from .conftest import NAN, F, Ragged, T, close, drawn, garbage, pad, ragged
 
 X = torch.tensor([[1.0, 2.0, NAN], [6.0, math.inf, 3.0]], dtype=torch.float64)
 MASK = torch.tensor([[T, T, F], [T, F, T]])
+
+
+@pytest.mark.parametrize("value", [1000.1, 30.1, -7.7, 1e-3])
+@pytest.mark.parametrize("shape", [(4, 7), (64, 100), (1, 3)])
+def test_numbers_that_are_all_alike_whiten_to_0(value: float, shape: tuple[int, int]) -> None:
+    """Their mean, rounded, must not pass for a deviation beside the 1e-8 under the root."""
+    x, mask = torch.full(shape, value), torch.ones(shape, dtype=torch.bool)
+    mask[0, -1] = False
+    assert masked_moments(x, mask, alone)[1] == 0
+    assert masked_whiten(x, mask).abs().max() == 0
 
 
 def without_eps(x: Tensor, mask: Tensor) -> Tensor:

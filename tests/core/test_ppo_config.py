@@ -59,6 +59,7 @@ BOUNDS: list[tuple[str, Any, str]] = [
     ("whiten_rewards", 1, "true, false"),
 ]
 CHOICES: dict[str, str] = {
+    "rollout": "native, hf",
     "score_normalization": "none, stored, running, running_scale",
     "missing_eos": "none, subtract, replace",
     "kl_estimator": "k1, k2, k3, abs, mse, full",
@@ -126,7 +127,7 @@ def test_a_stop_string_is_a_text_of_some_length(text: Any) -> None:
         {"clip_range": 1 - 1e-6},
         {"whiten_rewards": True},
         {"stop_strings": ("END", "\n\n")},
-        {"critic_warmup": 10},
+        {"critic_warmup": 9},  # of 10 iterations
         {"rollout_batch_size": 8, "minibatch_size": 8, "microbatch_size": 8},
         {"rollout_batch_size": 1, "minibatch_size": 1, "microbatch_size": 1},
         {"rollout_batch_size": 8, "samples_per_prompt": 8},
@@ -184,6 +185,11 @@ def test_sizes_that_do_not_divide(small: str, smaller: int, large: str, larger: 
              f"0, since advantage={name} has no critic")
             for name in ("rloo", "grpo", "dr_grpo", "reinforce++")
         ],
+        ({"advantage": "reinforce++", "critic": "model"}, "critic",
+         "head, since advantage=reinforce++ has no critic"),
+        ({"critic_warmup": 10}, "critic_warmup", "< ppo.iterations, 10"),
+        ({"vf_coef": 0.0, "critic_warmup": 1}, "vf_coef",
+         "a number > 0 where ppo.critic_warmup"),
     ],
 )  # fmt: skip
 def test_values_that_do_not_go_together(changes: dict[str, Any], key: str, reason: str) -> None:

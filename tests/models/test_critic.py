@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,6 @@ def full_reward(tmp_path: Path, lineage: Any, tokenizer: Any) -> Final:
 def test_every_value_starts_at_zero_and_can_be_trained(
     lineage: Any, tokens: Tensor, kind: str
 ) -> None:
-    if kind == "model" and lineage.finetune == "lora":
-        pytest.skip("a whole critic starts from whole weights")
     roles, owner, role = critic(lineage, kind)
     assert (owner is roles, role) == (kind != "model", POLICY if kind == "head" else CRITIC)
     assert not last_value(owner, role, tokens).any()
@@ -82,8 +81,6 @@ def test_every_value_starts_at_zero_and_can_be_trained(
 
 @pytest.mark.parametrize("kind", ["adapter", "model"])
 def test_adding_a_critic_changes_no_other_role(lineage: Any, tokens: Tensor, kind: str) -> None:
-    if kind == "model" and lineage.finetune == "lora":
-        pytest.skip("a whole critic starts from whole weights")
     alone, (roles, _, _) = policy(lineage), critic(lineage, kind)
     for role in (REFERENCE, POLICY, REWARD):
         assert torch.equal(roles.probe(role), alone.probe(role)), role
@@ -138,9 +135,18 @@ def test_an_adapter_does_not_start_from_a_whole_reward_model(
         critic(lineage, "adapter", reward=reward)
 
 
-def test_a_model_does_not_start_from_an_adapter(adapters: Any) -> None:
-    for reward in (None, adapters.rm):
-        start = adapters.sft if reward is None else reward
-        with pytest.raises(ConfigError, match=r"ppo\.critic is 'model'.*adapter") as raised:
-            critic(adapters, "model", reward=reward)
-        assert str(start.path) in str(raised.value)
+@torch.no_grad()
+def test_a_model_starts_as_a_reward_adapter_merged(lineage: Any, tokens: Tensor) -> None:
+    """On whole SFT weights or on an SFT adapter, which is merged as well."""
+    roles, owner, role = critic(lineage, "model", reward=lineage.rm, scale=(0.5, 2.0))
+    expected = (roles.reward(tokens, MASK) - 0.5) / 2.0
+    torch.testing.assert_close(last_value(owner, role, tokens), expected, rtol=1e-5, atol=1e-5)
+    assert not [name for name, _ in owner.named_parameters() if "lora" in name]
+    assert all(parameter.requires_grad for parameter in owner.parameters())
+
+
+def test_quantised_weights_are_no_model_to_train(lineage: Any) -> None:
+    config = replace(lineage.config, quantization="nf4")
+    with pytest.raises(ConfigError, match=r"ppo\.critic is 'model'.*model\.quantization is 'nf4'"):
+        add_critic(policy(lineage), config, "model", sft=lineage.sft, reward=None, scale=NO_SCALE,
+                   seed=0)  # fmt: skip

@@ -57,6 +57,7 @@ PPO = STAGE | {
     "max_response_tokens": 6,
     "temperature": 1.0,
     "stop_strings": (),
+    "rollout": "native",
     "score_normalization": "none",
     "score_clip": None,
     "length_penalty": 0.0,

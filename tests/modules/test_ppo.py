@@ -34,7 +34,8 @@ def test_iterations_through_a_trainer_touch_nothing_but_policy_and_critic(
     for step in outputs.steps:
         assert isinstance(step["experience"], Experience)
         assert step["kl_coef"] == module.config.kl_coef
-        assert set(step["seconds"]) == {"rollout", "score", "update"}
+        assert set(step["seconds"]) == {"rollout", "score", "update", "other"}
+        assert all(seconds >= 0 for seconds in step["seconds"].values())
 
 
 def three_iterations(module: PPOModule, global_seed: int) -> dict[str, Tensor]:

@@ -176,3 +176,12 @@ def test_temperature_differs_by_1e_7() -> None:
     expected = 1e-7 * ((p * z).sum() - z) / t**2
     close(theirs - log_p, expected, rtol=1e-5, atol=1e-13)
     assert expected.abs().max() < number(1e-6)
+
+
+def test_the_gradient_is_not_clipped() -> None:
+    """A bound a million times smaller changes not one digit of what TRL learns."""
+    usual, bound = trl_iteration(), trl_iteration(max_grad_norm=1e-6)
+    for epoch in range(4):
+        theirs = bound.epoch(epoch, "new_logprobs")
+        assert torch.equal(theirs, usual.epoch(epoch, "new_logprobs"))
+    assert not torch.equal(usual.epoch(0, "new_logprobs"), usual.epoch(3, "new_logprobs"))

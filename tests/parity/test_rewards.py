@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -12,6 +10,7 @@ from lightning_rlhf.core.kl import ESTIMATORS, k2, k3
 from lightning_rlhf.core.masking import masked_mean, masked_moments, masked_rescale, masked_whiten
 from lightning_rlhf.core.shaping import NO_SCORES, shape_rewards, shape_score
 from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.generate import generate, no_value
 
 from .conftest import close, number
@@ -128,11 +127,11 @@ def test_without_a_stop_token_every_response_runs_to_full_length() -> None:
     after_eos[:, 0] = False
     assert after_eos.sum() > BATCH
 
-    policy = tiny(LlamaForCausalLM, POLICY_SEED).double()
+    policy = Roles(tiny(LlamaForCausalLM, POLICY_SEED).eval())
     tokens = torch.tensor(prompts(BATCH))
     mask = tokens != PAD
     rollout = generate(
-        SimpleNamespace(causal_lm=policy, head=policy.lm_head),
+        policy,
         Prompts(tokens=tokens.masked_fill(~mask, 0), mask=mask, index=torch.arange(BATCH)),
         value=no_value,
         max_response_tokens=RESPONSE_LENGTH,

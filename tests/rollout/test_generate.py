@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import POLICY, REFERENCE, VALUE, Roles
 from lightning_rlhf.rollout.generate import generate
@@ -179,11 +181,41 @@ def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
 
 
 def test_one_token_responses(roles: Roles, prompts: Prompts) -> None:
+    prompts = prompts.repeat(4)
     rollout = roll_out(roles, prompts, max_response_tokens=1, end_token_ids=range(0, 61, 2))
     assert rollout.response_mask.tolist() == [[True]] * len(prompts)
     assert rollout.ended.tolist() == (rollout.responses[:, 0] % 2 == 0).tolist()
     assert len(set(rollout.ended.tolist())) == 2
     assert rollout.logprobs.shape == rollout.values.shape == (len(prompts), 1)
+
+
+def test_samples_of_one_prompt_are_those_of_the_prompt_repeated(
+    roles: Roles, prompts: Prompts
+) -> None:
+    """They share a reading of the prompt, and nothing else."""
+    shared = roll_out(roles, prompts, samples_per_prompt=3)
+    repeated = roll_out(roles, prompts.repeat(3))
+    for name in ("tokens", "mask", "response_mask", "ended", "index"):
+        assert torch.equal(getattr(shared, name), getattr(repeated, name)), name
+    torch.testing.assert_close(shared.logprobs, repeated.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(shared.values, repeated.values, atol=1e-5, rtol=0)
+    assert len({tuple(row) for row in shared.responses[:3].tolist()}) == 3
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
+def test_rows_that_ended_may_leave_the_batch_at_any_time(
+    roles: Roles, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, kept: float
+) -> None:
+    """0: never; 1: at once."""
+    usual = roll_out(roles, prompts)
+    monkeypatch.setattr("lightning_rlhf.rollout.draft.KEPT", kept)
+    changed = roll_out(roles, prompts)
+    for name in ("mask", "response_mask", "ended"):
+        assert torch.equal(getattr(usual, name), getattr(changed, name)), name
+    said = usual.response_mask
+    assert torch.equal(usual.responses[said], changed.responses[said])
+    torch.testing.assert_close(usual.logprobs, changed.logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(usual.values, changed.values, atol=1e-5, rtol=0)
 
 
 def test_a_cold_policy_is_greedy(roles: Roles, prompts: Prompts) -> None:
@@ -202,3 +234,10 @@ def test_generation_leaves_the_model_as_it_was(roles: Roles, prompts: Prompts) -
     assert not rollout.logprobs.requires_grad
     assert not rollout.values.requires_grad
     assert any(p.requires_grad for p in roles.parameters())
+
+
+def test_a_policy_that_has_diverged_is_one_error(roles: Roles, prompts: Prompts) -> None:
+    with torch.no_grad():
+        next(p for n, p in roles.named_parameters() if f".{POLICY}." in n).fill_(math.nan)
+    with pytest.raises(TrainingError, match="NaN or infinite"):
+        roll_out(roles, prompts)

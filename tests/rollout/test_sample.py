@@ -8,11 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lightning_rlhf.rollout.generate import sample
+from lightning_rlhf.rollout.sample import sample
 
 LARGEST = 1 - 2**-24
 """torch.rand's largest number in fp32."""
+
+
+def drawn(logits: Tensor, *uniform: float) -> list[int]:
+    """The tokens that these numbers draw, one a row."""
+    return sample(logits, torch.tensor(uniform))[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -26,12 +32,12 @@ def test_the_first_token_whose_cumulative_probability_exceeds_the_number(
     uniform: float, token: int
 ) -> None:
     logprobs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0]).log()
-    assert sample(logprobs[None], torch.tensor([uniform])).tolist() == [token]
+    assert drawn(logprobs[None], uniform) == [token]
 
 
 def test_rows_are_independent() -> None:
     logprobs = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]).log()
-    assert sample(logprobs, torch.tensor([0.7, 0.2, 0.99])).tolist() == [1, 1, 0]
+    assert drawn(logprobs, 0.7, 0.2, 0.99) == [1, 1, 0]
 
 
 @given(st.data())
@@ -46,7 +52,7 @@ def test_it_is_the_definition_on_any_dyadic_distribution(data: st.DataObject) ->
     k = data.draw(st.integers(0, 63))
     token = next(i for i in range(len(shares)) if sum(shares[: i + 1]) > k + 0.5)
     logprobs = torch.tensor([shares], dtype=torch.float32).div(64).log()
-    assert sample(logprobs, torch.tensor([(2 * k + 1) / 128])).tolist() == [token]
+    assert drawn(logprobs, (2 * k + 1) / 128) == [token]
 
 
 @given(
@@ -56,7 +62,7 @@ def test_it_is_the_definition_on_any_dyadic_distribution(data: st.DataObject) ->
 def test_a_token_of_probability_zero_is_never_chosen(logits: list[float], uniform: float) -> None:
     logits = [*logits, 0.0, -math.inf]
     logprobs = torch.log_softmax(torch.tensor([logits]), dim=-1)
-    token = int(sample(logprobs, torch.tensor([uniform])))
+    (token,) = drawn(logprobs, uniform)
     assert logprobs[0, token].exp() > 0
 
 
@@ -66,6 +72,46 @@ def test_rounding_over_a_large_vocabulary_reaches_no_impossible_token(uniform: f
     logits = torch.randn(4, 151_936, generator=torch.Generator().manual_seed(0))
     logits[:, 151_000:] = -math.inf
     logits[:, :3] = -math.inf
-    tokens = sample(torch.log_softmax(logits, dim=-1), torch.full((4,), uniform))
-    assert tokens.min() >= 3
-    assert tokens.max() < 151_000
+    tokens = drawn(logits, *[uniform] * 4)
+    assert min(tokens) >= 3
+    assert max(tokens) < 151_000
+
+
+@given(st.integers(1, 200), st.integers(0, 2**31))
+def test_it_says_the_log_probability_of_what_it_drew(size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(3, size, generator=generator) + 20
+    tokens, logprobs = sample(logits, torch.rand(3, generator=generator))
+    expected = torch.log_softmax(logits.double(), dim=-1)[torch.arange(3), tokens]
+    torch.testing.assert_close(logprobs, expected.float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 9, 10, 61, 1792])
+def test_evenly_spread_numbers_draw_every_token_as_often_as_it_is_likely(size: int) -> None:
+    """Whatever is left over when the vocabulary is cut into blocks."""
+    probabilities = torch.softmax(torch.randn(size, generator=torch.Generator().manual_seed(1)), 0)
+    n = 20_000
+    uniform = (torch.arange(n) + 0.5) / n
+    tokens, _ = sample(probabilities.log().expand(n, size), uniform)
+    found = torch.bincount(tokens, minlength=size)
+    assert len(found) == size
+    assert (found - n * probabilities).abs().max() <= 1.1
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.3, LARGEST])
+@pytest.mark.parametrize("size", [2, 10, 61])
+def test_the_end_of_the_last_block_is_no_way_out(uniform: float, size: int) -> None:
+    """One token has all the mass but what fp32 loses: nothing behind it may be drawn."""
+    for certain in range(size):
+        logits = torch.full((1, size), -200.0)
+        logits[0, certain] = 0.0
+        assert drawn(logits, uniform) == [certain]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_without_a_distribution_says_nan(bad: float) -> None:
+    logits = torch.zeros(3, 7)
+    logits[1, 4] = bad
+    tokens, logprobs = sample(logits, torch.tensor([0.5, 0.5, 0.5]))
+    assert logprobs.isfinite().tolist() == [True, False, True]
+    assert tokens.max() < 7

@@ -10,7 +10,13 @@ from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, VALUE, Roles
 from lightning_rlhf.rollout.generate import generate
-from lightning_rlhf.rollout.score import response_hidden, response_logprobs, score
+from lightning_rlhf.rollout.score import (
+    by_length,
+    padding_share,
+    response_hidden,
+    response_logprobs,
+    score,
+)
 
 TEMPERATURE = 0.7
 
@@ -128,3 +134,16 @@ def test_log_probabilities_of_an_update_carry_gradients_to_the_policy(
         if "lora_" in name:
             assert parameter.grad is not None, name
             assert parameter.grad.abs().max() > 0, name
+
+
+def test_rows_go_from_the_shortest_to_the_longest_and_alike_ones_keep_their_order() -> None:
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0], [0, 0, 1]], dtype=torch.bool)
+    assert by_length(mask).tolist() == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize(("batch_size", "share"), [(1, 0.0), (2, 2 / 10), (4, 4 / 12)])
+def test_share_of_padding_by_hand(batch_size: int, share: float) -> None:
+    """Lengths 2, 3, 3, 4 are read but for their last token: 1, 2, 2, 3, as wide as the longest."""
+    lengths = torch.tensor([4, 2, 3, 3])
+    mask = torch.arange(6) >= 6 - lengths[:, None]
+    assert float(padding_share(mask, batch_size)) == pytest.approx(share)

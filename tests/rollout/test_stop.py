@@ -68,10 +68,13 @@ def test_a_response_ends_where_the_text_first_appears(
     width, stopped = cut.response_mask.shape[1], 0
     for i in range(len(crowd)):
         said = [int(token) for token in free.responses[i][free.response_mask[i]]]
-        # Ids that the tokenizer does not know are no text.
+        # Ids that the tokenizer does not know are no text, and no text goes on over them.
+        last_unknown = [max((k for k in range(n) if said[k] > 57), default=-1)
+                        for n in range(1, len(said) + 1)]  # fmt: skip
         ends = [
             n for n in range(1, len(said) + 1)
-            if any(text in chat.tokenizer.decode(said[:n]) for text in TEXTS)
+            if any(text in chat.tokenizer.decode(said[last_unknown[n - 1] + 1 : n])
+                   for text in TEXTS)
         ]  # fmt: skip
         length = ends[0] if ends else len(said)
         stopped += bool(ends)

@@ -76,6 +76,7 @@ class PPOMetrics(Callback):
             **update_metrics(rows),
             "update/lr": self._lr,
             "update/kl_coef": outputs["kl_coef"],
+            "rollout/padding": outputs["padding"].item(),
             **time_metrics(outputs["seconds"], sums),
         }
         publish(trainer, pl_module, metrics)

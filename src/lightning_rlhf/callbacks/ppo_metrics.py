@@ -103,6 +103,7 @@ def time_metrics(seconds: Mapping[str, float], sums: Float[Tensor, "B 10"]) -> d
         "time/score_s": seconds["score"],
         "time/update_s": seconds["update"],
         "time/iteration_s": iteration_s,
+        "time/other_s": seconds["other"],
         "time/tokens_per_s": tokens / iteration_s,
         "time/episodes_per_s": len(sums) / iteration_s,
     }

@@ -17,5 +17,9 @@ class CheckpointError(RLHFError):
     """A checkpoint is missing, incomplete or does not fit what it is asked to work with."""
 
 
+class TrainingError(RLHFError):
+    """A model has come to where nothing can be sampled from it or learned any more."""
+
+
 class HubError(RLHFError):
     """A model or data set is neither a local path nor reachable on the hub."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
@@ -82,6 +83,51 @@ def _kl_chunk(
 def _token_chunk(
     hidden: Float[Tensor, "N d"], targets: Int[Tensor, " N"], head: Head, temperature: float
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    logprobs = torch.log_softmax(head(hidden).float() / temperature, dim=-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropy
+    logprobs, entropy = _LogSoftmax.apply(head(hidden), targets, temperature)
+    return logprobs, entropy
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """Log-probability of the targets and entropy, with one [N, V] tensor kept for their gradient.
+
+    With p = softmax(logits / temperature) and H its entropy:
+
+        d log p_t / d logit_v = ([v = t] - p_v) / temperature
+        d H / d logit_v       = -p_v (log p_v + H) / temperature
+
+    Autograd of the formulas keeps three such tensors and reads them a dozen times.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"], temperature: float
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        shifted = logits.float() / temperature if temperature != 1 else logits.float()
+        shifted = shifted - shifted.amax(-1, keepdim=True)
+        odds = shifted.exp()
+        log_total = odds.sum(-1).log()
+        entropy = log_total - (odds * shifted).sum(-1) / log_total.exp()
+        ctx.save_for_backward(shifted, log_total, entropy, targets)
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return shifted.gather(-1, targets[:, None]).squeeze(-1) - log_total, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None
+    ) -> tuple[Float[Tensor, "N V"] | None, None, None]:
+        shifted, log_total, entropy, targets = ctx.saved_tensors
+        logprobs = shifted - log_total[:, None]
+        grad = logprobs.exp()
+        if d_entropy is None:
+            assert d_logprobs is not None
+            grad *= -d_logprobs[:, None]
+        else:
+            slope = d_entropy[:, None] * (logprobs + entropy[:, None])
+            grad *= -slope if d_logprobs is None else -(slope + d_logprobs[:, None])
+        if d_logprobs is not None:
+            grad.scatter_add_(-1, targets[:, None], d_logprobs[:, None])
+        if ctx.temperature != 1:
+            grad /= ctx.temperature
+        return grad.to(ctx.dtype), None, None

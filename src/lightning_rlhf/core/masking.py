@@ -33,11 +33,13 @@ def masked_moments(
     """Mean and population variance of the real elements of all processes.
 
     The population's variance divides by the count, not by the count minus one, so that appending
-    a copy of the batch changes nothing.
+    a copy of the batch changes nothing. The mean is corrected once by what it leaves over, so that
+    numbers that are all alike have variance 0, however large they are.
     """
     x = torch.where(mask, x, 0)
     count = total(mask.sum())
     mean = total(x.sum()) / count
+    mean = mean + total(masked_sum(x - mean, mask)) / count
     return mean, total(masked_sum((x - mean) ** 2, mask)) / count
 
 

@@ -14,6 +14,7 @@ from lightning_rlhf.core.config import (
     require_one_of,
 )
 
+RolloutKind = Literal["native", "hf"]
 ScoreNormalization = Literal["none", "stored", "running", "running_scale"]
 MissingEOS = Literal["none", "subtract", "replace"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
@@ -40,6 +41,7 @@ class PPOConfig(StageConfig):
     max_response_tokens: int
     temperature: float
     stop_strings: tuple[str, ...]
+    rollout: RolloutKind
     # from a score to rewards
     score_normalization: ScoreNormalization
     score_clip: float | None
@@ -122,6 +124,7 @@ class PPOConfig(StageConfig):
         require_number("ppo.clip_range", self.clip_range, below=1)
         require_flag("ppo.whiten_rewards", self.whiten_rewards)
         for key, choices in (
+            ("rollout", RolloutKind),
             ("score_normalization", ScoreNormalization),
             ("missing_eos", MissingEOS),
             ("kl_estimator", KLEstimator),
@@ -165,10 +168,17 @@ class PPOConfig(StageConfig):
             require(self.kl_horizon > fifth, "ppo.kl_horizon", self.kl_horizon,
                     f"> {fifth:g}, a fifth of ppo.rollout_batch_size: one batch must not turn "
                     "kl_coef negative")  # fmt: skip
+        require(self.critic_warmup < self.iterations, "ppo.critic_warmup", self.critic_warmup,
+                f"< ppo.iterations, {self.iterations}, or the policy never learns")  # fmt: skip
+        if self.critic_warmup > 0:
+            require(self.vf_coef > 0, "ppo.vf_coef", self.vf_coef,
+                    "a number > 0 where ppo.critic_warmup lets the critic learn first")  # fmt: skip
         if self.critic_init == "reward":
             require(self.critic != "head", "ppo.critic", self.critic,
                     "adapter, model where ppo.critic_init=reward: a head on the policy's trunk "
                     "cannot read what the reward model's head was trained on")  # fmt: skip
         if not self.has_critic:
-            require(self.critic_warmup == 0, "ppo.critic_warmup", self.critic_warmup,
-                    f"0, since advantage={self.advantage} has no critic")  # fmt: skip
+            for key, allowed in (("critic_warmup", 0), ("critic", "head"), ("critic_init", "zero")):
+                found = getattr(self, key)
+                require(found == allowed, f"ppo.{key}", found,
+                        f"{allowed}, since advantage={self.advantage} has no critic")  # fmt: skip

@@ -90,7 +90,7 @@ class Rollout(Record):
     response_mask: Bool[Tensor, "B T"]
     """True on response tokens, the end token included."""
     ended: Bool[Tensor, " B"]
-    """True where the policy produced an end token before it ran out of room."""
+    """True where the response came to an end token or a stop string before it ran out of room."""
     logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the sampling policy, nats; 0 on padding."""
     values: Float[Tensor, "B T"]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.models.checkpoint import Final, check_fingerprint, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.loading import load_causal_lm
+from lightning_rlhf.models.loading import load_causal_lm, naming
 from lightning_rlhf.models.roles import (
     BASE,
     CRITIC,
@@ -149,19 +150,40 @@ def add_critic(
                     "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
                 )
         case "model":
-            start = sft if reward is None else reward
-            if start is not None and start.is_adapter:
-                raise ConfigError(
-                    f"ppo.critic is 'model' and starts from {start.path}, which is an adapter; "
-                    "allowed: ppo.critic=adapter or head"
-                )
-            weights = str(start.path) if start is not None else None
-            owner, role = Roles(load_causal_lm(config, weights, trainable=True, seed=seed)), CRITIC
+            owner, role = Roles(whole_weights(config, sft, reward, seed)), CRITIC
             owner.assign(CRITIC)
     owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
     if reward is not None:
         owner.heads[VALUE] = standardised_head(reward, owner.hidden_size, *scale)
     return owner, role
+
+
+def whole_weights(
+    config: ModelConfig, sft: Final | None, reward: Final | None, seed: int
+) -> PreTrainedModel:
+    """The reward model, or without one the SFT model, as fp32 weights that are all trained.
+
+    An adapter is merged into what it stands on.
+    """
+    if config.quantization != "none":
+        raise ConfigError(
+            "ppo.critic is 'model', whose weights are trained, but model.quantization is "
+            f"'{config.quantization}'; allowed: ppo.critic=head or adapter"
+        )
+    weights, adapters = None, []
+    for final in (sft, reward):
+        if final is not None and final.is_adapter:
+            adapters.append(str(final.path))
+        elif final is not None:
+            weights, adapters = str(final.path), []
+    if sft is not None and sft.is_adapter:
+        weights = sft.base_folder
+        seed = sft.manifest.base_seed if sft.manifest else seed
+    model = load_causal_lm(config, weights, trainable=True, seed=seed)
+    for adapter in adapters:
+        with naming(adapter, "ppo.critic"):
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.requires_grad_(True)
 
 
 def standardised_head(reward: Final, hidden_size: int, mean: float, std: float) -> ScalarHead:

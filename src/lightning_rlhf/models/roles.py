@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models import folding
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import last_real
 from lightning_rlhf.models.loading import naming
@@ -104,6 +105,11 @@ class Roles(nn.Module):
         self.play(role)
 
     def _stack(self, role: str, *, trainable: bool) -> None:
+        if isinstance(self.causal_lm.get_output_embeddings(), BaseTunerLayer):
+            raise CheckpointError(
+                "the output layer has an adapter (model.lora.target_modules names it), but all "
+                "roles predict through one output layer; leave it out"
+            )
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         marker = f".{role}."
@@ -167,14 +173,24 @@ class Roles(nn.Module):
         finally:
             self.play(before)
 
+    @contextmanager
+    def folded(self) -> Iterator[None]:
+        """Inside, the acting role stands in plain weights: faster, and not to be trained."""
+        with folding.folded(self.model):
+            yield
+
     def hidden(
-        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None
     ) -> Float[Tensor, "B S d"]:
-        """Last hidden states of the acting role; padding may stand on either side."""
+        """Last hidden states of the acting role; padding may stand on either side.
+
+        mask: None where every row starts with its first real token. What stands behind has no
+            influence on it, and attention without a mask is faster.
+        """
         return self.causal_lm.base_model(
             input_ids=tokens,
-            attention_mask=mask.long(),
-            position_ids=position_ids(mask),
+            attention_mask=None if mask is None else mask.long(),
+            position_ids=None if mask is None else position_ids(mask),
             use_cache=False,
         ).last_hidden_state
 
@@ -185,7 +201,8 @@ class Roles(nn.Module):
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
         """The reward role's raw number for each sequence, read at its last real token."""
         with self.acting(REWARD):
-            return self.heads[REWARD](last_real(self.hidden(tokens, mask), mask))
+            tokens, mask = from_first_real(tokens, mask)
+            return self.heads[REWARD](last_real(self.hidden(tokens, None), mask))
 
     @torch.no_grad()
     def probe(self, role: str) -> Float[Tensor, " V"]:
@@ -230,6 +247,19 @@ def rounding(model: PreTrainedModel) -> float:
 def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
     """0 at the first real token, counting real tokens only; 0 on padding before it."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def from_first_real(
+    tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+    """Every row moved to the left onto its padding, and cut at the longest; and the mask of that.
+
+    The real tokens of a row stand side by side.
+    """
+    lengths, first = mask.sum(dim=1), mask.int().argmax(dim=1)
+    position = torch.arange(int(lengths.max()), device=tokens.device)
+    column = (first[:, None] + position).clamp(max=tokens.shape[1] - 1)
+    return tokens.gather(1, column), position < lengths[:, None]
 
 
 def trainable_names(module: nn.Module) -> list[str]:

@@ -35,7 +35,7 @@ def build_optimizer(
                     {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
                 )
     optimizer = torch.optim.AdamW(
-        parameter_groups, betas=(0.9, config.adam_beta2), eps=config.adam_eps
+        parameter_groups, betas=(0.9, config.adam_beta2), eps=config.adam_eps, fused=True
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, total_steps, config)

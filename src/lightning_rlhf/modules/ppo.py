@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rlhf.core.config import require
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
@@ -29,16 +30,21 @@ from lightning_rlhf.modules.optim import (
     step,
     trainable_state,
 )
+from lightning_rlhf.rollout import generate as native
+from lightning_rlhf.rollout import hf
 from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.rollout.generate import generate, no_value
+from lightning_rlhf.rollout.generate import no_value
 from lightning_rlhf.rollout.score import (
     RewardSource,
+    by_length,
+    padding_share,
     response_hidden,
     response_kl,
     response_logprobs,
     score,
 )
 
+ROLLOUTS = {"native": native.generate, "hf": hf.generate}
 TRAINING, EVALUATION = 0, 1  # streams of random numbers
 
 
@@ -65,6 +71,8 @@ class PPOModule(L.LightningModule):
     ) -> None:
         """`critic` for advantage=gae, None for the others; `prompts`: split -> rows of the data."""
         super().__init__()
+        require((critic is not None) == config.has_critic, "the critic", critic,
+                f"one for ppo.advantage=gae, else None; it is {config.advantage}")  # fmt: skip
         self.automatic_optimization = False
         self.strict_loading = False
         self.roles = roles
@@ -83,13 +91,16 @@ class PPOModule(L.LightningModule):
         """Of this iteration."""
         self.moments = NO_SCORES
         """Of all scores so far."""
+        self.updated = time.perf_counter()
+        """When the last iteration ended."""
         roles.play(POLICY)
 
     def training_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any]:
         config = self.config
         generator = self.generator(TRAINING, self.iteration)
         started = time.perf_counter()
-        rollout = self.generate(prompts.repeat(config.samples_per_prompt), generator)
+        other = started - self.updated
+        rollout = self.generate(prompts, generator, config.samples_per_prompt)
         rollout = self.valued(rollout)
         rolled_out = time.perf_counter()
         scores = self.score(rollout)
@@ -99,7 +110,7 @@ class PPOModule(L.LightningModule):
         )
         scored = time.perf_counter()
         updates = tuple(self.updates(experience, generator))
-        updated = time.perf_counter()
+        updated = self.updated = time.perf_counter()
         advance_schedule(self)
         kl_coef, self.kl_coef = self.kl_coef, self.next_kl_coef(experience)
         self.iteration += 1
@@ -107,10 +118,12 @@ class PPOModule(L.LightningModule):
             "experience": experience,
             "updates": updates,
             "kl_coef": kl_coef,
+            "padding": padding_share(rollout.mask, config.microbatch_size),
             "seconds": {
                 "rollout": rolled_out - started,
                 "score": scored - rolled_out,
                 "update": updated - scored,
+                "other": other,
             },
         }
 
@@ -119,16 +132,19 @@ class PPOModule(L.LightningModule):
         rollout = self.generate(prompts, self.generator(EVALUATION, batch_idx))
         return {"rollout": rollout, "scores": self.score(rollout)}
 
-    def generate(self, prompts: Prompts, generator: torch.Generator) -> Rollout:
+    def generate(
+        self, prompts: Prompts, generator: torch.Generator, samples_per_prompt: int = 1
+    ) -> Rollout:
         """Responses of the policy as it is now, its log-probabilities, a critic's on its trunk."""
         critic = self.critic
-        return generate(
+        return ROLLOUTS[self.config.rollout](
             self.roles,
             prompts,
             value=critic.head if critic is not None and critic.shares_trunk else no_value,
             max_response_tokens=self.config.max_response_tokens,
             temperature=self.config.temperature,
             end_token_ids=self.chat.end_token_ids,
+            samples_per_prompt=samples_per_prompt,
             stop=self.stop,
             generator=generator,
         )
@@ -194,6 +210,7 @@ class PPOModule(L.LightningModule):
         What is to be known of each micro-batch is appended to `facts`, as shares likewise.
         """
         config = self.config
+        minibatch = minibatch.select(by_length(minibatch.mask))
         tokens = minibatch.response_mask.sum()
         weights = token_weights(
             minibatch.response_mask,
@@ -209,7 +226,9 @@ class PPOModule(L.LightningModule):
                 policy = self.policy_loss(logprobs, part)
                 kl = self.kl_loss(logprobs, hidden, part)
             value, value_clipped = self.value_loss(hidden, part)
-            loss = policy + self.kl_coef * kl + config.vf_coef * value - config.ent_coef * entropy
+            loss = policy + self.kl_coef * kl + config.vf_coef * value
+            if config.ent_coef > 0:
+                loss = loss - config.ent_coef * entropy
             with torch.no_grad():
                 ratio = torch.exp(logprobs - part.old_logprobs[mask])
                 high = config.clip_range_high or config.clip_range
@@ -283,6 +302,12 @@ class PPOModule(L.LightningModule):
                     episodes=len(experience),
                 )
 
+    def on_fit_start(self) -> None:
+        """Whitening, moments and token counts are those of one process."""
+        self.updated = time.perf_counter()
+        require(self.trainer.world_size == 1, "the number of processes", self.trainer.world_size,
+                "1: PPO runs in one process")  # fmt: skip
+
     def generator(self, stream: int, number: int) -> torch.Generator:
         """A fresh generator on the CPU, a pure function of (seed, stream, number)."""
         sequence = np.random.SeedSequence((self.seed, stream, number))
@@ -314,5 +339,5 @@ class PPOModule(L.LightningModule):
 
 
 def exceeds(found: Tensor, limit: float | None) -> bool:
-    """Whether a 0-d tensor is above a limit; where there is none it is not even read."""
-    return limit is not None and bool(found > limit)
+    """Whether a 0-d tensor is above a limit, or NaN; without a limit it is not even read."""
+    return limit is not None and not bool(found <= limit)

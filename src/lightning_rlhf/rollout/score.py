@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.core.types import Experience, Rollout, Scores
-from lightning_rlhf.models.roles import REFERENCE, Roles
+from lightning_rlhf.models.roles import REFERENCE, Roles, from_first_real
 
 RewardSource = Callable[[Rollout], Float[Tensor, " B"]]
 
 
 def response_hidden(roles: Roles, batch: Rollout | Experience) -> Float[Tensor, "N d"]:
-    """Hidden states of the acting role from which each real response token was predicted."""
-    length = batch.response_mask.shape[1]
-    hidden = roles.hidden(batch.tokens, batch.mask)[:, -length - 1 : -1]
-    return hidden[batch.response_mask]
+    """Hidden states of the acting role from which each real response token was predicted.
+
+    The trunk reads every row from its first real token up to its last but one, from which nothing
+    is predicted.
+    """
+    tokens, mask = from_first_real(batch.tokens, batch.mask)
+    prompt = (batch.mask.sum(1) - batch.response_mask.sum(1))[:, None]
+    position = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+    return roles.hidden(tokens[:, :-1], None)[mask[:, 1:] & (position >= prompt - 1)]
 
 
 def response_logprobs(
@@ -59,8 +64,10 @@ def score(
     over_vocabulary: measure the KL over the whole vocabulary too, which reads every response with
         the policy once more.
     """
+    order = by_length(rollout.mask)
     rewards, logprobs, kls = [], [], []
-    for part in rollout.split(batch_size):
+    for rows in order.split(batch_size):
+        part = rollout.select(rows)
         with roles.acting(REFERENCE):
             ref_hidden = response_hidden(roles, part)
             logprobs.append(response_logprobs(roles, ref_hidden, part, temperature)[0])
@@ -68,11 +75,24 @@ def score(
             hidden = response_hidden(roles, part)
             kls.append(response_kl(roles, hidden, ref_hidden, temperature))
         rewards.append(reward(part))
+    mask, place = rollout.response_mask[order], order.argsort()
     return Scores(
-        score=torch.cat(rewards),
-        ref_logprobs=spread(logprobs, rollout.response_mask),
-        vocabulary_kl=spread(kls, rollout.response_mask) if over_vocabulary else None,
+        score=torch.cat(rewards)[place],
+        ref_logprobs=spread(logprobs, mask)[place],
+        vocabulary_kl=spread(kls, mask)[place] if over_vocabulary else None,
     )
+
+
+def by_length(mask: Bool[Tensor, "B S"]) -> Int[Tensor, " B"]:
+    """The rows from the shortest to the longest, so that a few at a time need little padding."""
+    return mask.sum(dim=1).argsort(stable=True)
+
+
+def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, ""]:
+    """Of the positions that `response_hidden` reads, `batch_size` rows at a time by length."""
+    lengths = mask[by_length(mask)].sum(dim=1) - 1
+    read = sum(len(part) * part[-1] for part in lengths.split(batch_size))
+    return 1 - lengths.sum() / read
 
 
 def spread(parts: Sequence[Float[Tensor, " N"]], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -1,0 +1,41 @@
+"""Drawing a token from logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def sample(
+    logits: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]
+) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
+    """Inverse-CDF sampling: the first token whose cumulative probability exceeds `uniform`.
+
+    In two levels: the vocabulary is summed in about sqrt(V) blocks, and only the block that the
+    number falls into is summed token by token. `uniform` in [0, 1) is drawn in a little, so that
+    rounding of the sums can never pick a token of probability 0.
+
+    logits: fp32, at temperature 1.
+    Returns: the tokens, and their log-probabilities in nats; NaN for a row without a distribution.
+    """
+    rows, size = logits.shape
+    block = math.isqrt(size - 1) + 1
+    top = logits.amax(-1, keepdim=True)
+    odds = logits.new_zeros(rows, -(-size // block) * block)
+    torch.sub(logits, top, out=odds[:, :size]).exp_()
+    odds = odds.view(rows, -1, block)
+    masses = odds.sum(-1)
+    # A GPU's cumulative sum may fall by a rounding, and may rise over a block of no mass.
+    ends = torch.where(masses > 0, masses.cumsum(-1), 0).cummax(-1).values
+    target = uniform[:, None] * (1 - 1e-6) * ends[:, -1:]
+    chosen = torch.searchsorted(ends, target, right=True).clamp(max=masses.shape[1] - 1)
+    before = torch.where(chosen > 0, ends.gather(1, (chosen - 1).clamp(min=0)), 0)
+    inside = odds[torch.arange(rows, device=odds.device), chosen.squeeze(1)].cumsum(-1)
+    rest = (target - before).clamp(min=0).minimum(inside[:, -1:] * (1 - 1e-6))
+    token = chosen * block + torch.searchsorted(inside, rest, right=True)
+    token = token.clamp(max=size - 1)
+    logprob = logits.gather(1, token) - top - masses.sum(-1, keepdim=True).log()
+    return token.squeeze(1), logprob.squeeze(1)

@@ -1,0 +1,119 @@
+"""Adapters folded into the weights say what they say beside them, and leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoRALinear
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+
+TOKENS = torch.tensor([[3, 9, 4, 11, 7], [8, 2, 2, 5, 10]])
+MASK = torch.ones_like(TOKENS, dtype=torch.bool)
+
+
+def a_policy(dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Roles:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, initializer_range=0.2,
+        tie_word_embeddings=tied, attention_bias=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
+    roles = Roles(model)
+    for role in ("sft", POLICY):
+        roles.add_adapter(role, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
+        if role == "sft":
+            roles._stacks[REFERENCE] = roles._stacks["sft"]
+    with torch.no_grad():
+        for name, parameter in roles.named_parameters():
+            if "lora_" in name or "bias" in name:
+                parameter.normal_(std=0.2)
+    return roles
+
+
+@torch.no_grad()
+def logits(roles: Roles) -> Tensor:
+    return roles.head(roles.hidden(TOKENS, MASK))
+
+
+def lora_layers(roles: Roles) -> int:
+    return sum(isinstance(module, LoRALinear) for module in roles.modules())
+
+
+@pytest.mark.parametrize("role", [POLICY, REFERENCE, "base"])
+def test_every_role_says_the_same_from_plain_layers(role: str) -> None:
+    roles = a_policy()
+    with roles.acting(role):
+        beside = logits(roles)
+        with roles.folded():
+            assert lora_layers(roles) == 0
+            torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
+        assert torch.equal(logits(roles), beside)
+    roles.play(POLICY)
+    assert (logits(roles) - beside).abs().max() > 0.1 or role == POLICY
+
+
+def test_afterwards_the_very_modules_are_back() -> None:
+    roles = a_policy()
+    before: dict[str, Any] = {name: id(module) for name, module in roles.named_modules()}
+    state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
+    trained = [name for name, p in roles.named_parameters() if p.requires_grad]
+    with pytest.raises(KeyboardInterrupt), roles.folded():
+        raise KeyboardInterrupt
+    assert {name: id(module) for name, module in roles.named_modules()} == before
+    assert list(before) == [name for name, _ in roles.named_modules()]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in roles.state_dict().items())
+    assert [name for name, p in roles.named_parameters() if p.requires_grad] == trained
+
+
+def test_in_16_bits_the_layers_stay_as_they_are() -> None:
+    """bf16 keeps 8 binary digits: the sum would lose most of a small adapter."""
+    roles = a_policy(torch.bfloat16)
+    layers = lora_layers(roles)
+    beside = logits(roles)
+    with roles.folded():
+        assert lora_layers(roles) == layers > 0
+        assert torch.equal(logits(roles), beside)
+
+
+def test_under_autocast_the_layers_stay_as_they_are() -> None:
+    """It casts the sum to bf16, weight and adapter alike."""
+    roles = a_policy()
+    layers = lora_layers(roles)
+    with torch.autocast("cpu", torch.bfloat16), roles.folded():
+        assert lora_layers(roles) == layers > 0
+
+
+def test_an_adapter_that_is_no_plain_sum_stays_as_it_is() -> None:
+    """DoRA from another program: it scales the columns of W + B A."""
+    roles = a_policy()
+    roles.model.add_adapter("dora", LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    roles._stacks["dora"] = ("dora",)
+    roles.play("dora")
+    with torch.no_grad():
+        for name, parameter in roles.named_parameters():
+            if ".dora." in name:
+                parameter.add_(0.1)
+    beside = logits(roles)
+    with roles.folded():
+        assert lora_layers(roles) == 2  # q_proj of two layers; the others have nothing to add
+        torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
+
+
+def test_without_adapters_there_is_nothing_to_fold() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    roles = Roles(AutoModelForCausalLM.from_config(config).eval())
+    before = logits(roles)
+    with roles.folded():
+        assert torch.equal(logits(roles), before)

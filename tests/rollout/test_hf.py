@@ -1,0 +1,101 @@
+"""Sampling by the library: the same record, from the same distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.models.roles import POLICY, VALUE, Roles
+from lightning_rlhf.rollout.hf import generate
+
+END = (1, 2, 3, 4, 5, 6)
+
+
+def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
+    arguments: dict[str, Any] = {
+        "value": roles.heads[VALUE],
+        "max_response_tokens": 24,
+        "temperature": 0.7,
+        "end_token_ids": END,
+        "generator": torch.Generator().manual_seed(3),
+    }
+    with roles.acting(POLICY):
+        return generate(roles, prompts, **(arguments | changes))
+
+
+def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
+    roles: Roles, make_prompts: Callable[..., Prompts]
+) -> None:
+    """Within five standard deviations of a count, whatever the model's own settings say."""
+    roles.causal_lm.generation_config.top_k = 2
+    roles.causal_lm.generation_config.repetition_penalty = 3.0
+    n = 4000
+    rollout = roll_out(roles, make_prompts([7, 8, 9]).repeat(n), max_response_tokens=1)
+    with torch.no_grad(), roles.acting(POLICY):
+        hidden = roles.hidden(torch.tensor([[7, 8, 9]]), None)[0, -1]
+        p = torch.softmax(roles.head(hidden) / 0.7, dim=-1)
+    found = torch.bincount(rollout.responses[:, 0], minlength=61)
+    assert ((found - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 1).all()
+    torch.testing.assert_close(
+        rollout.logprobs[:, 0], p.log()[rollout.responses[:, 0]], atol=1e-5, rtol=0
+    )
+    assert roles.causal_lm.generation_config.top_k == 2
+
+
+def test_a_response_goes_up_to_its_first_end_token(roles: Roles, prompts: Prompts) -> None:
+    prompts = prompts.repeat(3)
+    rollout = roll_out(roles, prompts, max_response_tokens=6)
+    width = rollout.response_mask.shape[1]
+    assert rollout.ended.any()
+    assert not rollout.ended.all()
+    for i in range(len(prompts)):
+        said = rollout.responses[i].tolist()
+        ends = [t for t, token in enumerate(said) if token in END]
+        length = ends[0] + 1 if ends else width
+        assert rollout.response_mask[i].tolist() == [t < length for t in range(width)]
+        assert rollout.ended[i].item() == bool(ends)
+        assert not rollout.logprobs[i, length:].any()
+        assert not rollout.values[i, length:].any()
+    assert torch.equal(rollout.mask[:, -width:], rollout.response_mask)
+    assert torch.equal(rollout.index, prompts.index)
+
+
+def test_it_is_a_function_of_its_generator_and_leaves_the_others_alone(
+    roles: Roles, prompts: Prompts
+) -> None:
+    before = torch.random.get_rng_state()
+    first, second = roll_out(roles, prompts), roll_out(roles, prompts)
+    other = roll_out(roles, prompts, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(first.logprobs, second.logprobs)
+    assert first.tokens.shape != other.tokens.shape or not torch.equal(first.tokens, other.tokens)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_samples_of_one_prompt_stand_together(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts, samples_per_prompt=2)
+    assert rollout.index.tolist() == prompts.index.repeat_interleave(2).tolist()
+    width = prompts.tokens.shape[1]
+    assert torch.equal(rollout.tokens[:, :width], prompts.tokens.repeat_interleave(2, dim=0))
+
+
+class Even(StoppingCriteria):
+    """Stops behind an even token. Prompts, which are not its business, hold some too."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 2 == 0
+
+
+@pytest.mark.parametrize("roles", ["qwen3"], indirect=True)
+def test_what_stops_a_response_ends_it(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts, stop=Even(), end_token_ids=(1,))
+    for said, real in zip(rollout.responses, rollout.response_mask, strict=True):
+        tokens = said[real].tolist()
+        assert all(token % 2 for token in tokens[:-1])
+        assert tokens[-1] % 2 == 0 or tokens[-1] == 1
+    assert rollout.ended.all()
