@@ -18,6 +18,7 @@ from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.console import quiet_libraries, say, say_lengths
 from lightning_rlhf.cli.folders import BASE, find_parents, resume_point
 from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_over, make_ready
+from lightning_rlhf.cli.memory import keep_large_blocks
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
@@ -67,6 +68,8 @@ def run_stage(settings: Settings) -> Path:
     check_accelerator(settings)
     resume_point(settings)  # refuse before anything is read
     torch.set_num_threads(settings.trainer.threads or THREADS)
+    if settings.trainer.accelerator == "cpu":
+        keep_large_blocks()
     L.seed_everything(settings.seed, verbose=False)
     match settings.config:
         case SFTConfig():

@@ -1,0 +1,85 @@
+"""What operations cost, seen from below: sizes of tensors and shapes of matrix products."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PRODUCTS = {
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.baddbmm.default: 1,
+}
+"""Matrix products, and which of their arguments is the first factor."""
+Factor = tuple[tuple[int, ...], tuple[int, ...]]
+"""Size and stride of a tensor."""
+
+
+class Memory(TorchDispatchMode):
+    """Bytes of new tensors: the largest one, and the most that were alive together.
+
+    A view of what is there already is no new tensor; what an operation uses while it runs and
+    gives back before it ends is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.largest_shape: tuple[int, ...] = ()
+        self.alive = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        found = func(*args, **kwargs)
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor) and storage_of(x) not in given | self._known:
+                self._see(x)
+        return found
+
+    def _see(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        size, number = storage.nbytes(), storage_of(x)
+        if size > self.largest:
+            self.largest, self.largest_shape = size, tuple(x.shape)
+        self._known.add(number)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._forget, number, size)
+
+    def _forget(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self.alive -= size
+
+
+def storage_of(x: Tensor) -> int:
+    """A number that tensors share which stand in the same memory."""
+    return int(x.untyped_storage()._cdata)
+
+
+class Products(TorchDispatchMode):
+    """How often each matrix product was taken, by sizes and strides of its factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[Any, Factor, Factor, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            a, b = args[PRODUCTS[func] : PRODUCTS[func] + 2]
+            product = torch.mm if a.ndim == 2 else torch.bmm
+            self.counts[product, factor(a), factor(b), a.dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def factor(x: Tensor) -> Factor:
+    return tuple(x.shape), x.stride()

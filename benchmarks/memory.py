@@ -1,0 +1,172 @@
+"""How large the tensors of an update get, and how much memory an iteration of PPO takes.
+
+python benchmarks/memory.py [--quick] [--device cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import re
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import calm, markdown_table
+from counting import Memory
+from lightning_rlhf.core.types import Prompts
+from machine import options, write
+from workloads import (
+    WORKLOADS,
+    Workload,
+    build_module,
+    experience_of,
+    fit,
+    parameters,
+    prompts_of,
+    within_fit,
+)
+
+WIDE = Workload(vocabulary=248_320, hidden=64, layers=2, intermediate=128, hybrid=True)
+MICROBATCH = 8
+LIMIT = 64e6  # bytes
+
+
+def tensors(episodes: int, response: int, device: torch.device) -> dict[str, Any]:
+    """The largest new tensor of an update and of the rollout before it, and the update's peak."""
+    workload = replace(WIDE, episodes=episodes, response=response)
+    module = build_module(workload, device, microbatch_size=min(MICROBATCH, episodes))
+
+    def work(prompts: Prompts) -> dict[str, Any]:
+        with Memory() as sampling:
+            experience = experience_of(module, prompts)
+        with Memory() as memory:
+            module.update(experience)
+        return {
+            "largest": memory.largest,
+            "shape": memory.largest_shape,
+            "peak": memory.peak,
+            "all_logits": 4 * int(experience.response_mask.sum()) * workload.vocabulary,
+            "largest_sampling": sampling.largest,
+            "shape_sampling": sampling.largest_shape,
+        }
+
+    found = within_fit(module, prompts_of(workload), device, work)
+    return {"episodes": episodes, "response": response} | found
+
+
+def iteration(name: str, device: torch.device) -> dict[str, float | None]:
+    """One iteration of PPO in a process of its own: memory before it, and at its peak, MB."""
+    context = multiprocessing.get_context("spawn")
+    ours, other = context.Pipe()
+    process = context.Process(target=alone, args=(name, device, other))
+    process.start()
+    other.close()
+    found: dict[str, float | None] = ours.recv()
+    process.join()
+    return found
+
+
+def alone(name: str, device: torch.device, talk: Connection) -> None:
+    """What `iteration` starts."""
+    calm()
+    workload = WORKLOADS[name]
+    module = build_module(workload, device)
+    prompts = prompts_of(workload)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        idle: float | None = torch.cuda.memory_allocated(device) / 1e6
+    else:
+        idle = resident("VmRSS")
+        forget_peak()
+    fit(module, prompts, device)
+    on_device = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(device) / 1e6 if on_device else resident("VmHWM")
+    talk.send({"idle_mb": idle, "peak_mb": peak})
+
+
+def resident(field: str) -> float | None:
+    """Of this process, MB, as the kernel counts it; None where it does not tell."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    found = re.search(rf"^{field}:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 / 1e6 if found else None
+
+
+def forget_peak() -> None:
+    """Let the kernel start its high-water mark anew at what is in use now."""
+    if Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = [(2, 16)] if args.quick else [(b, t) for b in (2, 8, 32) for t in (16, 64)]
+    names = ["tiny"] if args.quick else ["tiny", "vocab32k", "hybrid", "8m"]
+    return {
+        "tensors": [tensors(episodes, response, args.device) for episodes, response in sizes],
+        "iterations": {
+            name: iteration(name, args.device) | {"parameters": parameters(WORKLOADS[name])}
+            for name in names
+        },
+    }
+
+
+def tensors_table(results: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            str(r["episodes"]),
+            str(r["response"]),
+            f"{r['largest'] / 1e6:.1f}",
+            " x ".join(map(str, r["shape"])),
+            "yes" if r["largest"] <= LIMIT else "no",
+            f"{r['peak'] / 1e6:.0f}",
+            f"{r['all_logits'] / 1e6:.0f}",
+            f"{r['largest_sampling'] / 1e6:.1f}",
+            " x ".join(map(str, r["shape_sampling"])),
+        ]
+        for r in results
+    ]
+    header = ["responses", "tokens each", "largest tensor of the update, MB", "its shape",
+              "within 64 MB", "peak of the update, MB", "all logits at once would be, MB",
+              "largest tensor of rollout and score, MB", "its shape"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def iterations_table(results: dict[str, Any]) -> str:
+    rows = []
+    for name, found in results.items():
+        idle, peak = found["idle_mb"], found["peak_mb"]
+        known = idle is not None and peak is not None
+        above = f"{peak - idle:.0f}" if known else "-"
+        rows.append([name, f"{found['parameters'] / 1e6:.2f}M", above])
+    return markdown_table(["workload", "model", "MB above idle"], rows)
+
+
+def main() -> None:
+    args = options(str(__doc__))
+    results = measure(args)
+    write(
+        args,
+        "memory",
+        "Memory of an update",
+        results,
+        f"New tensors in one update with Qwen3.5's vocabulary of {WIDE.vocabulary} on a thin model "
+        f"(hidden size {WIDE.hidden}), micro-batches of at most {MICROBATCH}, seen operation "
+        "by operation: the largest, and the most bytes alive together.",
+        tensors_table(results["tensors"]),
+        "One whole iteration (rollout, score, one update of 32 responses of 48 tokens in one "
+        "micro-batch) in a process of its own: the largest resident set, started anew after the "
+        "imports and the model, less the resident set at that moment; on a GPU, the same of what "
+        "torch has allocated.",
+        iterations_table(results["iterations"]),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""What each trick of an update saves: the update with it and without it.
+
+python benchmarks/update.py [--quick] [--device cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from common import markdown_table
+from counting import Memory
+from lightning_rlhf.core import logprobs
+from lightning_rlhf.core.types import Experience, Prompts
+from lightning_rlhf.models.roles import Roles, position_ids
+from lightning_rlhf.modules import ppo
+from lightning_rlhf.modules.optim import backward
+from lightning_rlhf.modules.ppo import PPOModule
+from machine import in_turn, middle, options, write
+from workloads import WORKLOADS, build_module, experience_of, prompts_of, within_fit
+
+MICROBATCH = 8
+SIZES = {2048: 1024, 32768: 512, 248320: 128}
+"""Vocabulary -> tokens."""
+WIDTH = 64
+
+
+def plain(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of the targets and entropy as the formulas say, by autograd."""
+    table = torch.log_softmax(logits.float(), -1)
+    return table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+
+
+class EveryPosition:
+    """The trunk reads left-padded rows with a mask; every position gets logits."""
+
+    def hidden(self, roles: Roles, batch: Experience) -> Tensor:
+        self.all = roles.causal_lm.base_model(
+            input_ids=batch.tokens,
+            attention_mask=batch.mask.long(),
+            position_ids=position_ids(batch.mask),
+            use_cache=False,
+        ).last_hidden_state
+        return self.responses(self.all, batch)
+
+    def logprobs(
+        self, roles: Roles, hidden: Tensor, batch: Experience, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.responses(roles.head(self.all), batch)
+        return plain(logits / temperature, batch.responses[batch.response_mask])
+
+    @staticmethod
+    def responses(x: Tensor, batch: Experience) -> Tensor:
+        length = batch.response_mask.shape[1]
+        return x[:, -length - 1 : -1][batch.response_mask]
+
+
+def by_autograd(
+    roles: Roles, hidden: Tensor, batch: Experience, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Of response tokens alone, without chunks and without a gradient of our own."""
+    return plain(roles.head(hidden) / temperature, batch.responses[batch.response_mask])
+
+
+def as_they_come(mask: Tensor) -> Tensor:
+    """The rows unsorted."""
+    return torch.arange(len(mask), device=mask.device)
+
+
+@contextmanager
+def microbatches(module: PPOModule, size: int) -> Iterator[None]:
+    """Inside, so many responses a forward and backward pass."""
+    before, module.config = module.config, replace(module.config, microbatch_size=size)
+    try:
+        yield
+    finally:
+        module.config = before
+
+
+@contextmanager
+def every_position() -> Iterator[None]:
+    """Inside, the update as it is first written: padded rows, logits everywhere, autograd."""
+    naive = EveryPosition()
+    with (
+        patch.object(ppo, "by_length", as_they_come),
+        patch.object(ppo, "response_hidden", naive.hidden),
+        patch.object(ppo, "response_logprobs", naive.logprobs),
+    ):
+        yield
+
+
+def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
+    """What is switched off or changed -> the context that does it."""
+    return {
+        "as it is": nullcontext,
+        "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
+        "no chunks": lambda: patch.object(logprobs, "CHUNK_ELEMENTS", 10**15),
+        "chunks of 1M logits": lambda: patch.object(logprobs, "CHUNK_ELEMENTS", 10**6),
+        "log_softmax by autograd": lambda: patch.object(ppo, "response_logprobs", by_autograd),
+        "logits at every position, padded": every_position,
+        "micro-batches of 2": lambda: microbatches(module, 2),
+        "one micro-batch of 32": lambda: microbatches(module, 32),
+    }
+
+
+def whole_updates(name: str, repeats: int, device: torch.device) -> dict[str, Any]:
+    """Seconds, memory and gradient of an update of each variant."""
+    workload = WORKLOADS[name]
+    module = build_module(workload, device, microbatch_size=MICROBATCH)
+
+    def work(prompts: Prompts) -> dict[str, Any]:
+        experience = experience_of(module, prompts)
+        contexts = variants(module)
+        works = {v: within(c, lambda: module.update(experience)) for v, c in contexts.items()}
+        times = in_turn(works, repeats, device)
+        found: dict[str, Any] = {}
+        expected: Tensor | None = None
+        for variant, context in contexts.items():
+            with context(), Memory() as memory:
+                backward(module, module.losses(experience, []), 1e9)
+            gradient = gradient_of(module)
+            expected = gradient if expected is None else expected
+            found[variant] = {
+                "seconds": times[variant],
+                "peak_mb": memory.peak / 1e6,
+                "gradient_error": float((gradient - expected).norm() / expected.norm()),
+            }
+        return found
+
+    return within_fit(module, prompts_of(workload), device, work)
+
+
+def within(context: Callable[[], Any], work: Callable[[], object]) -> Callable[[], None]:
+    """`work` inside a fresh `context`."""
+
+    def inside() -> None:
+        with context():
+            work()
+
+    return inside
+
+
+def gradient_of(module: PPOModule) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def one_head(vocabulary: int, tokens: int, repeats: int, device: torch.device) -> dict[str, Any]:
+    """`token_logprobs` beside the formulas: seconds, memory, values and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(vocabulary, WIDTH, generator=generator).to(device)
+    hidden = torch.randn(tokens, WIDTH, generator=generator).to(device).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return logprobs.token_logprobs(
+            hidden, targets, lambda h: h @ head.T, temperature=1.0, vocab_size=vocabulary
+        )
+
+    sides = {"ours": ours, "plain": lambda: plain(hidden @ head.T, targets)}
+
+    def run(side: str) -> list[Tensor]:
+        hidden.grad = None
+        found, entropy = sides[side]()
+        (found.sum() + 0.01 * entropy.sum()).backward()
+        assert hidden.grad is not None
+        return [found.detach(), entropy.detach(), hidden.grad]
+
+    result: dict[str, Any] = {}
+    numbers: dict[str, list[Tensor]] = {}
+    for side in sides:
+        with Memory() as memory:
+            numbers[side] = run(side)
+        result[side] = {"peak_mb": memory.peak / 1e6, "largest_mb": memory.largest / 1e6}
+    times = in_turn({side: partial(run, side) for side in sides}, repeats, device)
+    for side in sides:
+        result[side]["seconds"] = times[side]
+    result["error"] = {
+        name: float((a - b).abs().max() / b.abs().max())
+        for name, a, b in zip(
+            ("logprob", "entropy", "gradient"), numbers["ours"], numbers["plain"], strict=True
+        )
+    }
+    return result
+
+
+def updates_table(results: dict[str, Any]) -> str:
+    rows = []
+    for name, found in results.items():
+        base = statistics.median(found["as it is"]["seconds"])
+        for variant, facts in found.items():
+            ratio = statistics.median(facts["seconds"]) / base
+            rows.append(
+                [
+                    name,
+                    variant,
+                    middle(facts["seconds"]),
+                    f"{ratio:.2f}",
+                    f"{facts['peak_mb']:.0f}",
+                    f"{facts['gradient_error']:.0e}",
+                ]
+            )
+    header = ["workload", "changed", "seconds", "over as it is", "peak MB of new tensors",
+              "gradient differs by"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def heads_table(results: dict[str, Any]) -> str:
+    rows = []
+    for size, found in results.items():
+        ours, other = found["ours"], found["plain"]
+        ratio = statistics.median(other["seconds"]) / statistics.median(ours["seconds"])
+        rows.append(
+            [size, middle(ours["seconds"]), middle(other["seconds"]), f"{ratio:.2f}"]
+            + [f"{side['peak_mb']:.0f}" for side in (ours, other)]
+            + [" / ".join(f"{error:.0e}" for error in found["error"].values())]
+        )
+    header = ["vocabulary x tokens", "ours, s", "formulas, s", "formulas / ours", "ours, peak MB",
+              "formulas, peak MB", "largest difference: logprob / entropy / gradient"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    repeats = 3 if args.quick else 5
+    names = ["tiny-eos"] if args.quick else ["tiny-eos", "vocab32k-eos", "8m"]
+    sizes = {2048: 256} if args.quick else SIZES
+    return {
+        "updates": {name: whole_updates(name, repeats, args.device) for name in names},
+        "heads": {f"{v} x {n}": one_head(v, n, repeats, args.device) for v, n in sizes.items()},
+    }
+
+
+def main() -> None:
+    args = options(str(__doc__))
+    results = measure(args)
+    write(
+        args,
+        "update",
+        "What the tricks of an update save",
+        results,
+        "One update of PPO, forward, backward and optimizer step, on 32 responses: prompts of 16 "
+        "to 32 tokens, responses of 20 tokens on the mean and at most 48 (`-eos`) or all of 48, in "
+        f"micro-batches of {MICROBATCH} sorted by length. Median [smallest-largest], the variants "
+        "in turn, after one round that warms up. Of the gradient, the norm of the difference over "
+        "its own norm.",
+        updates_table(results["updates"]),
+        f"`token_logprobs` on hidden states of width {WIDTH}, forward and backward, beside "
+        "log_softmax, gather and entropy as the formulas say. Differences are over the largest "
+        "number.",
+        heads_table(results["heads"]),
+        "Memory: the most bytes of new tensors alive together; what an operation takes and gives "
+        "back within itself is not seen.",
+    )
+
+
+if __name__ == "__main__":
+    main()

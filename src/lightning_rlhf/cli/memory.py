@@ -1,0 +1,25 @@
+"""How the process keeps its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+
+def keep_large_blocks() -> None:
+    """Let freed tensors be used again, where the C library is glibc.
+
+    By itself it takes every large block from the system and gives it back, and the system clears
+    each page of it anew: with a vocabulary of 32,768 that is a third of an update on a CPU. The
+    process keeps what it once needed.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for largest in (1 << 30, 1 << 25):  # older releases take no more than 32 MB
+            if mallopt(_MMAP_THRESHOLD, largest):
+                break
+        mallopt(_TRIM_THRESHOLD, 1 << 30)
