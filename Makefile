@@ -6,7 +6,7 @@ PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test parity lint types lock clean
+.PHONY: help quickstart test parity bench lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -19,6 +19,10 @@ test: $(BIN)/.installed-dev  ## all tests
 
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
 	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)
+
+bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
+	for name in ppo_vs_trl rollout update memory scaling limits; do \
+		$(PEERS)/bin/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 lint: $(BIN)/.installed-dev  ## style and the floors of the architecture
 	$(BIN)/ruff check .

@@ -11,9 +11,9 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 def keep_large_blocks() -> None:
     """Let freed tensors be used again, where the C library is glibc.
 
-    By itself it takes every large block from the system and gives it back, and the system clears
-    each page of it anew: with a vocabulary of 32,768 that is a third of an update on a CPU. The
-    process keeps what it once needed.
+    By itself it takes every block above 32 MB from the system and gives it back, and the system
+    clears each page of it anew: with a vocabulary of 32,768 that is a third of an update on a CPU.
+    The process keeps what it once needed.
     """
     if not sys.platform.startswith("linux"):
         return
