@@ -237,6 +237,14 @@ class TestCheckpointsThatDoNotFit:
         assert "model.lora.target_modules" in error
         assert "c_attn" in error
 
+    def test_an_adapter_on_the_output_layer(self, finished: Workplace) -> None:
+        """Log-probabilities are read off the layer itself, from hidden states."""
+        error = self.refused(finished, "stage=ppo", "model.lora.target_modules=[q_proj,lm_head]",
+                             "reward=random",
+                             f"policy.checkpoint={finished.stage('sft') / 'final'}")  # fmt: skip
+        assert "model.lora.target_modules" in error
+        assert "output layer" in error
+
     def test_overwriting_waits_until_the_checkpoints_fit(self, finished: Workplace) -> None:
         """A wrong reward.checkpoint must not cost the finished run that would be replaced."""
         copy = edited_reward(finished, tokenizer_hash="0123456789abcdef")

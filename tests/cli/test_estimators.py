@@ -143,10 +143,3 @@ class TestCriticsThatDoNotFit:
         )
         assert "ppo.critic is 'adapter'" in error
         assert "ppo.critic=model" in error
-
-    def test_an_adapter_on_the_output_layer(self, finished: Workplace) -> None:
-        error = self.refused(
-            finished, "model.lora.target_modules=[q_proj,lm_head]", *given(finished)
-        )
-        assert "model.lora.target_modules" in error
-        assert "output layer" in error

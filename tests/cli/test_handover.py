@@ -260,10 +260,9 @@ def test_the_policy_is_the_same_one_to_everybody_and_to_us(pipeline: Workplace) 
     config = json.loads((pipeline.stage("ppo") / "config.json").read_text())["model"]
     lora = LoRASettings(**config.pop("lora"))
     roles = start_from(ModelConfig(**config, lora=lora), sft, trainable=False, seed=0)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    reference = roles.head(roles.hidden(tokens, mask))
+    reference = roles.head(roles.hidden(tokens))
     roles.load_adapter(POLICY, folder, trainable=False)
     with roles.acting(POLICY):
-        ours = roles.head(roles.hidden(tokens, mask))
+        ours = roles.head(roles.hidden(tokens))
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
     assert (ours - reference).abs().max() > 1e-3  # the adapter has an effect to be found

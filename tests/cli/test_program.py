@@ -124,7 +124,7 @@ def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None
     assert {(row["clip_range"], row["kl_coef"]) for row in rows} == {
         (clip, coef) for clip in ("0.05", "0.2", "0.8") for coef in ("0.0", "0.5")
     }
-    # Four claims a clip range, two comparisons of clip ranges with and without the leash.
+    # Five claims a clip range, two comparisons of clip ranges with and without the leash.
     assert out.count("holds") == 3 * 5 + 2 * 2
     assert "fails" not in out
 

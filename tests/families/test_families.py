@@ -144,7 +144,7 @@ def test_three_stages_hand_over_to_each_other_and_to_the_ecosystem(run: Run) -> 
     assert (sft - base).abs().max() > 1e-3
     roles, config = run.roles()
     with roles.acting(REFERENCE):
-        close(roles.head(roles.hidden(tokens, mask)), sft)
+        close(roles.head(roles.hidden(tokens)), sft)
 
     # ppo: trained away from the SFT model, at which it started.
     policy = run.plain("ppo")(tokens).logits
@@ -163,7 +163,7 @@ def test_three_stages_hand_over_to_each_other_and_to_the_ecosystem(run: Run) -> 
     close(owner.reward(tokens, mask), hidden @ head["linear.weight"][0] + head["linear.bias"])
     assert owner is roles
     with roles.acting(REFERENCE):
-        close(roles.head(roles.hidden(tokens, mask)), sft)
+        close(roles.head(roles.hidden(tokens)), sft)
 
 
 @torch.no_grad()

@@ -14,9 +14,18 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models.checkpoint import Final, find, write_final
 from lightning_rlhf.models.handover import add_critic, add_policy, attach_reward, start_from
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.roles import CRITIC, POLICY, REFERENCE, REWARD, VALUE, Roles
+from lightning_rlhf.models.roles import (
+    BASE,
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    SFT,
+    VALUE,
+    Roles,
+)
 
-from .conftest import build_manifest, randomise
+from .conftest import LORA, TOKENIZER, build_config, build_manifest, build_model, randomise
 
 MASK = torch.ones(3, 9, dtype=torch.bool)
 NO_SCALE = (0.0, 1.0)
@@ -44,13 +53,14 @@ def critic(lineage: Any, kind: str, *, reward: Final | None = None,
 def last_value(owner: Roles, role: str, tokens: Tensor) -> Tensor:
     """V after the whole sequence."""
     with owner.acting(role):
-        return owner.heads[VALUE](owner.hidden(tokens, MASK)[:, -1])
+        return owner.heads[VALUE](owner.hidden(tokens)[:, -1])
 
 
 @pytest.fixture
 def full_reward(tmp_path: Path, lineage: Any, tokenizer: Any) -> Final:
-    """A reward model whose language model was trained whole."""
-    roles = start_from(lineage.config, lineage.sft, trainable=True, seed=0)
+    """A reward model whose language model was trained whole: the SFT model's, or the base's."""
+    sft = None if lineage.sft.is_adapter else lineage.sft
+    roles = start_from(lineage.config, sft, trainable=True, seed=0)
     roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(3))
     roles.assign(REWARD)
     with torch.no_grad():
@@ -107,17 +117,15 @@ def test_an_adapter_starts_as_the_reward_model_standardised(lineage: Any, tokens
 
 
 def test_a_model_starts_as_the_reward_model_standardised(
-    lineage: Any, tokens: Tensor, request: pytest.FixtureRequest
+    lineage: Any, tokens: Tensor, full_reward: Final
 ) -> None:
-    if lineage.finetune == "lora":
-        pytest.skip("a reward model on an SFT adapter is never whole")
-    reward = request.getfixturevalue("full_reward")
+    """Whatever the SFT model is: whole weights, or an adapter on others."""
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
-    judge = attach_reward(roles, reward, lineage.config, lineage.hash)
+    judge = attach_reward(roles, full_reward, lineage.config, lineage.hash)
     with torch.no_grad():
         raw = judge.reward(tokens, MASK)
     add_policy(roles, lineage.config)
-    owner, role = add_critic(roles, lineage.config, "model", sft=lineage.sft, reward=reward,
+    owner, role = add_critic(roles, lineage.config, "model", sft=lineage.sft, reward=full_reward,
                              scale=(-1.0, 0.25), seed=0)  # fmt: skip
     assert owner not in (roles, judge)
     expected = (raw + 1.0) / 0.25
@@ -126,13 +134,28 @@ def test_a_model_starts_as_the_reward_model_standardised(
 
 
 def test_an_adapter_does_not_start_from_a_whole_reward_model(
-    lineage: Any, request: pytest.FixtureRequest
+    lineage: Any, full_reward: Final
 ) -> None:
-    if lineage.finetune == "lora":
-        pytest.skip("a reward model on an SFT adapter is never whole")
-    reward = request.getfixturevalue("full_reward")
     with pytest.raises(ConfigError, match=r"ppo\.critic is 'adapter'.*ppo\.critic=model"):
-        critic(lineage, "adapter", reward=reward)
+        critic(lineage, "adapter", reward=full_reward)
+
+
+def test_a_model_starts_from_the_random_base_that_its_sft_adapter_was_trained_on(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """A base made from a configuration is known by its seed, which is not that of this run."""
+    shape = build_model("qwen3").config.to_diff_dict()
+    config = build_config(from_config=shape, tokenizer=str(TOKENIZER))
+    roles = start_from(config, None, trainable=False, seed=7)
+    roles.add_adapter(SFT, LORA)
+    randomise(roles, SFT, seed=2)
+    manifest = build_manifest("sft", base_seed=7)
+    write_final(tmp_path / "final", roles, SFT, tokenizer, manifest, None)
+    sft = find(str(tmp_path / "final"), "policy.checkpoint")
+    roles = start_from(config, sft, trainable=False, seed=0)
+    owner, role = add_critic(roles, config, "model", sft=sft, reward=None, scale=NO_SCALE, seed=0)
+    torch.testing.assert_close(owner.probe(role), roles.probe(REFERENCE), atol=1e-5, rtol=0)
+    assert not torch.allclose(owner.probe(role), roles.probe(BASE), atol=1e-2)
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 
 TOKENS = torch.tensor([[3, 9, 4, 11, 7], [8, 2, 2, 5, 10]])
-MASK = torch.ones_like(TOKENS, dtype=torch.bool)
 
 
 def a_policy(dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Roles:
@@ -40,7 +39,7 @@ def a_policy(dtype: torch.dtype = torch.float32, *, tied: bool = True) -> Roles:
 
 @torch.no_grad()
 def logits(roles: Roles) -> Tensor:
-    return roles.head(roles.hidden(TOKENS, MASK))
+    return roles.head(roles.hidden(TOKENS))
 
 
 def lora_layers(roles: Roles) -> int:
@@ -105,6 +104,45 @@ def test_an_adapter_that_is_no_plain_sum_stays_as_it_is() -> None:
     with roles.folded():
         assert lora_layers(roles) == 2  # q_proj of two layers; the others have nothing to add
         torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_with_a_bias_of_its_own_stays_as_it_is() -> None:
+    roles = a_policy()
+    roles.model.add_adapter("bias", LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
+    roles._stacks["bias"] = ("bias",)
+    roles.play("bias")
+    with torch.no_grad():
+        for name, parameter in roles.named_parameters():
+            if ".bias." in name:
+                parameter.add_(0.1)
+    beside = logits(roles)
+    with roles.folded():
+        assert lora_layers(roles) == 2
+        torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_that_stands_in_the_weights_already_is_not_added_again() -> None:
+    roles = a_policy()
+    roles.play(POLICY)
+    beside = logits(roles)
+    roles.model.merge_adapter(["sft", POLICY])
+    layers = lora_layers(roles)
+    with roles.folded():
+        assert lora_layers(roles) == layers
+        torch.testing.assert_close(logits(roles), beside, atol=1e-4, rtol=0)
+
+
+def test_no_other_role_is_played_from_folded_weights() -> None:
+    """They are the acting role's; another one would speak with its voice."""
+    roles = a_policy()
+    roles.play(POLICY)
+    with roles.folded():
+        with pytest.raises(RuntimeError, match="reference cannot be played while policy is folded"):
+            roles.play(REFERENCE)
+        with roles.acting(POLICY):
+            assert lora_layers(roles) == 0
+    with roles.acting(REFERENCE):
+        assert lora_layers(roles) > 0
 
 
 def test_without_adapters_there_is_nothing_to_fold() -> None:

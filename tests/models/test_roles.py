@@ -32,7 +32,6 @@ from lightning_rlhf.models.roles import (
     SFT,
     Roles,
     from_first_real,
-    position_ids,
     rounding,
     same_logits,
     trainable_names,
@@ -63,18 +62,16 @@ def plain_sft(lineage: Any) -> PreTrainedModel | PeftModel:
 
 
 @torch.no_grad()
-def logits(roles: Roles, role: str, tokens: Tensor, mask: Tensor = MASK) -> Tensor:
+def logits(roles: Roles, role: str, tokens: Tensor) -> Tensor:
     with roles.acting(role):
-        return roles.head(roles.hidden(tokens, mask))
+        return roles.head(roles.hidden(tokens))
 
 
 @torch.no_grad()
 def test_the_reference_is_the_sft_model_bit_for_bit_and_the_policy_starts_there(
     lineage: Any, tokens: Tensor
 ) -> None:
-    expected = plain_sft(lineage)(
-        input_ids=tokens, attention_mask=MASK.long(), position_ids=position_ids(MASK)
-    ).logits
+    expected = plain_sft(lineage)(input_ids=tokens).logits
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
     alone = logits(roles, REFERENCE, tokens)
     torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
@@ -137,20 +134,20 @@ def test_acting_restores_the_role_after_an_exception_and_when_nested(
     train(roles, POLICY, 11)
     roles.play(POLICY)
     with torch.no_grad():
-        as_policy = roles.hidden(tokens, MASK)
+        as_policy = roles.hidden(tokens)
 
         def nested() -> None:
             with roles.acting(REWARD):
                 with roles.acting(REFERENCE), roles.acting(REFERENCE):
-                    assert not torch.equal(roles.hidden(tokens, MASK), as_policy)
+                    assert not torch.equal(roles.hidden(tokens), as_policy)
                 with roles.acting(POLICY):
-                    assert torch.equal(roles.hidden(tokens, MASK), as_policy)
-                assert not torch.equal(roles.hidden(tokens, MASK), as_policy)
+                    assert torch.equal(roles.hidden(tokens), as_policy)
+                assert not torch.equal(roles.hidden(tokens), as_policy)
                 raise KeyError("inside")
 
         with pytest.raises(KeyError, match="inside"):
             nested()
-        assert torch.equal(roles.hidden(tokens, MASK), as_policy)
+        assert torch.equal(roles.hidden(tokens), as_policy)
 
 
 def test_reading_changes_nothing(lineage: Any, tokens: Tensor, train: Train) -> None:
@@ -160,12 +157,12 @@ def test_reading_changes_nothing(lineage: Any, tokens: Tensor, train: Train) -> 
     state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
     names = trainable_names(roles)
     with torch.no_grad():
-        hidden = roles.hidden(tokens, MASK)
+        hidden = roles.hidden(tokens)
         _ = roles.causal_lm, roles.hidden_size, roles.vocab_size, roles.device
         for role in (BASE, REFERENCE, POLICY, REWARD):
             roles.probe(role)
         roles.reward(tokens, MASK)
-        assert torch.equal(roles.hidden(tokens, MASK), hidden)
+        assert torch.equal(roles.hidden(tokens), hidden)
     assert trainable_names(roles) == names
     assert not any(module.training for module in roles.model.modules())
     assert all(torch.equal(roles.state_dict()[name], state[name]) for name in state)
@@ -193,9 +190,9 @@ def test_gradients_reach_every_matrix_of_the_policy_and_nothing_else(
     roles = load(lineage)
     train(roles, POLICY, 11)
     with roles.acting(REFERENCE), torch.no_grad():
-        roles.hidden(tokens, MASK)
+        roles.hidden(tokens)
     with roles.acting(POLICY):
-        roles.head(roles.hidden(tokens, MASK)).square().mean().backward()
+        roles.head(roles.hidden(tokens)).square().mean().backward()
     for name, parameter in roles.named_parameters():
         if ".policy." in name:
             assert parameter.grad is not None, name
@@ -207,23 +204,21 @@ def test_gradients_reach_every_matrix_of_the_policy_and_nothing_else(
 # gpt2 has learned positions: unlike rotary ones, they show a row that was shifted as a whole.
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "llama", "gpt2"])
 @torch.no_grad()
-def test_padding_on_either_side_changes_neither_hidden_states_nor_reward(
+def test_padding_behind_changes_no_hidden_state_and_on_either_side_no_reward(
     make_model: Callable[..., PreTrainedModel], tokens: Tensor, model_type: str
 ) -> None:
     roles = Roles(make_model(model_type))
     random_reward(roles, torch.Generator().manual_seed(0))
     for row in tokens:
         whole = torch.ones(1, len(row), dtype=torch.bool)
-        alone = roles.hidden(row[None], whole)[0]
+        alone = roles.hidden(row[None])[0]
         reward = roles.reward(row[None], whole)
         for pad in ((4, 0), (0, 4), (2, 3)):
             # Padded with the eos id, which also stands inside the text: only the mask tells.
             padded = F.pad(row[None], pad, value=1)
             mask = F.pad(whole, pad, value=False)
-            hidden = roles.hidden(padded, mask)[0][mask[0]]
-            torch.testing.assert_close(hidden, alone, atol=1e-5, rtol=0)
             torch.testing.assert_close(roles.reward(padded, mask), reward, atol=1e-5, rtol=0)
-        behind = roles.hidden(F.pad(row[None], (0, 3), value=1), None)[0, : len(row)]
+        behind = roles.hidden(F.pad(row[None], (0, 3), value=1))[0, : len(row)]
         torch.testing.assert_close(behind, alone, atol=1e-5, rtol=0)
 
 
@@ -265,11 +260,6 @@ def test_padding_may_differ_by_row(
         right_mask = left_mask.flip(1)
         torch.testing.assert_close(roles.reward(left, left_mask), alone, atol=1e-5, rtol=0)
         torch.testing.assert_close(roles.reward(tokens, right_mask), alone, atol=1e-5, rtol=0)
-
-
-def test_positions_count_real_tokens() -> None:
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
-    assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.shaping import NO_SCORES
 from lightning_rlhf.core.types import Experience, UpdateStats
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD
+from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
 from lightning_rlhf.modules.ppo import EVALUATION, TRAINING, PPOModule
 
 from .conftest import Outputs, changed, close, fit, parameters, prompts
@@ -138,3 +143,84 @@ def test_policy_and_value_head_are_trained_each_at_its_rate(make_ppo: Make, fact
     expected = dict.fromkeys(named(module, ADAPTER), 1e-3)
     expected |= dict.fromkeys(named(module, HEAD), 1e-3 * factor)
     assert found == expected
+
+
+def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> None:
+    """Two at a time they are then padded least, while they are scored and while they are learned.
+
+    Prompts of 1 to 8 tokens in a shuffled order, and responses of one token.
+    """
+    module, shapes = make_ppo(max_response_tokens=1, critic="adapter"), []
+    shuffled = prompts(width=8)
+    shuffled = shuffled.select(torch.tensor([3, 0, 6, 1, 7, 4, 2, 5]))
+    rollout = module.valued(module.generate(shuffled, module.generator(TRAINING, 0)))
+    hidden = module.roles.hidden
+
+    def spy(tokens: Tensor) -> Tensor:
+        shapes.append(tuple(tokens.shape))
+        return hidden(tokens)
+
+    module.roles.hidden = spy
+    pairs = [(2, 2), (2, 4), (2, 6), (2, 8)]
+    module.valued(rollout)
+    assert shapes == pairs
+    shapes.clear()
+    module.score(rollout)
+    # The reference, and the reward, which is read at the last token.
+    assert shapes == [shape for n, s in pairs for shape in ((n, s), (n, s + 1))]
+    shapes.clear()
+    experience = make_experience(
+        rollout, module.score(rollout), module.config, kl_coef=0.1, moments=NO_SCORES
+    )
+    shapes.clear()
+    list(module.losses(experience, []))
+    assert shapes == [shape for pair in pairs for shape in (pair, pair)]  # policy and critic
+
+
+def test_the_share_of_padding_is_that_of_micro_batches(make_ppo: Make) -> None:
+    """Prompts of 1 to 8 tokens, one more token each, all but the last one read two at a time.
+
+    1 + 2, 3 + 4, 5 + 6, 7 + 8 are read as 2 * (2 + 4 + 6 + 8) = 40 positions, of which 36 are real.
+    """
+    module, outputs = make_ppo(max_response_tokens=1, microbatch_size=2), Outputs()
+    fit(module, [prompts(width=8)], [outputs])
+    assert float(outputs.steps[0]["padding"]) == pytest.approx(4 / 40)
+
+
+def test_time_between_iterations_counts_once(
+    make_ppo: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that ticks once at each look: every part takes one tick, the rest too."""
+    module, outputs, ticks = make_ppo(), Outputs(), itertools.count()
+    monkeypatch.setattr(
+        "lightning_rlhf.modules.ppo.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    )
+    fit(module, [prompts(seed=seed) for seed in range(3)], [outputs])
+    parts = ("rollout", "score", "update", "other")
+    assert [step["seconds"] for step in outputs.steps] == [dict.fromkeys(parts, 1.0)] * 3
+
+
+def test_a_critic_is_given_where_there_is_one(make_ppo: Make) -> None:
+    with_one, without = make_ppo(), make_ppo(advantage="rloo", samples_per_prompt=2)
+    for module, critic in ((with_one, None), (without, with_one.critic)):
+        with pytest.raises(ConfigError, match="the critic is"):
+            PPOModule(
+                module.roles, module.reward, module.config, critic=critic, chat=module.chat,
+                prompts={}, seed=0,
+            )  # fmt: skip
+
+
+def test_a_model_without_a_cache_is_not_sampled_natively(
+    make_ppo: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Roles, "caches", False)
+    make_ppo(rollout="hf")
+    with pytest.raises(ConfigError, match=r"ppo\.rollout is 'native'; allowed: hf, for qwen3"):
+        make_ppo(rollout="native")
+
+
+def test_more_than_one_process_is_refused(make_ppo: Make) -> None:
+    module = make_ppo()
+    module.trainer = SimpleNamespace(world_size=2)
+    with pytest.raises(ConfigError, match="the number of processes is 2; allowed: 1"):
+        module.on_fit_start()

@@ -169,9 +169,10 @@ def test_the_role_played_before_is_played_afterwards() -> None:
     roles = rm_roles("qwen3")
     with_adapter(roles, POLICY, seed=5)
     policy = roles.probe(POLICY)
-    hidden = roles.hidden(*pad_to(CHOSEN, 9, seed=0))
+    tokens, _ = pad_to(CHOSEN, 9, seed=0)
+    hidden = roles.hidden(tokens)
     roles.reward(*pad_to(CHOSEN, 9, seed=0))
-    assert torch.equal(roles.hidden(*pad_to(CHOSEN, 9, seed=0)), hidden)
+    assert torch.equal(roles.hidden(tokens), hidden)
     assert torch.equal(roles.probe(POLICY), policy)
     assert not torch.equal(roles.probe(REWARD), policy)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import pytest
 import torch
 
 from lightning_rlhf.core.types import Prompts, Rollout
@@ -37,6 +38,19 @@ def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None
             )  # fmt: skip
         assert torch.equal(rollout.tokens, expected.tokens)
         assert torch.equal(rollout.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("roles", ["mamba"], indirect=True)
+def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompts: Prompts) -> None:
+    """Two identical forward passes differ by nothing; one that forgot the prompt by nats."""
+    assert not roles.caches
+    for rollout in sampled(roles, prompts):
+        for row, mask, logprobs in zip(rollout.tokens, rollout.mask, rollout.logprobs, strict=True):
+            tokens, n = row[mask], int((logprobs != 0).sum())
+            with torch.no_grad(), roles.acting(REFERENCE):
+                logits = roles.causal_lm(tokens[None]).logits[0, -n - 1 : -1]
+            expected = logits.log_softmax(-1)[torch.arange(n), tokens[-n:]]
+            torch.testing.assert_close(logprobs[:n], expected, atol=1e-5, rtol=0)
 
 
 def test_moments_are_those_of_each_response_alone(roles: Roles, prompts: Prompts) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import POLICY, REFERENCE, VALUE, Roles
-from lightning_rlhf.rollout.generate import generate
+from lightning_rlhf.rollout import hf
+from lightning_rlhf.rollout.generate import generate, position_ids
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 
 END = (1, 2, 3, 4, 5, 6)
@@ -227,6 +229,11 @@ def test_a_cold_policy_is_greedy(roles: Roles, prompts: Prompts) -> None:
     assert rollout.logprobs.abs().max() < 1e-3
 
 
+def test_positions_count_real_tokens() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 1, 2, 3, 4]]
+
+
 def test_generation_leaves_the_model_as_it_was(roles: Roles, prompts: Prompts) -> None:
     state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
     rollout = roll_out(roles, prompts)
@@ -236,8 +243,30 @@ def test_generation_leaves_the_model_as_it_was(roles: Roles, prompts: Prompts) -
     assert any(p.requires_grad for p in roles.parameters())
 
 
-def test_a_policy_that_has_diverged_is_one_error(roles: Roles, prompts: Prompts) -> None:
+@pytest.mark.parametrize("sampler", [generate, hf.generate])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_policy_that_has_diverged_is_one_error(
+    roles: Roles, prompts: Prompts, sampler: Callable[..., Rollout], value: float
+) -> None:
     with torch.no_grad():
-        next(p for n, p in roles.named_parameters() if f".{POLICY}." in n).fill_(math.nan)
-    with pytest.raises(TrainingError, match="NaN or infinite"):
-        roll_out(roles, prompts)
+        next(p for n, p in roles.named_parameters() if f".{POLICY}." in n).fill_(value)
+    with pytest.raises(TrainingError, match="NaN or infinite"), roles.acting(POLICY):
+        sampler(
+            roles, prompts, value=roles.heads[VALUE], max_response_tokens=4, temperature=1.0,
+            end_token_ids=END, generator=torch.Generator().manual_seed(3),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("roles", ["qwen3", "qwen3_5_text"], indirect=True)
+def test_tokens_are_sampled_from_folded_weights(
+    roles: Roles, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer with an adapter beside it is asked while the responses are written."""
+
+    def asked(self: LoRALinear, *args: object) -> None:
+        raise AssertionError("an adapter was asked beside its layer")
+
+    monkeypatch.setattr(LoRALinear, "forward", asked)
+    roll_out(roles, prompts, max_response_tokens=3)
+    with pytest.raises(AssertionError), roles.acting(POLICY):
+        roles.hidden(prompts.tokens)

@@ -28,17 +28,20 @@ def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
         return generate(roles, prompts, **(arguments | changes))
 
 
+@pytest.mark.parametrize("temperature", [0.7, 2])
 def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
-    roles: Roles, make_prompts: Callable[..., Prompts]
+    roles: Roles, make_prompts: Callable[..., Prompts], temperature: float
 ) -> None:
     """Within five standard deviations of a count, whatever the model's own settings say."""
     roles.causal_lm.generation_config.top_k = 2
     roles.causal_lm.generation_config.repetition_penalty = 3.0
     n = 4000
-    rollout = roll_out(roles, make_prompts([7, 8, 9]).repeat(n), max_response_tokens=1)
+    rollout = roll_out(
+        roles, make_prompts([7, 8, 9]).repeat(n), max_response_tokens=1, temperature=temperature
+    )
     with torch.no_grad(), roles.acting(POLICY):
-        hidden = roles.hidden(torch.tensor([[7, 8, 9]]), None)[0, -1]
-        p = torch.softmax(roles.head(hidden) / 0.7, dim=-1)
+        hidden = roles.hidden(torch.tensor([[7, 8, 9]]))[0, -1]
+        p = torch.softmax(roles.head(hidden) / temperature, dim=-1)
     found = torch.bincount(rollout.responses[:, 0], minlength=61)
     assert ((found - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 1).all()
     torch.testing.assert_close(
@@ -63,6 +66,19 @@ def test_a_response_goes_up_to_its_first_end_token(roles: Roles, prompts: Prompt
         assert not rollout.values[i, length:].any()
     assert torch.equal(rollout.mask[:, -width:], rollout.response_mask)
     assert torch.equal(rollout.index, prompts.index)
+
+
+def test_values_are_those_of_each_row_alone(roles: Roles, prompts: Prompts) -> None:
+    rollout = roll_out(roles, prompts)
+    for i in range(len(prompts)):
+        n = int(rollout.response_mask[i].sum())
+        row = rollout.tokens[i][rollout.mask[i]][None]
+        with torch.no_grad(), roles.acting(POLICY):
+            model = roles.causal_lm
+            hidden = model(row, output_hidden_states=True).hidden_states[-1][0, -n - 1 : -1]
+        expected = roles.heads[VALUE](hidden)
+        torch.testing.assert_close(rollout.values[i, :n], expected, atol=1e-5, rtol=0)
+        assert expected.detach().abs().max() > 1e-3
 
 
 def test_it_is_a_function_of_its_generator_and_leaves_the_others_alone(

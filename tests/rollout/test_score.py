@@ -104,7 +104,7 @@ def test_scoring_leaves_role_and_gradients_alone(roles: Roles, rollout: Rollout)
     roles.assign(REWARD)
     roles.play(POLICY)
     with torch.no_grad():
-        before = roles.hidden(rollout.tokens, rollout.mask)
+        before = roles.hidden(rollout.tokens)
     scores = score(
         roles,
         rollout,
@@ -116,7 +116,7 @@ def test_scoring_leaves_role_and_gradients_alone(roles: Roles, rollout: Rollout)
     assert not scores.score.requires_grad
     assert not scores.ref_logprobs.requires_grad
     with torch.no_grad():
-        assert torch.equal(roles.hidden(rollout.tokens, rollout.mask), before)
+        assert torch.equal(roles.hidden(rollout.tokens), before)
 
 
 def test_log_probabilities_of_an_update_carry_gradients_to_the_policy(

@@ -173,12 +173,12 @@ class PPOConfig(StageConfig):
         if self.critic_warmup > 0:
             require(self.vf_coef > 0, "ppo.vf_coef", self.vf_coef,
                     "a number > 0 where ppo.critic_warmup lets the critic learn first")  # fmt: skip
-        if self.critic_init == "reward":
-            require(self.critic != "head", "ppo.critic", self.critic,
-                    "adapter, model where ppo.critic_init=reward: a head on the policy's trunk "
-                    "cannot read what the reward model's head was trained on")  # fmt: skip
         if not self.has_critic:
             for key, allowed in (("critic_warmup", 0), ("critic", "head"), ("critic_init", "zero")):
                 found = getattr(self, key)
                 require(found == allowed, f"ppo.{key}", found,
                         f"{allowed}, since advantage={self.advantage} has no critic")  # fmt: skip
+        if self.critic_init == "reward":
+            require(self.critic != "head", "ppo.critic", self.critic,
+                    "adapter, model where ppo.critic_init=reward: a head on the policy's trunk "
+                    "cannot read what the reward model's head was trained on")  # fmt: skip

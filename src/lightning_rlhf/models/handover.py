@@ -176,7 +176,7 @@ def whole_weights(
             adapters.append(str(final.path))
         elif final is not None:
             weights, adapters = str(final.path), []
-    if sft is not None and sft.is_adapter:
+    if weights is None and sft is not None:  # an adapter on the base that it was trained on
         weights = sft.base_folder
         seed = sft.manifest.base_seed if sft.manifest else seed
     model = load_causal_lm(config, weights, trainable=True, seed=seed)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ class Roles(nn.Module):
         self.heads = nn.ModuleDict()
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
         self._role = BASE
+        self._folded = False
         self._check_head()
 
     @property
@@ -61,6 +63,14 @@ class Roles(nn.Module):
     @property
     def vocab_size(self) -> int:
         return int(self.causal_lm.get_output_embeddings().out_features)
+
+    @property
+    def caches(self) -> bool:
+        """Whether the trunk takes the library's cache, and reads a token that follows alone.
+
+        Mamba and RWKV keep a state of another form; handed the cache, they ignore it.
+        """
+        return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +162,8 @@ class Roles(nn.Module):
 
     def play(self, role: str) -> None:
         """Put on the adapters of `role`. What is trainable stays trainable."""
+        if self._folded:
+            raise RuntimeError(f"{role} cannot be played while {self._role} is folded")
         self._role = role
         if not isinstance(self.model, PeftModel):
             return
@@ -175,24 +187,24 @@ class Roles(nn.Module):
 
     @contextmanager
     def folded(self) -> Iterator[None]:
-        """Inside, the acting role stands in plain weights: faster, and not to be trained."""
-        with folding.folded(self.model):
-            yield
+        """Inside, the acting role stands in plain weights: faster, and not to be trained.
 
-    def hidden(
-        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"] | None
-    ) -> Float[Tensor, "B S d"]:
-        """Last hidden states of the acting role; padding may stand on either side.
-
-        mask: None where every row starts with its first real token. What stands behind has no
-            influence on it, and attention without a mask is faster.
+        No other role can be played there; `play` raises RuntimeError.
         """
-        return self.causal_lm.base_model(
-            input_ids=tokens,
-            attention_mask=None if mask is None else mask.long(),
-            position_ids=None if mask is None else position_ids(mask),
-            use_cache=False,
-        ).last_hidden_state
+        self._folded = True
+        try:
+            with folding.folded(self.model):
+                yield
+        finally:
+            self._folded = False
+
+    def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
+        """Last hidden states of the acting role, of rows that start with a real token.
+
+        What stands behind a token has no influence on it, so padding there needs no mask, and
+        attention without one is faster. `from_first_real` brings other rows into this form.
+        """
+        return self.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def head(self, hidden: Float[Tensor, "*n d"]) -> Float[Tensor, "*n V"]:
         """Logits of hidden states."""
@@ -202,7 +214,7 @@ class Roles(nn.Module):
         """The reward role's raw number for each sequence, read at its last real token."""
         with self.acting(REWARD):
             tokens, mask = from_first_real(tokens, mask)
-            return self.heads[REWARD](last_real(self.hidden(tokens, None), mask))
+            return self.heads[REWARD](last_real(self.hidden(tokens), mask))
 
     @torch.no_grad()
     def probe(self, role: str) -> Float[Tensor, " V"]:
@@ -212,18 +224,17 @@ class Roles(nn.Module):
         stage writes it beside its weights; the next one compares.
         """
         with self.acting(role):
-            return self.head(self.hidden(*self._probe_input())[:, -1]).float().cpu().squeeze(0)
+            return self.head(self.hidden(self._probe_input())[:, -1]).float().cpu().squeeze(0)
 
-    def _probe_input(self) -> tuple[Int[Tensor, "1 S"], Bool[Tensor, "1 S"]]:
-        tokens = (torch.arange(1, 17) * 7919 % self.vocab_size)[None].to(self.device)
-        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+    def _probe_input(self) -> Int[Tensor, "1 S"]:
+        return (torch.arange(1, 17) * 7919 % self.vocab_size)[None].to(self.device)
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """The logits must be `head(hidden)`; a model that caps or scales them is refused."""
-        tokens, mask = self._probe_input()
-        ours = self.head(self.hidden(tokens, mask)).float()
-        theirs = self.causal_lm(input_ids=tokens, attention_mask=mask.long()).logits.float()
+        tokens = self._probe_input()
+        ours = self.head(self.hidden(tokens)).float()
+        theirs = self.causal_lm(input_ids=tokens).logits.float()
         if not same_logits(ours, theirs, rounding(self.causal_lm)):
             raise CheckpointError(
                 f"{self.causal_lm.config.model_type} changes its logits after the output layer "
@@ -242,11 +253,6 @@ def rounding(model: PreTrainedModel) -> float:
     1e-4 in fp32 (other kernels, other order of sums), 3e-2 in 16 bits (weights rounded once more).
     """
     return 1e-4 if model.dtype == torch.float32 else 3e-2
-
-
-def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
-    """0 at the first real token, counting real tokens only; 0 on padding before it."""
-    return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def from_first_real(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import require
+from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
@@ -73,6 +74,8 @@ class PPOModule(L.LightningModule):
         super().__init__()
         require((critic is not None) == config.has_critic, "the critic", critic,
                 f"one for ppo.advantage=gae, else None; it is {config.advantage}")  # fmt: skip
+        require(config.rollout != "native" or roles.caches, "ppo.rollout", config.rollout,
+                f"hf, for {roles.causal_lm.config.model_type}, which takes no cache")  # fmt: skip
         self.automatic_optimization = False
         self.strict_loading = False
         self.roles = roles
@@ -194,6 +197,7 @@ class PPOModule(L.LightningModule):
         stopped = exceeds(means["approx_kl"], self.config.target_kl)
         skipped = exceeds(means["ratio_mean"], self.config.max_ratio)
         if not (stopped or skipped):
+            require_finite(loss, grad_norm)
             step(self)
         return UpdateStats(
             loss=loss,
@@ -336,6 +340,16 @@ class PPOModule(L.LightningModule):
         self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
         self.moments = RunningMoments(**checkpoint["moments"])
+
+
+def require_finite(loss: Tensor, grad_norm: Tensor) -> None:
+    """Raise TrainingError before a step would make every parameter NaN."""
+    if not grad_norm.isfinite():
+        raise TrainingError(
+            f"an update has loss {loss:g} and a gradient of norm {grad_norm:g}, and was not made; "
+            "the last checkpoint is from before. A reward that is not finite does this, and so "
+            "does a learning rate that is too large"
+        )
 
 
 def exceeds(found: Tensor, limit: float | None) -> bool:

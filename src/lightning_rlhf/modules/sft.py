@@ -48,7 +48,7 @@ class SFTModule(L.LightningModule):
 
     def nll_sum(self, batch: Demonstrations) -> Tensor:
         """Negative log-likelihood of the target tokens, nats, summed over the batch; 0-d."""
-        hidden = self.roles.hidden(batch.tokens[:, :-1], None)
+        hidden = self.roles.hidden(batch.tokens[:, :-1])
         mask = batch.target_mask[:, 1:]
         logprobs, _ = token_logprobs(
             hidden[mask], batch.tokens[:, 1:][mask], self.roles.head,

@@ -49,6 +49,8 @@ class RoomyLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep the sequences `beam_idx`, in this order."""
+        if not self.is_initialized:
+            return
         end = self.get_seq_length()
         kept = [_room(room[:1], self.length, len(beam_idx)) for room in self.rooms]
         for new, room in zip(kept, self.rooms, strict=True):

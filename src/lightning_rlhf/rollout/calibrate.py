@@ -9,7 +9,9 @@ import torch
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import REFERENCE, Roles
-from lightning_rlhf.rollout.generate import generate, no_value
+from lightning_rlhf.rollout import generate as native
+from lightning_rlhf.rollout import hf
+from lightning_rlhf.rollout.generate import no_value
 
 
 def sample_reference(
@@ -25,6 +27,7 @@ def sample_reference(
 
     To be drawn before a reward model is trained: full fine-tuning changes the weights that speak.
     """
+    generate = native.generate if roles.caches else hf.generate
     with roles.acting(REFERENCE):
         return [
             generate(

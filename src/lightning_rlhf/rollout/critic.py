@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_rlhf.core.types import Experience, Rollout
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import POLICY, VALUE, Roles
-from lightning_rlhf.rollout.score import response_hidden, spread
+from lightning_rlhf.rollout.score import by_length, response_hidden, spread
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class Critic:
     @torch.no_grad()
     def all_values(self, rollout: Rollout, batch_size: int) -> Float[Tensor, "B T"]:
         """V before each response token, 0 on padding, computed `batch_size` rows at a time."""
-        parts = [self.values(part) for part in rollout.split(batch_size)]
-        return spread(parts, rollout.response_mask)
+        order = by_length(rollout.mask)
+        parts = [self.values(rollout.select(rows)) for rows in order.split(batch_size)]
+        return spread(parts, rollout.response_mask[order])[order.argsort()]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What is the critic's alone to train."""

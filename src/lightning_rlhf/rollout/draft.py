@@ -9,6 +9,10 @@ from torch import Tensor
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
 
+DIVERGED = (
+    "the model's logits are NaN or infinite, and nothing can be sampled from it. Where it was "
+    "trained until here, a smaller learning rate may hold it"
+)
 KEPT = 0.75  # rows that have ended are put aside when no more than this share goes on
 
 
@@ -72,9 +76,12 @@ class Draft:
         """These have ended with the token written last."""
         self.going = self.going & ~over
 
-    def put_aside(self) -> Int[Tensor, " A"] | None:
-        """Drop what has ended if that is worth it: which of the rows are left, or None for all."""
-        if self.going.sum() > KEPT * len(self.rows):
+    def put_aside(self, count: int) -> Int[Tensor, " A"] | None:
+        """Drop what has ended if that is worth it: which of the rows are left, or None for all.
+
+        count: of the responses that go on.
+        """
+        if count > KEPT * len(self.rows):
             return None
         left = self.going.nonzero().squeeze(1)
         self.rows, self.going = self.rows[left], self.going[left]
@@ -86,10 +93,7 @@ class Draft:
         Raises: TrainingError where a token came from no distribution.
         """
         if not self.logprobs.isfinite().all():
-            raise TrainingError(
-                "the policy's logits are NaN or infinite, and nothing can be sampled from it. If "
-                "it was trained until here, a smaller learning rate may hold it"
-            )
+            raise TrainingError(DIVERGED)
         end = self.width + self.written
         ended = torch.ones_like(self.index, dtype=torch.bool)
         ended[self.rows[self.going]] = False

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
 from lightning_rlhf.core.types import Prompts, Rollout
-from lightning_rlhf.models.roles import Roles, position_ids
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.draft import Draft
 from lightning_rlhf.rollout.sample import sample
@@ -58,9 +58,10 @@ def generate(
             draft.end(torch.isin(token, end))
             if stop is not None:
                 draft.end(stop(draft.responses, None))
-            if draft.written == room or not draft.going.any():
+            count = int(draft.going.sum())
+            if draft.written == room or count == 0:
                 return draft.rollout()
-            left = draft.put_aside()
+            left = draft.put_aside(count)
             if left is not None:
                 cache.reorder_cache(left)
             hidden = last_hidden(roles, cache, draft.latest, draft.seen, draft.latest_position)
@@ -84,6 +85,11 @@ def last_hidden(
         past_key_values=cache,
         use_cache=True,
     ).last_hidden_state[:, -1]
+
+
+def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+    """0 at the first real token, counting real tokens only; 0 on padding before it."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def no_value(hidden: Float[Tensor, "B d"]) -> Float[Tensor, " B"]:

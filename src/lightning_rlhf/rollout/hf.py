@@ -8,10 +8,18 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
+from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.draft import DIVERGED
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs, spread
 
 
@@ -48,6 +56,7 @@ def generate(
             tokens = model.generate(
                 input_ids=prompts.tokens,
                 attention_mask=prompts.mask.long(),
+                logits_processor=LogitsProcessorList([_Finite()]),
                 stopping_criteria=StoppingCriteriaList(
                     [] if stop is None else [_Behind(stop, width)]
                 ),
@@ -79,6 +88,15 @@ def generate(
     )
 
 
+class _Finite(LogitsProcessor):
+    """Refuses logits from which nothing can be sampled."""
+
+    def __call__(self, input_ids: Tensor, scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        if scores.isnan().any() or scores.isposinf().any():
+            raise TrainingError(DIVERGED)
+        return scores
+
+
 class _Behind(StoppingCriteria):
     """Looks at what stands behind the prompt only."""
 
@@ -95,7 +113,7 @@ def _settings(
 ) -> GenerationConfig:
     return GenerationConfig(
         do_sample=True,
-        temperature=temperature,
+        temperature=float(temperature),
         top_k=0,
         top_p=1.0,
         max_new_tokens=max_response_tokens,
