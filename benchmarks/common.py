@@ -131,10 +131,11 @@ class Clock:
         gc.callbacks.remove(self.collect)
 
 
-def calm() -> None:
-    """One thread, freed memory kept as the command line keeps it, no word from the libraries."""
+def calm(*, keep_memory: bool = True) -> None:
+    """One thread, freed memory kept as our command line keeps it, no word from the libraries."""
     torch.set_num_threads(1)
-    keep_large_blocks()
+    if keep_memory:
+        keep_large_blocks()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()

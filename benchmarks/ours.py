@@ -39,6 +39,7 @@ def train(
         accelerator="cpu",
         devices=1,
         max_epochs=1,
+        precision="32-true" if model.dtype == torch.float32 else "bf16-mixed",  # as trainer=gpu
         logger=False,
         callbacks=[Facts(setting, on_iteration)],
         enable_progress_bar=False,

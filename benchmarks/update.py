@@ -15,16 +15,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
 from common import markdown_table
 from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.types import Experience, Prompts
-from lightning_rlhf.models.roles import Roles, position_ids
+from lightning_rlhf.models.lora import QuickLinear
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.rollout.generate import position_ids
+from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, write
 from workloads import WORKLOADS, build_module, experience_of, prompts_of, within_fit
 
@@ -53,7 +57,7 @@ class EveryPosition:
         return self.responses(self.all, batch)
 
     def logprobs(
-        self, roles: Roles, hidden: Tensor, batch: Experience, temperature: float
+        self, roles: Roles, hidden: Tensor, batch: Experience, temperature: float, **_: Any
     ) -> tuple[Tensor, Tensor]:
         logits = self.responses(roles.head(self.all), batch)
         return plain(logits / temperature, batch.responses[batch.response_mask])
@@ -65,10 +69,17 @@ class EveryPosition:
 
 
 def by_autograd(
-    roles: Roles, hidden: Tensor, batch: Experience, temperature: float
+    roles: Roles, hidden: Tensor, batch: Experience, temperature: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Of response tokens alone, without chunks and without a gradient of our own."""
     return plain(roles.head(hidden) / temperature, batch.responses[batch.response_mask])
+
+
+def with_entropy(
+    roles: Roles, hidden: Tensor, batch: Experience, temperature: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """As where ppo.ent_coef is above 0: logits are kept, or computed again."""
+    return response_logprobs(roles, hidden, batch, temperature, learn_entropy=True)
 
 
 def as_they_come(mask: Tensor) -> Tensor:
@@ -103,8 +114,11 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
     return {
         "as it is": nullcontext,
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
-        "no chunks": lambda: patch.object(logprobs, "CHUNK_ELEMENTS", 10**15),
-        "chunks of 1M logits": lambda: patch.object(logprobs, "CHUNK_ELEMENTS", 10**6),
+        "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
+        "no chunks": lambda: patch.object(logprobs, "_frozen_rows", lambda *_: 10**9),
+        "a gradient for the entropy too": lambda: patch.object(
+            ppo, "response_logprobs", with_entropy
+        ),
         "log_softmax by autograd": lambda: patch.object(ppo, "response_logprobs", by_autograd),
         "logits at every position, padded": every_position,
         "micro-batches of 2": lambda: microbatches(module, 2),
@@ -162,15 +176,16 @@ def one_head(vocabulary: int, tokens: int, repeats: int, device: torch.device) -
 
     def ours() -> tuple[Tensor, Tensor]:
         return logprobs.token_logprobs(
-            hidden, targets, lambda h: h @ head.T, temperature=1.0, vocab_size=vocabulary
-        )
+            hidden, targets, lambda h: h @ head.T, temperature=1.0, vocab_size=vocabulary,
+            frozen_head=True,
+        )  # fmt: skip
 
     sides = {"ours": ours, "plain": lambda: plain(hidden @ head.T, targets)}
 
     def run(side: str) -> list[Tensor]:
         hidden.grad = None
         found, entropy = sides[side]()
-        (found.sum() + 0.01 * entropy.sum()).backward()
+        found.sum().backward()
         assert hidden.grad is not None
         return [found.detach(), entropy.detach(), hidden.grad]
 

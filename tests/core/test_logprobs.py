@@ -225,3 +225,109 @@ def test_autocast_lowers_neither_entropy_nor_its_gradient() -> None:
         found.append((logprobs, entropy, hidden.grad))
     for plain, cast in zip(*found, strict=True):
         assert torch.equal(plain, cast)
+
+
+class TestFrozenHead:
+    """The gradient computed with the logits, against float64 and against the other path."""
+
+    def found(
+        self, case: Case, temperature: float, *, frozen_head: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = case.hidden.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(
+            hidden, case.targets, lambda h: h @ case.weight.T, temperature=temperature,
+            vocab_size=case.vocabulary, frozen_head=frozen_head,
+        )  # fmt: skip
+        (logprobs * case.weighting[0]).sum().backward()
+        return logprobs.detach(), entropy.detach(), hidden.grad
+
+    @drawn
+    @given(
+        rows=st.integers(1, 9),
+        vocabulary=st.integers(2, 11),
+        seed=st.integers(0, 999),
+        elements=st.integers(1, 60),
+        temperature=st.floats(0.3, 3),
+    )
+    def test_values_and_gradients(
+        self, rows: int, vocabulary: int, seed: int, elements: int, temperature: float
+    ) -> None:
+        case = Case(rows, vocabulary, seed)
+        case.weighting[1] = 0  # the entropy has no gradient here
+        logprobs, entropy, gradient, _ = case.slow(temperature)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logprobs_file, "CHUNK_ELEMENTS", elements)
+            found = self.found(case, temperature, frozen_head=True)
+        for x, expected in zip(found, (logprobs, entropy, gradient), strict=True):
+            close(x, expected, **FP32)
+
+    def test_the_entropy_has_no_gradient(self) -> None:
+        hidden = torch.randn(3, 4).requires_grad_()
+        logprobs, entropy = token_logprobs(
+            hidden, torch.tensor([0, 1, 2]), nn.Identity(), temperature=1.0, vocab_size=4,
+            frozen_head=True,
+        )  # fmt: skip
+        assert logprobs.requires_grad
+        assert not entropy.requires_grad
+
+    def test_a_model_of_16_bits(self) -> None:
+        """Logits and gradient are rounded to 16 bits, 8 binary digits; what is between is not."""
+        case = Case(rows=6, vocabulary=8, seed=2)
+        case.hidden, case.weight = case.hidden.bfloat16(), case.weight.bfloat16()
+        logprobs, _, gradient = self.found(case, 1.0, frozen_head=True)
+        assert (logprobs.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+        exact = self.found(case, 1.0, frozen_head=False)[0]
+        close(logprobs, exact, **FP32)
+        case.hidden, case.weight, case.weighting[1] = case.hidden.float(), case.weight.float(), 0
+        expected = case.slow(1.0)[2]
+        assert (gradient.float() - expected).norm() < 2**-7 * expected.norm()
+
+    @pytest.mark.parametrize(
+        ("vocabulary", "device", "rows"),
+        [
+            (2048, "cpu", 976), (32768, "cpu", 64), (248_320, "cpu", 64), (1_000_000, "cpu", 16),
+            (2048, "cuda", 7812), (248_320, "cuda", 64), (20_000_000, "cuda", 1),
+        ],
+    )  # fmt: skip
+    def test_rows_at_once(self, vocabulary: int, device: str, rows: int) -> None:
+        assert logprobs_file._frozen_rows(vocabulary, torch.device(device)) == rows
+
+    def test_the_head_is_asked_once(self, chunk) -> None:
+        chunk(14)
+        case, seen = Case(rows=5, vocabulary=7, seed=0), []
+
+        def head(hidden: Tensor) -> Tensor:
+            seen.append(len(hidden))
+            return hidden @ case.weight.T
+
+        hidden = case.hidden.clone().requires_grad_()
+        logprobs, _ = token_logprobs(
+            hidden, case.targets, head, temperature=1.0, vocab_size=7, frozen_head=True
+        )
+        logprobs.sum().backward()
+        assert seen == [2, 2, 1]
+
+    def test_no_tokens_no_numbers(self) -> None:
+        hidden = torch.zeros(0, 4, requires_grad=True)
+        logprobs, entropy = token_logprobs(
+            hidden, torch.zeros(0, dtype=torch.long), nn.Identity(), temperature=1.0,
+            vocab_size=4, frozen_head=True,
+        )  # fmt: skip
+        assert logprobs.shape == entropy.shape == (0,)
+        logprobs.sum().backward()
+        assert hidden.grad.shape == (0, 4)
+
+    def test_autocast_lowers_nothing_but_the_product(self) -> None:
+        logits = 3 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(3))
+        found = []
+        for enabled in (False, True):
+            hidden = logits.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                logprobs, entropy = token_logprobs(
+                    hidden, torch.arange(4), nn.Identity(), temperature=1.0, vocab_size=5000,
+                    frozen_head=True,
+                )  # fmt: skip
+            logprobs.sum().backward()
+            found.append((logprobs, entropy, hidden.grad))
+        for plain, cast in zip(*found, strict=True):
+            assert torch.equal(plain, cast)

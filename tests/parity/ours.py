@@ -72,7 +72,9 @@ def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str
     def response_hidden(_: Any, part: Experience) -> Tensor:
         return values[part.index][part.response_mask]
 
-    def response_logprobs(_: Any, __: Tensor, part: Experience, ___: float) -> tuple[Tensor, ...]:
+    def response_logprobs(
+        _: Any, __: Tensor, part: Experience, ___: float, **____: Any
+    ) -> tuple[Tensor, ...]:
         mask = part.response_mask
         return logprobs[part.index][mask], entropies(logits[part.index][mask])
 

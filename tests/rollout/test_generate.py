@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.models.roles import POLICY, REFERENCE, VALUE, Roles
 from lightning_rlhf.rollout import hf
 from lightning_rlhf.rollout.generate import generate, position_ids
@@ -263,10 +263,10 @@ def test_tokens_are_sampled_from_folded_weights(
 ) -> None:
     """No layer with an adapter beside it is asked while the responses are written."""
 
-    def asked(self: LoRALinear, *args: object) -> None:
+    def asked(self: QuickLinear, *args: object) -> None:
         raise AssertionError("an adapter was asked beside its layer")
 
-    monkeypatch.setattr(LoRALinear, "forward", asked)
+    monkeypatch.setattr(QuickLinear, "forward", asked)
     roll_out(roles, prompts, max_response_tokens=3)
     with pytest.raises(AssertionError), roles.acting(POLICY):
         roles.hidden(prompts.tokens)

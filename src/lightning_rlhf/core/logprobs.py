@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits alive at once: 64 MB in fp32, whatever the vocabulary
+CACHED_ELEMENTS, CACHED_ROWS = 2_000_000, 64
+"""What a CPU's cache holds a good part of; and rows for which reading the head's weights pays."""
 
 
 def token_logprobs(
@@ -23,6 +25,7 @@ def token_logprobs(
     *,
     temperature: float,
     vocab_size: int,
+    frozen_head: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability of `targets[i]` and entropy of the distribution after `hidden[i]`.
 
@@ -31,8 +34,14 @@ def token_logprobs(
     Tokens go through the head in chunks of at most CHUNK_ELEMENTS logits; where there are
     several, the backward pass computes each chunk's logits again instead of keeping them.
 
+    frozen_head: log-probabilities have a gradient in `hidden` alone, and the entropy has none. It
+        is then known with the logits: nothing is kept of them, and nothing computed again.
+
     Returns: logprobs and entropy, fp32, nats.
     """
+    if frozen_head:
+        logprobs, entropy = _FrozenHead.apply(hidden, targets, head, temperature, vocab_size)
+        return logprobs, entropy
     chunks = _in_chunks(_token_chunk, (hidden, targets), head, temperature, vocab_size)
     logprobs, entropy = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
@@ -131,3 +140,62 @@ class _LogSoftmax(torch.autograd.Function):
         if ctx.temperature != 1:
             grad /= ctx.temperature
         return grad.to(ctx.dtype), None, None
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Log-probability of the targets and entropy, and at once the gradient of the first.
+
+        d log p_t / d hidden = (d head / d hidden)^T ([v = t] - p) / temperature
+
+    A token's log-probability depends on its own hidden state only, so that the backward pass is
+    left with one product a token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "N d"],
+        targets: Int[Tensor, " N"],
+        head: Head,
+        temperature: float,
+        vocab_size: int,
+    ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+        learns = ctx.needs_input_grad[0]
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy, gradient = torch.empty_like(logprobs), torch.empty_like(hidden)
+        size = _frozen_rows(vocab_size, hidden.device)
+        for h, target, logprob, h_entropy, slope in zip(
+            *(x.split(size) for x in (hidden, targets[:, None], logprobs, entropy, gradient)),
+            strict=True,
+        ):
+            with torch.set_grad_enabled(learns):
+                h = h.detach().requires_grad_(learns)
+                logits = head(h)
+            scaled = logits.detach().float()
+            table = torch.log_softmax(scaled if temperature == 1 else scaled / temperature, -1)
+            logprob.copy_(table.gather(-1, target).squeeze(-1))
+            p = table.exp()
+            torch.sum(table.mul_(p), -1, out=h_entropy).neg_()
+            if learns:
+                p.scatter_add_(-1, target, p.new_full(target.shape, -1.0))
+                (found,) = torch.autograd.grad(logits, h, p.to(logits.dtype))
+                torch.mul(found, -1 / temperature, out=slope)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_logprobs: Float[Tensor, " N"], d_entropy: Tensor
+    ) -> tuple[Float[Tensor, "N d"], None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * d_logprobs[:, None]).to(gradient.dtype), None, None, None, None
+
+
+def _frozen_rows(vocab_size: int, device: torch.device) -> int:
+    """Tokens whose logits are alive at once where nothing is computed again."""
+    at_most = max(1, CHUNK_ELEMENTS // vocab_size)
+    if device.type != "cpu":
+        return at_most
+    return min(at_most, max(CACHED_ROWS, CACHED_ELEMENTS // vocab_size))

@@ -9,6 +9,8 @@ import torch
 from peft.tuners.lora import Linear as LoRALinear
 from torch import nn
 
+from lightning_rlhf.models.lora import is_plain_sum
+
 
 @contextmanager
 def folded(model: nn.Module) -> Iterator[None]:
@@ -39,9 +41,7 @@ def _foldable(layer: LoRALinear) -> bool:
         type(base) is nn.Linear
         and base.weight.dtype == torch.float32
         and not torch.is_autocast_enabled(base.weight.device.type)
-        and not layer.merged
-        and not any(layer.use_dora.get(a) or layer.lora_bias.get(a) for a in layer.active_adapters)
-        and not any(adapter in layer.lora_variant for adapter in layer.active_adapters)
+        and is_plain_sum(layer)
     )
 
 

@@ -31,6 +31,7 @@ from lightning_rlhf.models import folding
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import last_real
 from lightning_rlhf.models.loading import naming
+from lightning_rlhf.models.lora import quicken
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
 POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
@@ -120,6 +121,7 @@ class Roles(nn.Module):
                 "the output layer has an adapter (model.lora.target_modules names it), but all "
                 "roles predict through one output layer; leave it out"
             )
+        quicken(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         marker = f".{role}."
@@ -205,6 +207,10 @@ class Roles(nn.Module):
         attention without one is faster. `from_first_real` brings other rows into this form.
         """
         return self.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    @property
+    def head_is_trained(self) -> bool:
+        return any(p.requires_grad for p in self.causal_lm.get_output_embeddings().parameters())
 
     def head(self, hidden: Float[Tensor, "*n d"]) -> Float[Tensor, "*n V"]:
         """Logits of hidden states."""

@@ -226,7 +226,9 @@ class PPOModule(L.LightningModule):
             mask = part.response_mask
             with torch.set_grad_enabled(self.iteration >= config.critic_warmup):
                 hidden = response_hidden(self.roles, part)
-                logprobs, entropy = response_logprobs(self.roles, hidden, part, config.temperature)
+                logprobs, entropy = response_logprobs(
+                    self.roles, hidden, part, config.temperature, learn_entropy=config.ent_coef > 0
+                )
                 policy = self.policy_loss(logprobs, part)
                 kl = self.kl_loss(logprobs, hidden, part)
             value, value_clipped = self.value_loss(hidden, part)

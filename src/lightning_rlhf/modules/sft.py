@@ -53,6 +53,7 @@ class SFTModule(L.LightningModule):
         logprobs, _ = token_logprobs(
             hidden[mask], batch.tokens[:, 1:][mask], self.roles.head,
             temperature=1.0, vocab_size=self.roles.vocab_size,
+            frozen_head=not self.roles.head_is_trained,
         )  # fmt: skip
         return -logprobs.sum()
 

@@ -28,12 +28,24 @@ def response_hidden(roles: Roles, batch: Rollout | Experience) -> Float[Tensor, 
 
 
 def response_logprobs(
-    roles: Roles, hidden: Float[Tensor, "N d"], batch: Rollout | Experience, temperature: float
+    roles: Roles,
+    hidden: Float[Tensor, "N d"],
+    batch: Rollout | Experience,
+    temperature: float,
+    *,
+    learn_entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Log-probability and entropy at each real response token, nats, row by row."""
-    targets = batch.responses[batch.response_mask]
+    """Log-probability and entropy at each real response token, nats, row by row.
+
+    learn_entropy: whether the entropy has a gradient too; that of the other costs less alone.
+    """
     return token_logprobs(
-        hidden, targets, roles.head, temperature=temperature, vocab_size=roles.vocab_size
+        hidden,
+        batch.responses[batch.response_mask],
+        roles.head,
+        temperature=temperature,
+        vocab_size=roles.vocab_size,
+        frozen_head=not (learn_entropy or roles.head_is_trained),
     )
 
 

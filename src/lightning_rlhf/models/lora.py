@@ -1,0 +1,103 @@
+"""LoRA layers that take fewer passes over the activations than PEFT's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from peft.tuners.lora import Linear as LoRALinear
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def quicken(model: nn.Module) -> None:
+    """Let every plain linear layer under LoRA compute as `QuickLinear`; it stays PEFT's else."""
+    for layer in model.modules():
+        if type(layer) is LoRALinear and type(layer.base_layer) is nn.Linear:
+            layer.__class__ = QuickLinear
+
+
+def is_plain_sum(layer: LoRALinear) -> bool:
+    """Whether the layer is W + sum of scale * B A: no DoRA or other variant, no bias in it."""
+    return not layer.merged and not any(
+        layer.use_dora.get(adapter) or layer.lora_bias.get(adapter) or adapter in layer.lora_variant
+        for adapter in layer.active_adapters
+    )
+
+
+class QuickLinear(LoRALinear):
+    """PEFT's linear layer, its active adapters added in place.
+
+        y = x W^T + b + sum_i scale_i (x A_i^T) B_i^T
+
+    But for rounding it is what PEFT computes; autograd of the formula makes a tensor as large as y
+    for every product, sum and scale of it. W is frozen, and W and adapters are in the dtype of the
+    computation, or rounded to it by autocast; everything else is computed by PEFT.
+    """
+
+    def forward(self, x: Float[Tensor, "*n i"], *args: Any, **kwargs: Any) -> Float[Tensor, "*n o"]:
+        base = self.base_layer
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        adapters = [a for a in self.active_adapters if a in self.lora_A]
+        pairs = [(self.lora_A[adapter].weight, self.lora_B[adapter].weight) for adapter in adapters]
+        if (
+            args
+            or kwargs
+            or self.disable_adapters
+            or base.weight.dtype != dtype
+            or base.weight.requires_grad
+            or not (autocast or all(a.dtype == dtype for a, _ in pairs))
+            or not is_plain_sum(self)
+            or any(self.training and isinstance(self.lora_dropout[a], nn.Dropout) for a in adapters)
+        ):
+            return super().forward(x, *args, **kwargs)
+        matrices = [matrix.to(dtype) for pair in pairs for matrix in pair]
+        scales = [self.scaling[adapter] for adapter in adapters]
+        return _Added.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)
+
+
+class _Added(torch.autograd.Function):
+    """x W^T + b + sum_i scale_i (x A_i^T) B_i^T, and the gradients of x, A_i and B_i."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Float[Tensor, "*n i"],
+        weight: Float[Tensor, "o i"],
+        bias: Float[Tensor, " o"] | None,
+        scales: Sequence[float],
+        *matrices: Tensor,
+    ) -> Float[Tensor, "*n o"]:
+        rows = x.reshape(-1, x.shape[-1])
+        y = F.linear(rows, weight, bias)
+        inner = []
+        for a, b, scale in zip(matrices[::2], matrices[1::2], scales, strict=True):
+            inner.append(rows @ a.T)
+            y.addmm_(inner[-1], b.T, alpha=scale)
+        ctx.scales, ctx.shape = scales, x.shape
+        ctx.save_for_backward(rows, weight, *matrices, *inner)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "*n o"]) -> tuple[Tensor | None, ...]:
+        count = len(ctx.scales)
+        rows, weight, *others = ctx.saved_tensors
+        matrices, inner = others[: 2 * count], others[2 * count :]
+        dy = dy.reshape(-1, dy.shape[-1])
+        wanted_x, _, _, _, *wanted = ctx.needs_input_grad
+        dx = dy @ weight if wanted_x else None
+        gradients: list[Tensor | None] = []
+        for i, scale in enumerate(ctx.scales):
+            a, b = matrices[2 * i : 2 * i + 2]
+            d_inner = (dy @ b).mul_(scale)
+            if dx is not None:
+                dx.addmm_(d_inner, a)
+            gradients.append(d_inner.T @ rows if wanted[2 * i] else None)
+            gradients.append((dy.T @ inner[i]).mul_(scale) if wanted[2 * i + 1] else None)
+        return None if dx is None else dx.view(ctx.shape), None, None, None, *gradients

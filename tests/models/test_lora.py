@@ -1,0 +1,188 @@
+"""Adapters added in place say and learn what PEFT's own forward says and learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoRALinear
+from torch import Tensor, nn
+
+from lightning_rlhf.models.lora import QuickLinear, _Added
+from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+
+from .test_folding import TOKENS, a_policy
+
+PEFT_FORWARD = LoRALinear.forward
+
+
+def outcome(roles: Roles) -> tuple[Tensor, dict[str, Tensor]]:
+    """Hidden states, and the gradients of a weighted sum of them."""
+    roles.zero_grad()
+    hidden = roles.hidden(TOKENS)
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    (hidden.float() * weights).sum().backward()
+    return hidden.detach(), {n: p.grad for n, p in roles.named_parameters() if p.grad is not None}
+
+
+def quick_and_plain(
+    roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> tuple[tuple[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
+    """The outcome of our forward, and of PEFT's in every layer."""
+    quick = outcome(roles)
+    quick = quick[0], {n: g.clone() for n, g in quick[1].items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(QuickLinear, "forward", PEFT_FORWARD)
+        plain = outcome(roles)
+    return quick, plain
+
+
+@pytest.fixture
+def peft_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[LoRALinear]:
+    """The layers that PEFT's own forward computed."""
+    asked: list[LoRALinear] = []
+
+    def spy(self: LoRALinear, *args: object, **kwargs: object) -> Tensor:
+        asked.append(self)
+        return PEFT_FORWARD(self, *args, **kwargs)
+
+    monkeypatch.setattr(LoRALinear, "forward", spy)
+    return asked
+
+
+def quick_layers(roles: Roles) -> list[QuickLinear]:
+    return [module for module in roles.modules() if isinstance(module, QuickLinear)]
+
+
+def test_the_formula_has_the_gradients_that_autograd_gives_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, learns: bool = True) -> Tensor:
+        found = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return found.requires_grad_(learns)
+
+    x, weight, bias = random(2, 3, 5), random(4, 5, learns=False), random(4, learns=False)
+    matrices = random(2, 5), random(4, 2), random(3, 5), random(4, 3)
+    scales = [2.0, 0.5]
+
+    def ours(x: Tensor, *matrices: Tensor) -> Tensor:
+        return _Added.apply(x, weight, bias, scales, *matrices)
+
+    a, b, c, d = matrices
+    expected = x @ weight.T + bias + 2 * x @ a.T @ b.T + 0.5 * x @ c.T @ d.T
+    torch.testing.assert_close(ours(x, *matrices), expected)
+    assert torch.autograd.gradcheck(ours, (x, *matrices))
+
+
+@pytest.mark.parametrize("role", [POLICY, "sft"])
+def test_hidden_states_and_gradients_are_those_of_peft(
+    role: str, monkeypatch: pytest.MonkeyPatch, peft_is_asked: list[LoRALinear]
+) -> None:
+    """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
+    roles = a_policy()
+    roles._stack("sft", trainable=role == "sft")
+    roles.play(role)
+    before = len(peft_is_asked)
+    (hidden, gradients), (plain, plain_gradients) = quick_and_plain(roles, monkeypatch)
+    assert len(peft_is_asked) == before
+    torch.testing.assert_close(hidden, plain, atol=1e-5, rtol=0)
+    assert gradients.keys() == plain_gradients.keys()
+    assert all(f".{role}." in name for name in gradients)
+    scale = max(float(g.abs().max()) for g in plain_gradients.values())
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(
+            gradient, plain_gradients[name], rtol=0, atol=1e-5 * scale, msg=name
+        )
+
+
+def test_under_autocast_they_are_as_near_to_the_truth_as_those_of_peft(
+    monkeypatch: pytest.MonkeyPatch, peft_is_asked: list[LoRALinear]
+) -> None:
+    """The truth: the same weights and adapters, computed in fp32."""
+    roles, exact = a_policy(torch.bfloat16), a_policy(torch.bfloat16).float()
+    for model in (roles, exact):
+        model.play(POLICY)
+    truth, true_gradients = outcome(exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = quick_and_plain(roles, monkeypatch)
+    assert not peft_is_asked
+    off, gradients_off = [], []
+    for hidden, gradients in found:
+        assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+        off.append(float((hidden - truth).norm() / truth.norm()))
+        difference = torch.cat([(gradients[n] - g).flatten() for n, g in true_gradients.items()])
+        whole = torch.cat([g.flatten() for g in true_gradients.values()])
+        gradients_off.append(float(difference.norm() / whole.norm()))
+    assert off[0] < 1.5 * off[1] < 0.1
+    assert gradients_off[0] < 1.5 * gradients_off[1] < 0.1
+
+
+def test_a_whole_model_in_fp32_under_autocast_is_left_to_peft(
+    peft_is_asked: list[LoRALinear],
+) -> None:
+    roles = a_policy()
+    roles.play(POLICY)
+    with torch.autocast("cpu", torch.bfloat16):
+        roles.hidden(TOKENS)
+    assert len(peft_is_asked) == len(quick_layers(roles)) > 0
+
+
+def merge(roles: Roles) -> None:
+    roles.model.merge_adapter(["sft", POLICY])
+
+
+def train_the_base(roles: Roles) -> None:
+    for layer in quick_layers(roles):
+        layer.base_layer.weight.requires_grad_(True)
+
+
+def dropout(roles: Roles) -> None:
+    roles.train()
+    for layer in quick_layers(roles):
+        layer.lora_dropout[POLICY] = nn.Dropout(0.5)
+
+
+def test_adapters_of_more_digits_than_the_weights_are_left_to_peft(
+    peft_is_asked: list[LoRALinear],
+) -> None:
+    """Where no autocast rounds them, PEFT adds them in fp32."""
+    roles = a_policy(torch.bfloat16)
+    roles.play(POLICY)
+    roles.hidden(TOKENS)
+    assert len(peft_is_asked) == len(quick_layers(roles)) > 0
+
+
+@pytest.mark.parametrize("change", [merge, train_the_base, dropout])
+def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
+    change: Callable[[Roles], None], peft_is_asked: list[LoRALinear]
+) -> None:
+    roles = a_policy()
+    roles.play(POLICY)
+    change(roles)
+    roles.hidden(TOKENS)
+    assert len(peft_is_asked) == len(quick_layers(roles)) > 0
+
+
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
+def test_variants_are_left_to_peft(
+    option: dict[str, bool], peft_is_asked: list[LoRALinear]
+) -> None:
+    roles = a_policy()
+    roles.model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], **option))
+    roles._stacks["other"] = ("other",)
+    roles.play("other")
+    roles.hidden(TOKENS)
+    assert len(peft_is_asked) == 2  # q_proj of two layers
+
+
+def test_a_role_without_adapters_speaks_as_the_base(peft_is_asked: list[LoRALinear]) -> None:
+    roles = a_policy()
+    with torch.no_grad(), roles.acting("base"):
+        hidden = roles.hidden(TOKENS)
+    with torch.no_grad(), roles.model.disable_adapter():
+        assert torch.equal(hidden, roles.hidden(TOKENS))
+    with torch.no_grad(), roles.acting(REFERENCE):
+        assert not torch.equal(hidden, roles.hidden(TOKENS))
