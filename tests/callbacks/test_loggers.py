@@ -61,6 +61,18 @@ def test_a_value_that_is_not_allowed_is_named(change: dict[str, str], message: s
         logger_config({**options("wandb"), **change})
 
 
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_online_without_a_key_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    if by_variable:
+        monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ConfigError, match=r"W&B is to be online .*hold no key.*wandb login"):
+        logger_config(options("wandb") | ({} if by_variable else {"mode": "online"}))
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    logger_config(options("wandb") | {"mode": "online"})
+
+
 @pytest.mark.parametrize("change", [{"projekt": "x"}, {"kind": "csv"}])
 def test_keys_that_nothing_reads_are_refused(change: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="logger has the keys"):

@@ -118,13 +118,29 @@ def test_a_stop_is_seen_in_the_exit_status(
     assert "Sweep" not in outcome.out
 
 
+@pytest.mark.parametrize(
+    ("command", "has_checkpoint", "said"),
+    [
+        ("stage=sft", True, "resume=true goes on from the last checkpoint"),
+        ("stage=sft", False, "before the first checkpoint (sft.checkpoint_every="),
+        ("recipe=quickstart", False, "the same command goes on with it"),
+    ],
+)
 def test_ctrl_c_says_in_one_line_how_to_go_on(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    workplace: Workplace,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    has_checkpoint: bool,
+    said: str,
 ) -> None:
     def execute(*args: Any) -> None:
+        if has_checkpoint:
+            checkpoint = workplace.stage("sft") / "checkpoints" / "last.ckpt"
+            checkpoint.parent.mkdir(parents=True)
+            checkpoint.touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
-    outcome = workplace.mini("stage=sft")
+    outcome = workplace.mini(command)
     assert len(outcome.out.splitlines()) == 1
-    assert "resume=true" in outcome.out
+    assert said in outcome.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,26 @@ def test_an_adapter_whose_configuration_is_damaged(finished: Workplace, text: st
     shutil.copytree(final(finished, "sft", "lora"), broken)
     (broken / "adapter_config.json").write_text(text)
     assert str(broken) in finished.mini("stage=rm", "run=n", f"policy.checkpoint={broken}").error
+
+
+def test_a_whole_reward_model_of_another_sft_model_is_said_to_be_one(finished: Workplace) -> None:
+    """It is not refused: any model may judge. But 0 is not what this SFT model gets."""
+    command = ["stage=ppo", "ppo.iterations=1"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*another SFT model")
+        finished.mini("stage=rm", "rm.finetune=full", "overwrite=true").succeeded  # noqa: B018
+        finished.mini(*command, "job=same").succeeded  # noqa: B018
+    finished.mini("stage=sft", "overwrite=true", "seed=5").succeeded  # noqa: B018
+    with pytest.warns(UserWarning, match="was trained from another SFT model"):
+        finished.mini(*command, "job=other").succeeded  # noqa: B018
+
+
+def test_an_adapter_on_random_weights_says_who_can_load_it(finished: Workplace) -> None:
+    """Those of model.from_config are nowhere but in its seed."""
+    lora = finished.mini("stage=sft", "run=random_lora", "sft.finetune=lora").succeeded
+    assert "other programs cannot" in lora.out
+    whole = finished.mini("stage=sft", "run=random_whole", "sft.finetune=full").succeeded
+    assert "other programs cannot" not in whole.out
 
 
 # Handed to everybody.

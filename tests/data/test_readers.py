@@ -181,6 +181,14 @@ def test_rows_of_a_prompt_alone_are_all_kept(jsonl: Jsonl) -> None:
     assert not read.left_out
 
 
+def test_broken_json_is_shown_by_its_column(jsonl: Jsonl, tmp_path: Path) -> None:
+    """The line ends where its value should stand, in column 28; not on a line of its own."""
+    file = tmp_path / "cut.jsonl"
+    file.write_bytes(b'{"prompt": "A", "response": "B"}\r\n{"prompt": "A", "response":\r\n')
+    with pytest.raises(DataError, match=r"line 2: broken JSON \(Expecting value, column 28\)"):
+        read_demonstrations(str(file), "stop")
+
+
 def line(row: Any) -> bytes:
     return json.dumps(row).encode()
 

@@ -46,6 +46,13 @@ def test_a_quarter_of_the_prompts_is_held_out_with_all_their_rows(
     assert sorted(responses) == sorted(f"r{i}" for i in range(40))
 
 
+def test_rows_left_out_are_counted_once(make_config: MakeConfig, jsonl: Jsonl) -> None:
+    file = jsonl({"prompt": "no response"}, *({"prompt": p, "response": "r"} for p in "abcd"))
+    config = make_config(demonstrations=Split(train=file, val=None), on_bad_row="skip")
+    split = load_demonstrations(config, seed=0)
+    assert (split.train.left_out.total(), split.val.left_out.total()) == (1, 0)
+
+
 def test_the_seed_decides_who_is_held_out(make_config: MakeConfig, forty: str) -> None:
     config = make_config(demonstrations=Split(train=forty, val=None))
     held_out = [load_demonstrations(config, seed).val.rows for seed in (0, 0, 1)]

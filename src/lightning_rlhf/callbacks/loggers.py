@@ -49,6 +49,12 @@ class WandbConfig(LoggerConfig):
     def __post_init__(self) -> None:
         if self.mode not in get_args(WandbMode):
             raise ConfigError(f"logger.mode is {self.mode!r}; allowed: {_listed(WandbMode)}")
+        has_key = _wandb_key_present() or os.getenv("WANDB_IDENTITY_TOKEN_FILE")
+        if wandb_mode(self.mode) == "online" and not has_key:
+            raise ConfigError(
+                "W&B is to be online (logger.mode, or the variable WANDB_MODE), but WANDB_API_KEY "
+                "and netrc hold no key; run `wandb login`, or give logger.mode=offline"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from rich import get_console
@@ -39,6 +40,12 @@ def say_lengths(what: str, rows: Rows[Any], tokenised: Tokenised[Any]) -> None:
     notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
     notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
     say(", ".join([f"{len(tokenised.examples)} {what}", *notes]))
+
+
+def say_evaluation(metrics: Mapping[str, float]) -> None:
+    """What the held-out rows gave at the end."""
+    numbers = (f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+    say(f"held out: {', '.join(numbers)}")
 
 
 def quiet_libraries() -> None:

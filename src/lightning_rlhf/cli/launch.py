@@ -24,8 +24,10 @@ from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.checkpoint import (
+    FROM_CONFIG,
     Final,
     Manifest,
+    stands_on_random_weights,
     tokenizer_hash,
     versions,
     write_final,
@@ -137,15 +139,16 @@ def hand_over(
     *,
     head: str | None,
     reward: tuple[float, float] | None = None,
+    below: torch.Tensor | None = None,
 ) -> Path:
-    """Write `final/`."""
+    """Write `final/`; `below` as `write_final` wants it."""
     settings = ready.settings
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
     base = settings.model.name_or_path
     manifest = Manifest(
         stage=settings.stage,
-        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or "from_config",
+        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
         base_seed=inherited.base_seed if inherited else settings.seed,
         parents={name: str(final.path.resolve()) for name, final in ready.parents.items()},
         tokenizer_hash=tokenizer_hash(ready.tokenizer),
@@ -161,6 +164,11 @@ def hand_over(
         generation.eos_token_id = list(ready.chat.end_token_ids)
         generation.pad_token_id = ready.chat.pad_token_id
     folder = ready.folder / FINAL
-    write_final(folder, roles, role, ready.tokenizer, manifest, head)
+    write_final(folder, roles, role, ready.tokenizer, manifest, head, below)
+    if stands_on_random_weights(folder):
+        say(
+            f"{folder} is an adapter on random weights (model.from_config): the stages here make "
+            "them again, other programs cannot; sft.finetune=full writes whole weights"
+        )
     say(f"{settings.stage} finished: {folder}")
     return folder

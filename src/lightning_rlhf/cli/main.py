@@ -55,7 +55,7 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         execute(cfg, in_sweep)
     except (KeyboardInterrupt, SIGTERMException) as stop:
-        print("stopped; resume=true, or the same recipe or sweep, goes on from the last checkpoint")
+        print(f"stopped; {way_on(cfg, in_sweep)}")
         is_sigterm = isinstance(stop, SIGTERMException)
         sys.exit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT))
     except RLHFError as error:
@@ -73,6 +73,20 @@ def compose(cfg: DictConfig) -> str | None:
         traceback.print_exc()
         return sweep.mark_failed(cfg, f"{type(error).__name__}: {error}")
     return None
+
+
+def way_on(cfg: DictConfig, in_sweep: bool) -> str:
+    """How to go on with what was stopped."""
+    from lightning_rlhf.cli.folders import LAST, folder_of
+    from lightning_rlhf.cli.settings import read_settings
+
+    if in_sweep or cfg.recipe is not None:
+        return "the same command goes on with it"
+    settings = read_settings(cfg)
+    if (folder_of(settings) / LAST).is_file():
+        return "resume=true goes on from the last checkpoint"
+    every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
+    return f"nothing is left to go on from, before the first checkpoint ({every})"
 
 
 def execute(cfg: DictConfig, in_sweep: bool) -> None:

@@ -15,7 +15,7 @@ from rich import get_console
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.samples import Samples
-from lightning_rlhf.cli.console import quiet_libraries, say, say_lengths
+from lightning_rlhf.cli.console import quiet_libraries, say, say_evaluation, say_lengths
 from lightning_rlhf.cli.folders import BASE, find_parents, resume_point
 from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_over, make_ready
 from lightning_rlhf.cli.memory import keep_large_blocks
@@ -44,12 +44,13 @@ from lightning_rlhf.models.handover import (
     add_critic,
     add_policy,
     attach_reward,
+    check_positions,
     check_vocabulary,
     random_reward,
     start_from,
 )
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
@@ -104,6 +105,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
         roles.assign(SFT)
     data = supervised_data(ready, config, train, val, collate_demonstrations)
     metrics = fit(ready, SFTModule(roles, config), data, [SFTMetrics()])
+    say_evaluation(metrics)
     return hand_over(ready, roles, SFT, metrics, head=None)
 
 
@@ -123,6 +125,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     )  # fmt: skip
     check_vocabulary(roles, ready.tokenizer)
     roles.to(ready.device)
+    below = roles.probe(REFERENCE)
     samples = sample_reference(
         roles,
         calibration_prompts(ready, [e.prompt for e in train.examples], config),
@@ -139,9 +142,10 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         roles.assign(REWARD)
     data = supervised_data(ready, config, train, val, collate_preferences)
     metrics = fit(ready, RewardModule(roles, config), data, [RewardMetrics()])
+    say_evaluation(metrics)
     mean, std = reward_moments(roles.to(ready.device), samples)
     say(f"reward on {config.calibration_samples} SFT samples: mean {mean:.3f}, std {std:.3f}")
-    return hand_over(ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std))
+    return hand_over(ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below)
 
 
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
@@ -157,6 +161,11 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
 
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
+    check_positions(
+        roles, longest + config.max_response_tokens,
+        "the longest prompt with a response of ppo.max_response_tokens",
+    )  # fmt: skip
     reward = build_reward(ready, roles, config)
     add_policy(roles, settings.model)
     critic = build_critic(ready, roles, config) if config.has_critic else None

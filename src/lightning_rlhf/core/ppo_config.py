@@ -108,7 +108,7 @@ class PPOConfig(StageConfig):
         ):
             require_number(f"ppo.{key}", getattr(self, key), at_least=1, whole=True)
         require_number("ppo.critic_warmup", self.critic_warmup, at_least=0, whole=True)
-        for key in ("temperature", "clip_range", "kl_target", "kl_horizon", "value_lr_factor"):
+        for key in ("temperature", "kl_target", "kl_horizon", "value_lr_factor"):
             require_number(f"ppo.{key}", getattr(self, key), above=0)
         for key in ("kl_coef", "kl_coef_end", "vf_coef", "ent_coef", "length_penalty",
                     "missing_eos_penalty"):  # fmt: skip
@@ -121,7 +121,7 @@ class PPOConfig(StageConfig):
         for key in ("dual_clip", "max_ratio"):
             if getattr(self, key) is not None:
                 require_number(f"ppo.{key}", getattr(self, key), above=1)
-        require_number("ppo.clip_range", self.clip_range, below=1)
+        require_number("ppo.clip_range", self.clip_range, above=0, below=1)
         require_flag("ppo.whiten_rewards", self.whiten_rewards)
         for key, choices in (
             ("rollout", RolloutKind),

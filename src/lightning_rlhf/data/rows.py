@@ -77,7 +77,7 @@ def decode_row(raw: bytes | Row) -> Row:
     if not isinstance(raw, bytes):
         return raw
     try:
-        row = json.loads(raw.decode("utf-8"))
+        row = json.loads(raw.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise BadRow("not UTF-8", f"at byte {error.start + 1} of the line") from error
     except json.JSONDecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -93,5 +94,9 @@ def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:
     held_out = set(random.Random(seed).sample(prompts, count))
     return TrainVal(
         train=replace(rows, rows=tuple(r for r in rows.rows if r.prompt not in held_out)),
-        val=replace(rows, rows=tuple(r for r in rows.rows if r.prompt in held_out)),
+        val=Rows(
+            source=rows.source,
+            rows=tuple(r for r in rows.rows if r.prompt in held_out),
+            left_out=Counter(),  # counted with the others
+        ),
     )

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from jaxtyping import Float
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError
@@ -33,6 +35,8 @@ from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles, rounding, same_logits
 
 MANIFEST = "manifest.json"
+FROM_CONFIG = "from_config"
+"""Base of what was trained from random weights."""
 ADAPTER = "adapter_config.json"
 PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
 
@@ -137,15 +141,17 @@ def write_final(
     tokenizer: PreTrainedTokenizerBase,
     manifest: Manifest,
     head: str | None,
+    below: Float[Tensor, " V"] | None = None,
 ) -> None:
     """Write `role` of `roles`, beside the target and then renamed, so it is whole or absent.
 
     head: the name of the scalar head to save with it.
+    below: fingerprint of what it was trained from, where training has changed that.
     """
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    below = BASE if manifest.stage == "sft" else REFERENCE
+    stands_on = BASE if manifest.stage == "sft" else REFERENCE
     if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
         with roles.exported(role) as name:
             is_whole = name != role
@@ -154,7 +160,7 @@ def write_final(
             )
             save_file(_on_cpu(state), beside / "adapter_model.safetensors")
             inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
-        below = BASE if is_whole else below
+        stands_on = BASE if is_whole else stands_on
         inference.base_model_name_or_path = _base_of(manifest, is_whole)
         inference.save_pretrained(str(beside))
     else:
@@ -162,11 +168,18 @@ def write_final(
     tokenizer.save_pretrained(beside)
     if head is not None:
         save_file(_on_cpu(roles.heads[head].state_dict()), beside / f"{head}_head.safetensors")
-    fingerprints = {"self": roles.probe(role), "below": roles.probe(below)}
+    below = roles.probe(stands_on) if below is None else below
+    fingerprints = {"self": roles.probe(role), "below": below}
     save_file(fingerprints, beside / "fingerprint.safetensors")
     (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(beside, folder)
+
+
+def stands_on_random_weights(folder: Path) -> bool:
+    """Whether an adapter's base is nowhere but in a configuration and a seed."""
+    file = folder / "adapter_config.json"
+    return file.is_file() and json.loads(file.read_text())["base_model_name_or_path"] == FROM_CONFIG
 
 
 def _base_of(manifest: Manifest, is_whole: bool) -> str:
@@ -223,16 +236,21 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
-    """Raise CheckpointError unless `role` gives the logits that `final` was written with."""
+def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
+    """Whether `role` gives the logits that `final` was written with, where it says which."""
     expected = fingerprint(final, of)
     if expected is None:
-        return
+        return True
     found = roles.probe(role)
     # A quantised model may stand for a checkpoint of full precision; another one is further away.
     quantised = getattr(roles.causal_lm, "is_quantized", False)
     tolerance = 0.5 if quantised else rounding(roles.causal_lm)
-    if found.shape != expected.shape or not same_logits(found, expected, tolerance):
+    return found.shape == expected.shape and same_logits(found, expected, tolerance)
+
+
+def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
+    """Raise CheckpointError unless `role` gives the logits that `final` was written with."""
+    if not has_fingerprint(roles, role, final, of):
         raise CheckpointError(
             f"{final.path} does not fit: the {role} model here gives other logits than "
             f"{'it gave' if of == 'self' else 'the model that it was trained on gave'}. Train it "

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.ppo_config import CriticKind
-from lightning_rlhf.models.checkpoint import Final, check_fingerprint, load_head
+from lightning_rlhf.models.checkpoint import Final, check_fingerprint, has_fingerprint, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.loading import load_causal_lm, naming
@@ -80,6 +80,12 @@ def attach_reward(roles: Roles, final: Final, config: ModelConfig, tokenizer_has
         roles.load_adapter(REWARD, final.path, trainable=False)
         owner = roles
     else:
+        if not has_fingerprint(roles, REFERENCE, final, "below"):
+            warnings.warn(
+                f"{final.path} was trained from another SFT model, whose samples got rewards of "
+                "mean 0; those of this one may get others",
+                stacklevel=2,
+            )
         owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0))
         head = load_head(final, REWARD, owner.hidden_size)
         owner.assign(REWARD)
@@ -92,6 +98,16 @@ def random_reward(roles: Roles, generator: torch.Generator) -> None:
     """A random head on the reference, to debug the loop."""
     roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, generator).requires_grad_(False)
     roles.assign(REWARD)
+
+
+def check_positions(roles: Roles, longest: int, what: str) -> None:
+    """Raise ConfigError where `longest` tokens are more than the model has positions for."""
+    limit = getattr(roles.causal_lm.config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"{what} may have {longest} tokens, but the model has positions for {limit} "
+            "(max_position_embeddings)"
+        )
 
 
 def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:

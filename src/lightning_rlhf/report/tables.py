@@ -93,12 +93,19 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
     """One line a job, with every metric that some job has. What all jobs share is in the title."""
     first = rows[0].overrides if len(rows) > 1 else ()
     shared = [o for o in first if all(o in row.overrides for row in rows)]
-    table = Table(title=Text(" ".join(["Sweep", *shared])), title_justify="left")
+    table = Table(
+        title=Text(" ".join(["Sweep", *shared])),
+        title_justify="left",
+        caption="eval/ metrics of the last evaluation",
+        caption_justify="left",
+    )
     table.add_column("overrides", overflow="fold")
     table.add_column("status")
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     for name in names:
-        table.add_column(name.removeprefix("eval/").removeprefix("judge/"), justify="right")
+        table.add_column(
+            name.removeprefix("eval/").removeprefix("judge/"), justify="right", overflow="fold"
+        )
     for row in rows:
         own = " ".join(override for override in row.overrides if override not in shared)
         numbers = [f"{row.metrics[n]:.3f}" if n in row.metrics else ABSENT for n in names]
@@ -108,9 +115,9 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
 
 def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) -> list[str]:
     if name not in before:
-        return [ABSENT, f"{after[name]:.2f}", ABSENT]
+        return [ABSENT, f"{after[name]:z.2f}", ABSENT]
     change = after[name] - before[name]
-    return [f"{before[name]:.2f}", f"{after[name]:.2f}", f"{change:+.2f}"]
+    return [f"{before[name]:z.2f}", f"{after[name]:z.2f}", f"{change:+z.2f}"]
 
 
 def _read(path: Path) -> list[Sample]:
