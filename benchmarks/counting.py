@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 PRODUCTS = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.addmm_.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
 """Matrix products, and which of their arguments is the first factor."""
@@ -79,6 +81,15 @@ class Products(TorchDispatchMode):
             product = torch.mm if a.ndim == 2 else torch.bmm
             self.counts[product, factor(a), factor(b), a.dtype] += 1
         return func(*args, **(kwargs or {}))
+
+
+def flop_counter() -> FlopCounterMode:
+    """Torch's counter of floating-point operations, and products added in place with it."""
+
+    def added(_: Any, a: tuple[int, int], b: tuple[int, int], **kwargs: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added})
 
 
 def factor(x: Tensor) -> Factor:

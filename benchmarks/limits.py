@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from common import markdown_table
-from counting import Products
+from counting import Products, flop_counter
 from lightning_rlhf.core.types import Experience, Prompts
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -74,7 +73,7 @@ def update_flops(module: PPOModule, experience: Experience) -> int:
     """Forward and backward of every row by itself."""
     total = 0
     for row in experience.split(1):
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with flop_counter() as counter, sdpa_kernel(SDPBackend.MATH):
             hidden = response_hidden(module.roles, row)
             logprobs, _ = response_logprobs(module.roles, hidden, row, 1.0)
             logprobs.sum().backward()
@@ -89,7 +88,7 @@ def rollout_flops(module: PPOModule, experience: Experience) -> int:
     for row in experience.split(1):
         with (
             module.roles.folded(),
-            FlopCounterMode(display=False) as counter,
+            flop_counter() as counter,
             sdpa_kernel(SDPBackend.MATH),
         ):
             response_logprobs(module.roles, response_hidden(module.roles, row), row, 1.0)

@@ -135,8 +135,8 @@ def summary(result: dict[str, Any], side: str, fact: str) -> tuple[float, float,
 def table(results: dict[str, Any]) -> str:
     header = ["workload", "model", "response tokens, ours / TRL", "s an iteration, ours",
               "s an iteration, TRL", "s an iteration, TRL with kept memory",
-              "of it garbage collection", "TRL / ours", "TRL with kept memory / ours",
-              "MB above idle, ours / TRL", "ours / TRL"]  # fmt: skip
+              "TRL's garbage collection, s", "TRL / ours", "TRL with kept memory / ours",
+              "MB above idle, ours / TRL", "memory, ours / TRL"]  # fmt: skip
     rows = []
     for name, result in results.items():
         seconds = {side: summary(result, side, "seconds") for side in SIDES}

@@ -12,12 +12,15 @@ from __future__ import annotations
 import itertools
 import statistics
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
 from common import markdown_table
 from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.modules.ppo import PPOModule
 from machine import in_turn, middle, options, write
 from workloads import WORKLOADS, Workload, build_module, parameters, prompts_of
@@ -37,7 +40,9 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
         tokens["ours"].append(int(rollout.response_mask.sum()))
 
     def peer() -> None:
-        tokens["peer"].append(peer_tokens(module, prompts, workload, next(seeds)))
+        with patch.object(QuickLinear, "forward", LoRALinear.forward):
+            count = peer_tokens(module, prompts, workload, next(seeds))
+        tokens["peer"].append(count)
 
     def merged() -> None:
         with module.roles.folded():

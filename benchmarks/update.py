@@ -75,10 +75,10 @@ def by_autograd(
     return plain(roles.head(hidden) / temperature, batch.responses[batch.response_mask])
 
 
-def with_entropy(
+def keeping_logits(
     roles: Roles, hidden: Tensor, batch: Experience, temperature: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """As where ppo.ent_coef is above 0: logits are kept, or computed again."""
+    """The way that can give the entropy a gradient too, as for ppo.ent_coef above 0."""
     return response_logprobs(roles, hidden, batch, temperature, learn_entropy=True)
 
 
@@ -116,8 +116,8 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
         "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
         "no chunks": lambda: patch.object(logprobs, "_frozen_rows", lambda *_: 10**9),
-        "a gradient for the entropy too": lambda: patch.object(
-            ppo, "response_logprobs", with_entropy
+        "logits kept, or computed again": lambda: patch.object(
+            ppo, "response_logprobs", keeping_logits
         ),
         "log_softmax by autograd": lambda: patch.object(ppo, "response_logprobs", by_autograd),
         "logits at every position, padded": every_position,

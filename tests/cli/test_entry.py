@@ -119,28 +119,37 @@ def test_a_stop_is_seen_in_the_exit_status(
 
 
 @pytest.mark.parametrize(
-    ("command", "has_checkpoint", "said"),
+    ("command", "left", "said"),
     [
-        ("stage=sft", True, "resume=true goes on from the last checkpoint"),
-        ("stage=sft", False, "before the first checkpoint (sft.checkpoint_every="),
-        ("recipe=quickstart", False, "the same command goes on with it"),
+        (["stage=sft"], ["config.json", "checkpoints/last.ckpt"],
+         "stopped; resume=true goes on from the last checkpoint"),
+        (["stage=sft"], ["config.json"],
+         "stopped; it has no checkpoint yet (sft.checkpoint_every="),
+        (["stage=sft"], [], "stopped"),
+        (["stage=sft", "overwrite=true"], ["config.json", "final/model", "checkpoints/last.ckpt"],
+         "stopped"),
+        (["stage=sft", "sft.lr=-1"], [], "stopped"),
+        (["recipe=quickstart"], [], "stopped; the same command goes on"),
+        (["recipe=quickstart", "overwrite=true"], [],
+         "stopped; the same command, without overwrite=true, goes on"),
     ],
-)
+)  # fmt: skip
 def test_ctrl_c_says_in_one_line_how_to_go_on(
     workplace: Workplace,
     monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    has_checkpoint: bool,
+    command: list[str],
+    left: list[str],
     said: str,
 ) -> None:
     def execute(*args: Any) -> None:
-        if has_checkpoint:
-            checkpoint = workplace.stage("sft") / "checkpoints" / "last.ckpt"
-            checkpoint.parent.mkdir(parents=True)
-            checkpoint.touch()
+        for name in left:
+            file = workplace.stage("sft") / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
-    outcome = workplace.mini(command)
+    outcome = workplace.mini(*command)
     assert len(outcome.out.splitlines()) == 1
-    assert said in outcome.out
+    assert outcome.out.strip() == said if said == "stopped" else outcome.out.startswith(said)
+    assert outcome.err == ""

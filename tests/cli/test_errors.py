@@ -237,12 +237,6 @@ class TestCheckpointsThatDoNotFit:
         assert "model.lora.target_modules" in error
         assert "c_attn" in error
 
-    def test_responses_longer_than_the_model_has_positions(self, finished: Workplace) -> None:
-        error = self.refused(finished, "stage=ppo", "reward=random", "ppo.max_response_tokens=5000",
-                             f"policy.checkpoint={finished.stage('sft') / 'final'}")  # fmt: skip
-        assert "ppo.max_response_tokens" in error
-        assert "max_position_embeddings" in error
-
     def test_an_adapter_on_the_output_layer(self, finished: Workplace) -> None:
         """Log-probabilities are read off the layer itself, from hidden states."""
         error = self.refused(finished, "stage=ppo", "model.lora.target_modules=[q_proj,lm_head]",

@@ -331,3 +331,21 @@ class TestFrozenHead:
             found.append((logprobs, entropy, hidden.grad))
         for plain, cast in zip(*found, strict=True):
             assert torch.equal(plain, cast)
+
+    def test_without_gradients_none_is_computed(self) -> None:
+        """Even of hidden states that require one; the logits stand in no graph."""
+        hidden, seen = torch.randn(3, 4).requires_grad_(), []
+
+        def head(h: Tensor) -> Tensor:
+            logits = h * 2
+            seen.append(logits.requires_grad)
+            return logits
+
+        for h, context in ((hidden, torch.no_grad()), (hidden.detach(), torch.enable_grad())):
+            with context:
+                logprobs, _ = token_logprobs(
+                    h, torch.tensor([0, 1, 2]), head, temperature=1.0, vocab_size=4,
+                    frozen_head=True,
+                )  # fmt: skip
+            assert not logprobs.requires_grad
+        assert seen == [False, False]

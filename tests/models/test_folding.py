@@ -139,8 +139,10 @@ def test_no_other_role_is_played_from_folded_weights() -> None:
     with roles.folded():
         with pytest.raises(RuntimeError, match="reference cannot be played while policy is folded"):
             roles.play(REFERENCE)
-        with roles.acting(POLICY):
+        with roles.folded(), roles.acting(POLICY):
             assert lora_layers(roles) == 0
+        with pytest.raises(RuntimeError, match="reference cannot be played"):
+            roles.play(REFERENCE)
     with roles.acting(REFERENCE):
         assert lora_layers(roles) > 0
 

@@ -139,6 +139,11 @@ def train_the_base(roles: Roles) -> None:
         layer.base_layer.weight.requires_grad_(True)
 
 
+def train_the_bias(roles: Roles) -> None:
+    for layer in quick_layers(roles):
+        layer.base_layer.bias = nn.Parameter(torch.zeros(layer.out_features))
+
+
 def dropout(roles: Roles) -> None:
     roles.train()
     for layer in quick_layers(roles):
@@ -155,7 +160,7 @@ def test_adapters_of_more_digits_than_the_weights_are_left_to_peft(
     assert len(peft_is_asked) == len(quick_layers(roles)) > 0
 
 
-@pytest.mark.parametrize("change", [merge, train_the_base, dropout])
+@pytest.mark.parametrize("change", [merge, train_the_base, train_the_bias, dropout])
 def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
     change: Callable[[Roles], None], peft_is_asked: list[LoRALinear]
 ) -> None:
@@ -164,6 +169,30 @@ def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
     change(roles)
     roles.hidden(TOKENS)
     assert len(peft_is_asked) == len(quick_layers(roles)) > 0
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (0, 5, 16), (2, 0, 16)])
+def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
+    """As an expert to which no token is sent."""
+    roles = a_policy()
+    roles.play(POLICY)
+    layer = quick_layers(roles)[0]
+    x = torch.zeros(shape, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (*shape[:-1], layer.out_features)
+    y.sum().backward()
+    assert x.grad.shape == shape
+
+
+def test_another_programs_arguments_are_left_to_peft(peft_is_asked: list[LoRALinear]) -> None:
+    """Different adapters for the rows of one batch."""
+    roles = a_policy()
+    roles.play(POLICY)
+    layer = quick_layers(roles)[0]
+    rows = torch.randn(2, 16)
+    mixed = layer(rows, adapter_names=["sft", "__base__"])
+    assert peft_is_asked == [layer]
+    torch.testing.assert_close(mixed[1], layer.base_layer(rows[1]))
 
 
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.handover import (
     add_critic,
     add_policy,
     attach_reward,
+    check_positions,
     random_reward,
     start_from,
 )
@@ -371,3 +372,15 @@ def test_a_role_without_an_adapter_plays_the_reference(
         "heads.reward.linear.bias",
         "heads.reward.linear.weight",
     ]
+
+
+@pytest.mark.parametrize(("model_type", "refused"), [("gpt2", True), ("qwen3", False)])
+def test_more_tokens_than_the_model_has_positions(
+    make_model: Callable[..., PreTrainedModel], model_type: str, refused: bool
+) -> None:
+    """A table of positions ends; computed ones go on, though nothing was trained there."""
+    roles = Roles(make_model(model_type))
+    check_positions(roles, 128, "a prompt")
+    said = r"a prompt has 129 tokens.*positions for 128"
+    with pytest.raises(ConfigError, match=said) if refused else pytest.warns(match=said):
+        check_positions(roles, 129, "a prompt")

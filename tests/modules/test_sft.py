@@ -18,6 +18,7 @@ from .conftest import (
     changed,
     close,
     fit,
+    grads,
     language_model,
     parameters,
     same_direction,
@@ -137,6 +138,26 @@ def test_full_fine_tuning_moves_every_weight() -> None:
     before = parameters(module)
     fit(module, [demonstrations()])
     assert changed(before, parameters(module)) == before.keys()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_fine_tuning_has_the_gradient_of_cross_entropy(tied: bool) -> None:
+    """In the output layer too, where that is a matrix of its own or the embedding."""
+    found, expected = ({}, {})
+    for gradients in (found, expected):
+        model = language_model("qwen3").requires_grad_(True)
+        if not tied:
+            head = model.get_output_embeddings()
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        roles = Roles(model)
+        roles.assign(SFT)
+        module = SFTModule(roles, sft_config(finetune="full"))
+        batch = demonstrations()
+        nll = module.nll_sum(batch) if gradients is found else slow_nll(roles, batch)
+        nll.float().backward()
+        gradients |= grads(module)
+    assert ("roles.model.lm_head.weight" in found) == (not tied)
+    same_direction(found, expected)
 
 
 def test_it_learns_the_demonstrations() -> None:

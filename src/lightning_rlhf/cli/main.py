@@ -55,7 +55,7 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         execute(cfg, in_sweep)
     except (KeyboardInterrupt, SIGTERMException) as stop:
-        print(f"stopped; {way_on(cfg, in_sweep)}")
+        print("; ".join(["stopped", *way_on(cfg, in_sweep)]))
         is_sigterm = isinstance(stop, SIGTERMException)
         sys.exit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT))
     except RLHFError as error:
@@ -75,18 +75,24 @@ def compose(cfg: DictConfig) -> str | None:
     return None
 
 
-def way_on(cfg: DictConfig, in_sweep: bool) -> str:
-    """How to go on with what was stopped."""
-    from lightning_rlhf.cli.folders import LAST, folder_of
+def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
+    """How to go on with what was stopped; nothing where the command had not come that far."""
+    from lightning_rlhf.cli.folders import FINAL, LAST, folder_of, is_used
     from lightning_rlhf.cli.settings import read_settings
 
     if in_sweep or cfg.recipe is not None:
-        return "the same command goes on with it"
-    settings = read_settings(cfg)
-    if (folder_of(settings) / LAST).is_file():
-        return "resume=true goes on from the last checkpoint"
+        return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
+    try:
+        settings = read_settings(cfg)
+    except RLHFError:
+        return []
+    folder = folder_of(settings)
+    if not is_used(folder) or (folder / FINAL).is_dir():
+        return []
+    if (folder / LAST).is_file():
+        return ["resume=true goes on from the last checkpoint"]
     every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
-    return f"nothing is left to go on from, before the first checkpoint ({every})"
+    return [f"it has no checkpoint yet ({every}), overwrite=true starts it anew"]
 
 
 def execute(cfg: DictConfig, in_sweep: bool) -> None:

@@ -99,6 +99,8 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
         settings.model, None, trainable=config.finetune == "full", seed=settings.seed
     )
     check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(e.prompt) + len(e.response) for e in train.examples)
+    check_positions(roles, longest, "the longest demonstration")
     if config.finetune == "lora":
         roles.add_adapter(SFT, settings.model.lora)
     else:
@@ -124,6 +126,10 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         seed=settings.seed,
     )  # fmt: skip
     check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in train.examples)
+    check_positions(roles, longest, "the longest reply to a preference's prompt, with it,")
+    sampled = max(len(e.prompt) for e in train.examples) + settings.data.max_response_tokens
+    check_positions(roles, sampled, "the longest prompt with data.max_response_tokens")
     roles.to(ready.device)
     below = roles.probe(REFERENCE)
     samples = sample_reference(
@@ -164,7 +170,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
     check_positions(
         roles, longest + config.max_response_tokens,
-        "the longest prompt with a response of ppo.max_response_tokens",
+        "the longest prompt with ppo.max_response_tokens",
     )  # fmt: skip
     reward = build_reward(ready, roles, config)
     add_policy(roles, settings.model)

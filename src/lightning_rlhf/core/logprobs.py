@@ -40,7 +40,8 @@ def token_logprobs(
     Returns: logprobs and entropy, fp32, nats.
     """
     if frozen_head:
-        logprobs, entropy = _FrozenHead.apply(hidden, targets, head, temperature, vocab_size)
+        known = hidden if torch.is_grad_enabled() else hidden.detach()
+        logprobs, entropy = _FrozenHead.apply(known, targets, head, temperature, vocab_size)
         return logprobs, entropy
     chunks = _in_chunks(_token_chunk, (hidden, targets), head, temperature, vocab_size)
     logprobs, entropy = zip(*chunks, strict=True)

@@ -178,7 +178,7 @@ def write_final(
 
 def stands_on_random_weights(folder: Path) -> bool:
     """Whether an adapter's base is nowhere but in a configuration and a seed."""
-    file = folder / "adapter_config.json"
+    file = folder / ADAPTER
     return file.is_file() and json.loads(file.read_text())["base_model_name_or_path"] == FROM_CONFIG
 
 

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
@@ -101,13 +102,22 @@ def random_reward(roles: Roles, generator: torch.Generator) -> None:
 
 
 def check_positions(roles: Roles, longest: int, what: str) -> None:
-    """Raise ConfigError where `longest` tokens are more than the model has positions for."""
-    limit = getattr(roles.causal_lm.config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
-        raise ConfigError(
-            f"{what} may have {longest} tokens, but the model has positions for {limit} "
-            "(max_position_embeddings)"
-        )
+    """Raise ConfigError where `longest` tokens are more than the model has learned positions for.
+
+    One whose positions are computed is able to read more than it was trained on: a warning.
+    """
+    model = roles.causal_lm
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is None or longest <= limit:
+        return
+    message = (
+        f"{what} has {longest} tokens, but the model has positions for {limit} "
+        "(max_position_embeddings)"
+    )
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
+        raise ConfigError(message)
+    warnings.warn(message, stacklevel=2)
 
 
 def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -50,7 +50,7 @@ class QuickLinear(LoRALinear):
             or kwargs
             or self.disable_adapters
             or base.weight.dtype != dtype
-            or base.weight.requires_grad
+            or any(parameter.requires_grad for parameter in base.parameters())
             or not (autocast or all(a.dtype == dtype for a, _ in pairs))
             or not is_plain_sum(self)
             or any(self.training and isinstance(self.lora_dropout[a], nn.Dropout) for a in adapters)
@@ -81,7 +81,7 @@ class _Added(torch.autograd.Function):
             y.addmm_(inner[-1], b.T, alpha=scale)
         ctx.scales, ctx.shape = scales, x.shape
         ctx.save_for_backward(rows, weight, *matrices, *inner)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable

@@ -193,12 +193,12 @@ class Roles(nn.Module):
 
         No other role can be played there; `play` raises RuntimeError.
         """
-        self._folded = True
+        before, self._folded = self._folded, True
         try:
             with folding.folded(self.model):
                 yield
         finally:
-            self._folded = False
+            self._folded = before
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Last hidden states of the acting role, of rows that start with a real token.
