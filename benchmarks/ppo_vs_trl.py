@@ -199,12 +199,13 @@ def shared_trunk(results: dict[str, Any]) -> str:
     """How much of the difference is the shared trunk, where it was measured."""
     if not {"tiny", "tiny-critic"} <= results.keys():
         return "`tiny-critic` gives ours a critic with an adapter of its own. "
-    head = summary(results["tiny"], "ours", "seconds")[0]
-    adapter = summary(results["tiny-critic"], "ours", "seconds")[0]
-    peer = summary(results["tiny"], "trl", "seconds")[0]
+    head, adapter = (
+        summary(results[name], "ours", "seconds")[0] / summary(results[name], "trl", "seconds")[0]
+        for name in ("tiny", "tiny-critic")
+    )
     return (
         "`tiny-critic` gives ours a critic with an adapter of its own: beside `tiny`, the shared "
-        f"trunk is {(adapter - head) / (peer - head):.0%} of the difference to TRL. "
+        f"trunk is {(adapter - head) / (1 - head):.0%} of the difference to TRL. "
     )
 
 
