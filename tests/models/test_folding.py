@@ -90,34 +90,20 @@ def test_under_autocast_the_layers_stay_as_they_are() -> None:
         assert lora_layers(roles) == layers > 0
 
 
-def test_an_adapter_that_is_no_plain_sum_stays_as_it_is() -> None:
-    """DoRA from another program: it scales the columns of W + B A."""
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
+def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool]) -> None:
+    """From another program: DoRA scales the columns of W + B A; an adapter may add a bias."""
     roles = a_policy()
-    roles.model.add_adapter("dora", LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
-    roles._stacks["dora"] = ("dora",)
-    roles.play("dora")
+    roles.model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], **option))
+    roles._stacks["other"] = ("other",)
+    roles.play("other")
     with torch.no_grad():
         for name, parameter in roles.named_parameters():
-            if ".dora." in name:
+            if ".other." in name:
                 parameter.add_(0.1)
     beside = logits(roles)
     with roles.folded():
         assert lora_layers(roles) == 2  # q_proj of two layers; the others have nothing to add
-        torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
-
-
-def test_an_adapter_with_a_bias_of_its_own_stays_as_it_is() -> None:
-    roles = a_policy()
-    roles.model.add_adapter("bias", LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True))
-    roles._stacks["bias"] = ("bias",)
-    roles.play("bias")
-    with torch.no_grad():
-        for name, parameter in roles.named_parameters():
-            if ".bias." in name:
-                parameter.add_(0.1)
-    beside = logits(roles)
-    with roles.folded():
-        assert lora_layers(roles) == 2
         torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
 
 
