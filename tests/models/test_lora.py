@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -18,24 +18,24 @@ from .test_folding import TOKENS, a_policy
 PEFT_FORWARD = LoRALinear.forward
 
 
-def outcome(roles: Roles) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome(roles: Roles, tokens: Tensor = TOKENS) -> tuple[Tensor, dict[str, Tensor]]:
     """Hidden states, and the gradients of a weighted sum of them."""
     roles.zero_grad()
-    hidden = roles.hidden(TOKENS)
+    hidden = roles.hidden(tokens)
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     (hidden.float() * weights).sum().backward()
     return hidden.detach(), {n: p.grad for n, p in roles.named_parameters() if p.grad is not None}
 
 
 def quick_and_plain(
-    roles: Roles, monkeypatch: pytest.MonkeyPatch
+    roles: Roles, monkeypatch: pytest.MonkeyPatch, tokens: Tensor = TOKENS
 ) -> tuple[tuple[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]:
     """The outcome of our forward, and of PEFT's in every layer."""
-    quick = outcome(roles)
+    quick = outcome(roles, tokens)
     quick = quick[0], {n: g.clone() for n, g in quick[1].items()}
     with monkeypatch.context() as patch:
         patch.setattr(QuickLinear, "forward", PEFT_FORWARD)
-        plain = outcome(roles)
+        plain = outcome(roles, tokens)
     return quick, plain
 
 
@@ -101,23 +101,33 @@ def test_hidden_states_and_gradients_are_those_of_peft(
 def test_under_autocast_they_are_as_near_to_the_truth_as_those_of_peft(
     monkeypatch: pytest.MonkeyPatch, peft_is_asked: list[LoRALinear]
 ) -> None:
-    """The truth: the same weights and adapters, computed in fp32."""
+    """The truth: the same weights and adapters, computed in fp32.
+
+    On one batch either may be nearer by chance, so that it is the mean over batches that counts.
+    """
     roles, exact = a_policy(torch.bfloat16), a_policy(torch.bfloat16).float()
     for model in (roles, exact):
         model.play(POLICY)
-    truth, true_gradients = outcome(exact)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = quick_and_plain(roles, monkeypatch)
+    off, gradients_off = [0.0, 0.0], [0.0, 0.0]
+    for seed in range(24):
+        tokens = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(seed))
+        truth, true_gradients = outcome(exact, tokens)
+        whole = flat(true_gradients, true_gradients)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = quick_and_plain(roles, monkeypatch, tokens)
+        for i, (hidden, gradients) in enumerate(found):
+            assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+            off[i] += float((hidden - truth).norm() / truth.norm()) / 24
+            difference = flat(gradients, true_gradients) - whole
+            gradients_off[i] += float(difference.norm() / whole.norm()) / 24
     assert not peft_is_asked
-    off, gradients_off = [], []
-    for hidden, gradients in found:
-        assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
-        off.append(float((hidden - truth).norm() / truth.norm()))
-        difference = torch.cat([(gradients[n] - g).flatten() for n, g in true_gradients.items()])
-        whole = torch.cat([g.flatten() for g in true_gradients.values()])
-        gradients_off.append(float(difference.norm() / whole.norm()))
-    assert off[0] < 1.5 * off[1] < 0.1
-    assert gradients_off[0] < 1.5 * gradients_off[1] < 0.1
+    assert off[0] < 1.2 * off[1] < 0.1
+    assert gradients_off[0] < 1.2 * gradients_off[1] < 0.1
+
+
+def flat(gradients: dict[str, Tensor], names: Iterable[str]) -> Tensor:
+    """The gradients of `names`, one behind the other."""
+    return torch.cat([gradients[name].flatten() for name in names])
 
 
 def test_a_whole_model_in_fp32_under_autocast_is_left_to_peft(
@@ -193,6 +203,8 @@ def test_another_programs_arguments_are_left_to_peft(peft_is_asked: list[LoRALin
     mixed = layer(rows, adapter_names=["sft", "__base__"])
     assert peft_is_asked == [layer]
     torch.testing.assert_close(mixed[1], layer.base_layer(rows[1]))
+    with pytest.raises(TypeError):  # which a linear layer does not take
+        layer(rows, rows)
 
 
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
