@@ -132,10 +132,11 @@ class Clock:
 
 
 def calm(*, keep_memory: bool = True) -> None:
-    """One thread, freed memory kept as our command line keeps it, no word from the libraries."""
+    """One thread, memory and denormals as our command line has them, no word from the libraries."""
     torch.set_num_threads(1)
     if keep_memory:
         keep_large_blocks()
+        torch.set_flush_denormal(True)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()

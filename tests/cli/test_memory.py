@@ -1,4 +1,4 @@
-"""Memory that was freed is used again."""
+"""Memory that was freed is used again, and numbers too small to count are 0."""
 
 from __future__ import annotations
 
@@ -35,3 +35,22 @@ def test_a_tensor_takes_the_place_of_the_one_that_was_freed() -> None:
     plain, kept = page_faults("plain"), page_faults("kept")
     if plain > 300_000:  # a C library that keeps its memory by itself has nothing to show
         assert kept < plain / 5
+
+
+DENORMALS = """
+import torch
+from lightning_rlhf.cli.memory import denormals_flushed
+x = torch.full((64,), 1e-39)
+assert (x * 0.5 > 0).all()
+with denormals_flushed():
+    assert (x * 0.5 == 0).all()
+    assert (torch.full((64,), 1e-37) * 0.5 > 0).all()
+    with denormals_flushed():
+        pass
+    assert (x * 0.5 == 0).all()
+assert (x * 0.5 > 0).all()
+"""
+
+
+def test_what_is_below_the_smallest_normal_number_is_0_inside_and_not_behind() -> None:
+    subprocess.run([sys.executable, "-c", DENORMALS], check=True)

@@ -1,9 +1,13 @@
-"""How the process keeps its memory."""
+"""What the process asks of the C library and the processor."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -23,3 +27,18 @@ def keep_large_blocks() -> None:
             if mallopt(_MMAP_THRESHOLD, largest):
                 break
         mallopt(_TRIM_THRESHOLD, 1 << 30)
+
+
+@contextmanager
+def denormals_flushed() -> Iterator[None]:
+    """Inside, numbers below 1e-38 are 0 in this thread, where the processor can do it.
+
+    Decays of linear attention and tails of a softmax reach them, and a processor computes with them
+    many times as slowly: without this a third of an update of a small Qwen3.5.
+    """
+    before = bool(torch.tensor(1e-30) * 1e-9 == 0)
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)

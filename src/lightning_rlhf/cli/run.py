@@ -18,7 +18,7 @@ from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.console import quiet_libraries, say, say_evaluation, say_lengths
 from lightning_rlhf.cli.folders import BASE, find_parents, resume_point
 from lightning_rlhf.cli.launch import Prepared, check_accelerator, fit, hand_over, make_ready
-from lightning_rlhf.cli.memory import keep_large_blocks
+from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
@@ -72,13 +72,14 @@ def run_stage(settings: Settings) -> Path:
     if settings.trainer.accelerator == "cpu":
         keep_large_blocks()
     L.seed_everything(settings.seed, verbose=False)
-    match settings.config:
-        case SFTConfig():
-            return run_sft(settings, settings.config)
-        case RMConfig():
-            return run_rm(settings, settings.config)
-        case PPOConfig():
-            return run_ppo(settings, settings.config)
+    with denormals_flushed():
+        match settings.config:
+            case SFTConfig():
+                return run_sft(settings, settings.config)
+            case RMConfig():
+                return run_rm(settings, settings.config)
+            case PPOConfig():
+                return run_ppo(settings, settings.config)
 
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
