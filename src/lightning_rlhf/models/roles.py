@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models import folding
+from lightning_rlhf.models.attention import attend_widely
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import last_real
 from lightning_rlhf.models.loading import naming
@@ -50,6 +51,7 @@ class Roles(nn.Module):
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
         self._role = BASE
         self._folded = False
+        attend_widely(causal_lm)
         self._check_head()
 
     @property

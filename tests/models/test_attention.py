@@ -1,0 +1,93 @@
+"""The gradient of attention in 16 bits, computed in fp32 on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from lightning_rlhf.models import attention
+from lightning_rlhf.models.attention import WIDE_SDPA, wide_sdpa
+from lightning_rlhf.models.roles import Roles
+
+from .conftest import build_model
+
+
+class Heads(nn.Module):
+    """As an attention layer with two query heads to a key head."""
+
+    num_key_value_groups = 2
+    is_causal = True
+
+
+def states(dtype: torch.dtype) -> list[Tensor]:
+    """Query, key and value: 2 sequences, 4 heads and 2, 7 tokens of size 8."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, h, 7, 8, generator=generator).to(dtype) for h in (4, 2, 2)]
+
+
+def gradients(states: list[Tensor], mask: Tensor | None, *, ours: bool) -> list[Tensor]:
+    states = [x.clone().requires_grad_() for x in states]
+    attend = wide_sdpa if ours else sdpa_attention_forward
+    output, _ = attend(Heads(), *states, mask)
+    slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    output.backward(slope.to(output.dtype))
+    return [output.detach(), *(x.grad for x in states if x.grad is not None)]
+
+
+MASKS = {
+    "causal": None,
+    "boolean": torch.ones(7, 7, dtype=torch.bool).tril()[None, None],
+    "additive": torch.full((7, 7), -torch.inf, dtype=torch.bfloat16).triu(1)[None, None],
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mask", list(MASKS))
+def test_in_bf16_it_is_fp32_rounded_once(mask: str, autocast: bool) -> None:
+    narrow = states(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = gradients(narrow, MASKS[mask], ours=True)
+    key, value = (x.double().repeat_interleave(2, dim=1) for x in narrow[1:])
+    expected = F.scaled_dot_product_attention(narrow[0].double(), key, value, is_causal=True)
+    assert torch.equal(found[0], expected.transpose(1, 2).bfloat16())
+    exact = gradients([x.float() for x in narrow], None, ours=False)
+    for narrow_gradient, gradient in zip(found[1:], exact[1:], strict=True):
+        assert narrow_gradient.dtype == torch.bfloat16
+        assert torch.equal(narrow_gradient, gradient.bfloat16())
+
+
+@pytest.mark.parametrize("case", ["fp32", "no gradient"])
+def test_all_else_is_as_the_library_hands_it_on(case: str) -> None:
+    query, key, value = states(torch.float32 if case == "fp32" else torch.bfloat16)
+    query.requires_grad_(case == "fp32")
+    with patch.object(attention, "sdpa_attention_forward", return_value=(query, None)) as asked:
+        output, _ = wide_sdpa(Heads(), query, key, value, None, scaling=0.5)
+    assert output is query
+    assert [id(x) for x in asked.call_args.args[1:4]] == [id(x) for x in (query, key, value)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5_text"])
+def test_a_model_attends_by_it_and_its_files_do_not_tell(family: str, tmp_path: Path) -> None:
+    model = build_model(family)
+    tokens = torch.arange(10).view(2, 5)
+    mask = torch.tensor([[False, False, True, True, True], [True] * 5])
+    with torch.no_grad():
+        before = model(input_ids=tokens, attention_mask=mask.long()).logits
+        Roles(model)
+        assert model.config._attn_implementation == WIDE_SDPA
+        after = model(input_ids=tokens, attention_mask=mask.long()).logits
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+    model.config.save_pretrained(tmp_path)
+    assert WIDE_SDPA not in (tmp_path / "config.json").read_text()
+
+
+def test_another_attention_that_was_asked_for_stays() -> None:
+    model = build_model("qwen3")
+    model.set_attn_implementation("eager")
+    assert Roles(model).causal_lm.config._attn_implementation == "eager"
