@@ -170,3 +170,21 @@ def test_the_warm_up_counts_the_iterations_of_all_resumes(make_ppo: Make) -> Non
     module.iteration = 1
     fit(module, [prompts(seed=seed) for seed in range(2)], [moves])
     assert moves.found == [critic_names(module), named(module, ADAPTER, HEAD)]
+
+
+@pytest.mark.parametrize("kind", ["head", *KINDS])
+def test_what_learns_apart_comes_with_a_loss_of_its_own(make_ppo: Make, kind: str) -> None:
+    """Each loss is gone backwards before the next is made, so that one's activations are held."""
+    module = make_ppo(critic=kind)
+    experience = off_policy(module)
+    losses = [loss for loss in module.losses(experience, []) if loss.requires_grad]
+    parts = len(experience) // module.config.microbatch_size
+    assert len(losses) == parts * (1 if kind == "head" else 2)
+    if kind != "head":
+        critic = critic_names(module)
+        for loss, whose in zip(losses, ("policy", "critic") * parts, strict=True):
+            module.zero_grad()
+            loss.backward()
+            moved = {n for n, p in module.named_parameters() if p.grad is not None}
+            assert moved
+            assert moved <= critic if whose == "critic" else not moved & critic

@@ -211,6 +211,7 @@ class PPOModule(L.LightningModule):
     def losses(self, minibatch: Experience, facts: list[dict[str, Tensor]]) -> Iterator[Tensor]:
         """The loss of each micro-batch, as its share of that of the whole minibatch.
 
+        A critic that is not on the policy's trunk has a loss of its own, behind the policy's.
         What is to be known of each micro-batch is appended to `facts`, as shares likewise.
         """
         config = self.config
@@ -231,10 +232,14 @@ class PPOModule(L.LightningModule):
                 )
                 policy = self.policy_loss(logprobs, part)
                 kl = self.kl_loss(logprobs, hidden, part)
-            value, value_clipped = self.value_loss(hidden, part)
-            loss = policy + self.kl_coef * kl + config.vf_coef * value
+            loss = policy + self.kl_coef * kl
             if config.ent_coef > 0:
                 loss = loss - config.ent_coef * entropy
+            if loss.requires_grad and self.critic is not None and not self.critic.shares_trunk:
+                yield (weight[mask] * loss).sum()  # the policy's activations are gone after it
+                loss = torch.zeros_like(loss)
+            value, value_clipped = self.value_loss(hidden, part)
+            loss = loss + config.vf_coef * value
             with torch.no_grad():
                 ratio = torch.exp(logprobs - part.old_logprobs[mask])
                 high = config.clip_range_high or config.clip_range
