@@ -12,12 +12,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lightning_rlhf.models.layers import QUICK
+
 
 def quicken(model: nn.Module) -> None:
-    """Let every plain linear layer under LoRA compute as `QuickLinear`; it stays PEFT's else."""
+    """Let plain linear layers under LoRA, and layers that `QUICK` knows, compute as ours do.
+
+    What these have no fast way for is computed by PEFT and transformers.
+    """
     for layer in model.modules():
         if type(layer) is LoRALinear and type(layer.base_layer) is nn.Linear:
             layer.__class__ = QuickLinear
+        elif type(layer) in QUICK:
+            layer.__class__ = QUICK[type(layer)]
 
 
 def is_plain_sum(layer: LoRALinear) -> bool:

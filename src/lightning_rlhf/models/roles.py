@@ -52,6 +52,7 @@ class Roles(nn.Module):
         self._role = BASE
         self._folded = False
         attend_widely(causal_lm)
+        quicken(causal_lm)
         self._check_head()
 
     @property

@@ -1,0 +1,183 @@
+"""Our layers say and learn what those of transformers say and learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from lightning_rlhf.models import layers
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.layers import QUICK, QuickDeltaNet, _Normed
+from lightning_rlhf.models.roles import POLICY, Roles
+
+from .conftest import VOCABULARY, build_model
+
+FAMILIES = ("qwen3", "llama", "qwen2", "qwen3_5_text")
+NORMS = [norm for norm in QUICK if "Norm" in norm.__name__]
+OURS_TO_LIBRARY = {ours: library for library, ours in QUICK.items()}
+WIDTH = 12
+
+
+def a_policy(family: str) -> Roles:
+    roles = Roles(build_model(family))
+    roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in roles.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return roles
+
+
+@contextmanager
+def plain(roles: Roles) -> Iterator[None]:
+    """Inside, transformers computes all its layers."""
+    ours = [module for module in roles.modules() if type(module) in OURS_TO_LIBRARY]
+    classes = [type(module) for module in ours]
+    assert ours
+    for module in ours:
+        module.__class__ = OURS_TO_LIBRARY[type(module)]
+    try:
+        yield
+    finally:
+        for module, kind in zip(ours, classes, strict=True):
+            module.__class__ = kind
+
+
+def outcome(roles: Roles, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states, and the gradient of a weighted sum of them."""
+    roles.zero_grad()
+    hidden = roles.hidden(tokens)
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    (hidden * weights).sum().backward()
+    return hidden.detach(), torch.cat([p.grad.flatten() for p in roles.trained_by(POLICY)])
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("length", [1, 9, 90])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_gradients_are_those_of_transformers(family: str, length: int) -> None:
+    roles = a_policy(family)
+    tokens = torch.arange(2 * length).view(2, length) * 7919 % VOCABULARY
+    hidden, gradient = outcome(roles, tokens)
+    with plain(roles):
+        expected, expected_gradient = outcome(roles, tokens)
+    assert relative(hidden, expected) <= 1e-5
+    assert expected_gradient.abs().max() > 0
+    assert relative(gradient, expected_gradient) <= 1e-5
+
+
+def a_norm(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Ours and the library's, with the same frozen weights."""
+    generator = torch.Generator().manual_seed(0)
+    pair = QUICK[kind](WIDTH), kind(WIDTH)
+    weight = torch.randn(WIDTH, generator=generator)
+    for norm in pair:
+        norm.requires_grad_(False).weight.copy_(weight)
+        norm.to(dtype)
+    return pair
+
+
+def numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def both(norm: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """What a norm says, and its gradient."""
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def exactly(norm: Any) -> Callable[[Tensor], Tensor]:
+    """The formula in float64: w x / sqrt(mean(x^2) + eps), of Qwen3.5 with 1 + w for w."""
+    zero_centred = hasattr(norm, "eps")
+    eps = norm.eps if zero_centred else norm.variance_epsilon
+    weight = norm.weight.double() + zero_centred
+    return lambda x: weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_is_the_formula(kind: type[nn.Module]) -> None:
+    ours, _ = a_norm(kind)
+    x, dy = numbers(5, 3, WIDTH), numbers(5, 3, WIDTH, seed=2)
+    x[0] *= 1e-3  # where eps counts
+    with patch.object(_Normed, "apply", wraps=_Normed.apply) as asked:
+        y, dx = both(ours, x, dy)
+    assert asked.call_count == 1
+    expected, expected_dx = both(exactly(ours), x.double(), dy.double())
+    assert relative(y, expected) <= 1e-6
+    assert relative(dx[1:], expected_dx[1:]) <= 1e-6
+    assert relative(dx[0], expected_dx[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_in_bf16_a_norm_says_the_same_and_its_gradient_is_no_further_from_the_truth(
+    kind: type[nn.Module],
+) -> None:
+    ours, library = a_norm(kind, torch.bfloat16)
+    off = [0.0, 0.0]
+    for seed in range(24):
+        x, dy = (numbers(4, WIDTH, seed=s).bfloat16() for s in (2 * seed, 2 * seed + 1))
+        _, truth = both(exactly(ours), x.double(), dy.double())
+        (y, dx), (plain_y, plain_dx) = both(ours, x, dy), both(library, x, dy)
+        assert torch.equal(y, plain_y)
+        assert dx.dtype == torch.bfloat16
+        for i, found in enumerate((dx, plain_dx)):
+            off[i] += relative(found, truth) / 24
+    assert off[0] < 1.05 * off[1] < 0.02
+
+
+@pytest.mark.parametrize("change", ["weight learns", "no gradient", "input is fixed", "dtype"])
+@pytest.mark.parametrize("kind", NORMS)
+def test_what_is_not_a_gradient_through_a_frozen_norm_is_left_to_transformers(
+    kind: type[nn.Module], change: str
+) -> None:
+    ours, library = a_norm(kind)
+    for norm in (ours, library):
+        norm.requires_grad_(change == "weight learns")
+    x = numbers(2, WIDTH).to(torch.bfloat16 if change == "dtype" else torch.float32)
+    x.requires_grad_(change != "input is fixed")
+    with (
+        torch.set_grad_enabled(change != "no gradient"),
+        patch.object(kind, "forward", autospec=True, side_effect=kind.forward) as asked,
+    ):
+        y = ours(x)
+        assert asked.call_count == 1
+        assert torch.equal(y, library(x))
+
+
+@pytest.mark.parametrize(
+    ("length", "size"), [(1, 1), (24, 24), (40, 40), (41, 21), (79, 40), (81, 27), (300, 38)]
+)
+def test_the_delta_rule_reads_equal_chunks(length: int, size: int) -> None:
+    """The fewest chunks of at most 40 tokens; the last is filled up by less than their number."""
+    roles = a_policy("qwen3_5_text")
+    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    name = "torch_chunk_gated_delta_rule"
+    with patch.object(modeling_qwen3_5, name, wraps=rule) as asked, torch.no_grad():
+        roles.hidden(torch.ones(1, length, dtype=torch.long))
+    sizes = {call.kwargs["chunk_size"] for call in asked.call_args_list}
+    assert sizes == {size}
+    assert size <= layers.LONGEST_CHUNK
+    assert -length % size < -(-length // size)
+
+
+def test_layers_are_ours_from_the_start_and_stay_in_their_family() -> None:
+    roles = Roles(build_model("qwen3_5_text"))
+    found = {type(module) for module in roles.modules()}
+    assert QuickDeltaNet in found
+    assert not found & QUICK.keys()
+    assert issubclass(QUICK[Qwen3RMSNorm], Qwen3RMSNorm)
