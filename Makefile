@@ -21,7 +21,7 @@ parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchr
 	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)
 
 bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
-	for name in ppo_vs_trl rollout update memory scaling limits; do \
+	for name in ppo_vs_trl rollout update memory reward_memory scaling limits; do \
 		$(PEERS)/bin/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 lint: $(BIN)/.installed-dev  ## style and the floors of the architecture

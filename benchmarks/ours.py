@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from common import ROOT, Clock, OnIteration, Setting
 from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
-from lightning_rlhf.core.types import Experience, Prompts, Rollout
+from lightning_rlhf.core.types import Experience, Prompts, Replies
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import CRITIC, POLICY, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.critic import Critic
 
 
@@ -55,8 +56,8 @@ def train(
 def build(model: PreTrainedModel, setting: Setting, critic: CriticKind) -> PPOModule:
     """The policy's adapter and the critic on one copy of the weights."""
 
-    def reward(rollout: Rollout) -> Tensor:
-        return setting.score(rollout.tokens, rollout.response_mask)
+    def reward(replies: Replies) -> Tensor:
+        return setting.score(replies.rollout.tokens, replies.rollout.response_mask)
 
     roles = Roles(model.eval().requires_grad_(False))
     lora = LoRASettings(
@@ -74,11 +75,15 @@ def build(model: PreTrainedModel, setting: Setting, critic: CriticKind) -> PPOMo
     roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     return PPOModule(
         roles,
-        reward,
+        Reward.of(reward),
         config_of(setting, critic),
         critic=Critic(roles, role),
-        chat=SimpleNamespace(end_token_ids=(setting.end_token,), stop_at=lambda texts: None),  # type: ignore[arg-type]
-        prompts={"train": [], "val": []},
+        chat=SimpleNamespace(  # type: ignore[arg-type]
+            end_token_ids=(setting.end_token,),
+            stop_at=lambda texts: None,
+            decode_response=lambda tokens: "",  # without a tokenizer
+        ),
+        prompts={"train": [{}] * setting.iterations * setting.episodes, "val": []},
         seed=setting.seed,
     )
 

@@ -22,7 +22,7 @@ import ours
 from common import Setting, random_prompts
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.ppo_config import CriticKind
-from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience, Prompts
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
@@ -166,10 +166,10 @@ def experience_of(module: PPOModule, prompts: Prompts) -> Experience:
     rollout = module.valued(module.generate(prompts, module.generator(TRAINING, 0)))
     return make_experience(
         rollout,
-        module.score(rollout),
+        module.score(module.said(rollout, "train")),
         module.config,
         kl_coef=module.kl_coef,
-        moments=NO_SCORES.including(rollout.ended.float()),
+        moments=ScoreMoments.none(1),
     )
 
 

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from lightning_rlhf.cli.main import CONF, RECIPES, register_resolvers
+from lightning_rlhf.cli.main import CONF, OPEN, RECIPES, register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
-from lightning_rlhf.cli.settings import STAGES, read_settings
+from lightning_rlhf.cli.settings import REWARDS as REWARD_KINDS
+from lightning_rlhf.cli.settings import STAGES, SUM, read_settings
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.shaping import Normalization
+from lightning_rlhf.report.findings import CHECKS, MIN_COUNT, MIN_PROBES
+from lightning_rlhf.rewards import functions
+from lightning_rlhf.rewards.function import FunctionReward
+from lightning_rlhf.rewards.http import HTTPReward
 
 HOME = Path(__file__).parents[1]
 PAGES = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
 PPO = (HOME / "docs" / "ppo.md").read_text()
 KEYS: dict[str, Any] = get_type_hints(PPOConfig)
 NOT_THE_ALGORITHM = ("val_every", "val_samples_per_prompt", "samples_every", "checkpoint_every")
-COMMANDS = [line.split("#")[0].strip() for line in re.findall(r"python train\.py [^\n`]+", PPO)]
+REWARDS = (HOME / "docs" / "rewards.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip()
+    for page in (PPO, REWARDS)
+    for line in re.findall(r"python train\.py [^\n`]+", page.replace("\\\n", ""))
+]
 
 
 def links(page: Path) -> list[tuple[str, Path]]:
@@ -72,7 +86,9 @@ def test_every_formula_names_its_function_and_its_test() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_dotted_keys_of_the_stages_exist(page: Path) -> None:
-    for stage, key in re.findall(r"(?<![\w./])(sft|rm|ppo)\.([a-z]\w*)(?!\w*/)", page.read_text()):
+    for stage, key in re.findall(
+        r"(?<![\w./])(sft|rm|ppo|eval)\.([a-z]\w*)(?!\w*/)", page.read_text()
+    ):
         if key not in ("py", "md", "yaml", "jsonl"):
             assert key in {f.name for f in fields(STAGES[stage])}, f"{stage}.{key}"
 
@@ -108,6 +124,8 @@ def test_every_choice_is_mentioned(key: str) -> None:
 def test_there_are_commands() -> None:
     assert any("recipe=bandit" in command for command in COMMANDS)
     assert any("stage=ppo" in command for command in COMMANDS)
+    for kind in (*REWARD_KINDS, "sum", "composite"):
+        assert any(f"reward={kind}" in command for command in COMMANDS) or kind == "head"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -117,8 +135,8 @@ def test_commands_are_accepted(command: str) -> None:
     GlobalHydra.instance().clear()
     given = command.split()[2:]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        # As the entry point does: numbers of a stage may be given where it is not chosen yet.
-        cfg = compose("config", [re.sub(r"^(sft|rm|ppo)\.", r"++\1.", word) for word in given])
+        # As the entry point does, for keys that are not there yet.
+        cfg = compose("config", [re.sub(rf"^({OPEN})\.", r"++\1.", word) for word in given])
         if cfg.recipe is not None:
             recipe = read_recipe(cfg.recipe, RECIPES)
             for stage in recipe.stages or ("ppo",):
@@ -126,3 +144,91 @@ def test_commands_are_accepted(command: str) -> None:
                 read_settings(compose("config", list(own)))
         else:
             read_settings(cfg)
+
+
+# docs/rewards.md
+
+
+def example(name: str) -> str:
+    """The block of Python under this mark."""
+    found = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", REWARDS, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_every_reward_and_normalization_is_explained() -> None:
+    presets = {path.stem for path in (CONF / "reward").glob("*.yaml")}
+    assert presets == {*REWARD_KINDS, SUM, "composite"}
+    for name in (*presets, *get_args(Normalization)):
+        assert re.search(rf"^\| `{name}` \|", REWARDS, re.MULTILINE), name
+
+
+def test_every_shipped_function_is_listed_with_its_arguments() -> None:
+    rows = {
+        cells[1].strip(" `"): cells
+        for line in REWARDS.splitlines()
+        if len(cells := re.split(r"\|", line)) == 6
+    }
+    shipped = {
+        name: function
+        for name, function in inspect.getmembers(functions, inspect.isfunction)
+        if function.__module__ == functions.__name__ and not name.startswith("_")
+    }
+    assert len(shipped) == 5
+    for name, function in shipped.items():
+        parameters = list(inspect.signature(function).parameters.values())[2:]
+        arguments = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        columns = {p.name for p in parameters if p.kind is not p.KEYWORD_ONLY}
+        assert set(re.findall(r"`(\w+)`", rows[name][3])) == arguments, name
+        assert set(re.findall(r"`(\w+)`", rows[name][4])) == columns, name
+
+
+def test_keys_of_rewards_exist() -> None:
+    known = {f.name for kind in REWARD_KINDS.values() for f in fields(kind)}
+    found = re.findall(r"\breward\.(?!components\b|py\b)([a-z]\w*)", REWARDS)
+    assert len(found) > 8
+    assert set(found) <= known, set(found) - known
+
+
+def replies(*responses: str, **columns: list[Any]) -> Any:
+    names = ("prompt", "messages", *columns)
+    turns = [[{"role": "user", "content": "2 + 2?"}]] * len(responses)
+    rows = zip(["2 + 2?"] * len(responses), turns, *columns.values(), strict=True)
+    return SimpleNamespace(
+        rows=[dict(zip(names, row, strict=True)) for row in rows], responses=responses
+    )
+
+
+def test_the_function_in_the_docs_is_one() -> None:
+    names: dict[str, Any] = {}
+    exec(example("function"), names)
+    reward = FunctionReward(names["near"], {"price": 0.1}, "reward").for_columns(["answer"])
+    # One word, right; two words, wrong.
+    found = reward(replies("4", "is five", answer=[4, 4]))
+    assert found == pytest.approx([1 - 0.1, -0.2])
+
+
+def test_the_server_in_the_docs_answers() -> None:
+    code = example("server")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+    head, _, tail = code.rpartition("HTTPServer((")
+    assert tail == '"127.0.0.1", 8000), Handler).serve_forever()\n'
+    names: dict[str, Any] = {}
+    exec(head, names)
+    names["Handler"].log_message = lambda *args: None
+    with names["HTTPServer"](("127.0.0.1", 0), names["Handler"]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        reward = HTTPReward(
+            f"http://127.0.0.1:{server.server_port}/score", batch_size=2, timeout_s=10.0,
+            retries=0, backoff_s=0.0, cache_size=0, token_env=None, name="reward",
+        )  # fmt: skip
+        assert reward(replies("one", "one two", "")) == [-1, -2, 0]
+        server.shutdown()
+
+
+def test_thresholds_are_those_of_the_code() -> None:
+    rows = [f"| {c.name} | {c.threshold:g} | {c.reason} |" for c in CHECKS]
+    table = ["| check | threshold | why this one |", "|---|---|---|", *rows]
+    between = REWARDS.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
+    assert between.strip().splitlines() == table
+    assert f"Below {MIN_COUNT} pairs or samples, and {MIN_PROBES} prompts for a probe" in REWARDS

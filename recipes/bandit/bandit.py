@@ -26,7 +26,7 @@ from lightning_rlhf.core.config import require, require_number
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience, Rollout, Scores
 from lightning_rlhf.modules.optim import lr_factor
 
@@ -119,7 +119,7 @@ def train(logits: Tensor, config: PPOConfig, seed: int) -> Iterator[Step]:
         before = torch.log_softmax(logits.detach(), -1)
         rollout, scores = play(before, values.detach(), config.rollout_batch_size, generator)
         experience = make_experience(
-            rollout, scores, config, kl_coef=config.kl_coef, moments=NO_SCORES
+            rollout, scores, config, kl_coef=config.kl_coef, moments=ScoreMoments.none(1)
         )
         for minibatch in minibatches(
             experience,
@@ -163,7 +163,9 @@ def play(
     )
     noise = torch.randn(plays, generator=generator)
     reward = MEANS[context].gather(1, arm)[:, 0] + noise
-    return rollout, Scores(score=reward, ref_logprobs=REFERENCE[context].gather(1, arm))
+    return rollout, Scores(
+        parts=reward[:, None], score=reward, ref_logprobs=REFERENCE[context].gather(1, arm)
+    )
 
 
 def loss(logits: Tensor, values: Tensor, minibatch: Experience, config: PPOConfig) -> Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_rlhf.core.types import Experience, Rollout, Scores, UpdateStats
+from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores, UpdateStats
 
 UPDATES = 2
 
@@ -38,6 +40,7 @@ def make_experience(**changes: Any) -> Experience:
         "rewards": torch.tensor([[-0.1, -0.2, 1.7], [-0.9, 0.0, 0.0]]),
         "advantages": torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.0, 0.0]]),
         "returns": torch.tensor([[2.0, 1.0, 3.0], [-2.0, 0.0, 0.0]]),
+        "parts": torch.tensor([[2.0], [-1.0]]),
         "score": torch.tensor([2.0, -1.0]),
         "ended": torch.tensor([True, False]),
         "index": torch.tensor([1, 0]),
@@ -54,12 +57,18 @@ def make_updates() -> tuple[UpdateStats, ...]:
 class FakePPO(LightningModule):
     """Manual optimization with two optimizer steps an iteration."""
 
-    def __init__(self) -> None:
+    def __init__(self, components: tuple[str, ...] = ("head",)) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.iteration = 0
         self.chat = Chat()
+        self.reward = SimpleNamespace(terms=[SimpleNamespace(name=name) for name in components])
+
+    def parts(self) -> Tensor:
+        """[2,K] with column k = (k + 1) * (2 + iteration, -1 + iteration)."""
+        score = torch.tensor([2.0, -1.0]) + self.iteration
+        return torch.stack([(k + 1) * score for k in range(len(self.reward.terms))], dim=1)
 
     def prompt_rows(self, split: str) -> list[dict[str, Any]]:
         return [{"prompt": f"{split} question {i} [b]?"} for i in range(2)]
@@ -69,7 +78,9 @@ class FakePPO(LightningModule):
             self.optimizers().step()
         self.iteration += 1
         return {
-            "experience": make_experience(score=torch.tensor([2.0, -1.0]) + self.iteration),
+            "experience": make_experience(
+                score=torch.tensor([2.0, -1.0]) + self.iteration, parts=self.parts()
+            ),
             "updates": make_updates(),
             "kl_coef": 0.05,
             "padding": torch.tensor(0.25),
@@ -88,7 +99,13 @@ class FakePPO(LightningModule):
         )
         ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, 0.0, 0.0]])
         score = torch.tensor([1.0, 0.0]) + self.iteration
-        return {"rollout": rollout, "scores": Scores(score=score, ref_logprobs=ref)}
+        replies = Replies(
+            rollout=rollout,
+            rows=self.prompt_rows("val"),
+            responses=["t1 t2 t3", "t4"],
+        )
+        scores = Scores(parts=self.parts(), score=score, ref_logprobs=ref)
+        return {"replies": replies, "scores": scores}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)

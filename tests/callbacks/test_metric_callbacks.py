@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_rlhf.callbacks.loggers import RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.names import METRICS
@@ -29,8 +31,23 @@ def test_ppo_has_a_row_an_iteration_with_every_metric_of_its_training(
     assert column(tmp_path, "reward_mean") == {1: 1.5, 2: 2.5, 3: 3.5}
     assert column(tmp_path, "update/lr") == {1: 0.5, 2: 0.5, 3: 0.5}
     header = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
-    trained = [n for n, m in METRICS.items() if "ppo" in m.stages and m.phase != "eval"]
+    named = {n: m for n, m in METRICS.items() if "<" not in n}  # the others are named by a user
+    trained = [n for n, m in named.items() if "ppo" in m.stages and m.phase != "eval"]
     assert header == ["step", *trained]
+
+
+def test_each_of_several_components_has_a_column_and_a_histogram(fit: Fit, tmp_path: Path) -> None:
+    fit(FakePPO(("helpful", "short")), [PPOMetrics()],
+        [MetricsFile(tmp_path), RunTensorBoard(tmp_path)], batches=2)  # fmt: skip
+    # Column k is (k + 1) * (2 + iteration, -1 + iteration): means 1.5 and 2.5 times k + 1.
+    assert column(tmp_path, "rollout/reward/helpful") == {1: 1.5, 2: 2.5}
+    assert column(tmp_path, "rollout/reward/short") == {1: 3.0, 2: 5.0}
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0}).Reload()
+    assert events.Tags()["histograms"] == ["histogram/reward/helpful", "histogram/reward/short"]
+    found = events.Histograms("histogram/reward/short")
+    assert [event.step for event in found] == [1, 2]
+    # Iteration 2: 2 * (4, 1).
+    assert (found[1].histogram_value.min, found[1].histogram_value.max) == (2.0, 8.0)
 
 
 def test_headlines_can_be_monitored(fit: Fit, tmp_path: Path) -> None:

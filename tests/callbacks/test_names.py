@@ -7,7 +7,12 @@ import pytest
 from lightning_rlhf.callbacks.names import METRICS, check_names, metrics_table
 from lightning_rlhf.core.types import UpdateStats
 
-PREFIXES = {"rollout": "rollout/", "update": "update/", "eval": "eval/", "time": "time/"}
+PREFIXES = {
+    "rollout": "rollout/",
+    "update": "update/",
+    "eval": ("eval/", "fitness/"),
+    "time": "time/",
+}
 HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
 
 

@@ -241,7 +241,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
             raise PowerCut
 
         if where == "hand_over":
-            monkeypatch.setattr("lightning_rlhf.cli.run.hand_over", pull)
+            for stage in ("sft", "rm", "ppo"):
+                monkeypatch.setattr(f"lightning_rlhf.cli.run_{stage}.hand_over", pull)
             return
         save = ResumeCheckpoint.on_train_batch_end
 

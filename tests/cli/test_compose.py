@@ -20,20 +20,39 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.loggers import LoggerConfig, WandbConfig
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.settings import (
+    REWARDS,
+    SUM,
     PolicySource,
-    RewardConfig,
     Settings,
     TrainerConfig,
     read_settings,
 )
-from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.rewards.config import HTTPConfig
 
 CONF = main.CONF
 SOURCE = Path(lightning_rlhf.__file__).parent
+
+
+MUST_BE_GIVEN = {
+    "function": ["reward.path=rules.py:score"],
+    "http": ["reward.url=http://localhost:8000/score"],
+    "model": ["reward.name_or_path=org/name"],
+    SUM: ["+reward@reward.components.a=head", "+reward@reward.components.b=random"],
+}
+
+
+KINDS = {"composite": SUM}
+"""Presets that are examples of a kind, by another name."""
+
+
+def given(reward: str) -> list[str]:
+    """A reward, with what its preset leaves to the user."""
+    return [f"reward={reward}", *MUST_BE_GIVEN.get(reward, [])]
 
 
 def options(group: str) -> list[str]:
@@ -88,7 +107,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
         "stage", "model", "data", "reward", "trainer", "logger", "stage_model", "advantage"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["ppo", "rm", "sft"]
+    assert STAGES == ["eval", "ppo", "rm", "sft"]
     assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
     assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
 
@@ -101,11 +120,11 @@ def test_every_stage_and_model_composes_with_all_else(stage: str, model: str) ->
     for i in range(rounds):
         data, reward, trainer, logger = (names[i % len(names)] for names in others)
         cfg = composed(f"stage={stage}", *model_overrides(model), f"data={data}",
-                       f"reward={reward}", f"trainer={trainer}", f"logger={logger}")  # fmt: skip
+                       *given(reward), f"trainer={trainer}", f"logger={logger}")  # fmt: skip
         settings = read_settings(cfg)
         assert settings.stage == stage
         assert settings.model.name == ("other" if model == "hub" else model)
-        assert settings.reward.kind == reward
+        assert settings.tree["reward"]["kind"] == KINDS.get(reward, reward)
         assert settings.trainer.accelerator == trainer
         assert settings.logger.kind == logger
 
@@ -157,7 +176,7 @@ def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> No
     groups = [options(group) for group in ("data", "reward", "logger")]
     for data, reward, logger in itertools.product(*groups):
         settings = read_settings(
-            composed(f"stage={stage}", f"data={data}", f"reward={reward}", f"logger={logger}")
+            composed(f"stage={stage}", f"data={data}", *given(reward), f"logger={logger}")
         )
         assert isinstance(settings.data.demonstrations, Split)
         assert (settings.data.judge is not None) == (data == "quickstart")
@@ -218,9 +237,10 @@ SECTIONS: dict[str, type] = {
     "stage/sft": SFTConfig,
     "stage/rm": RMConfig,
     "stage/ppo": PPOConfig,
+    "stage/eval": EvalConfig,
     "model": ModelConfig,
     "data": DataConfig,
-    "reward": RewardConfig,
+    **{f"reward/{kind}": config for kind, config in REWARDS.items()},
     "trainer": TrainerConfig,
 }
 NESTED = {"lora": LoRASettings, "demonstrations": Split, "preferences": Split, "prompts": Split}
@@ -228,11 +248,12 @@ RECEIVERS: dict[type, set[str]] = {
     SFTConfig: {"config"},
     RMConfig: {"config"},
     PPOConfig: {"config"},
+    EvalConfig: {"config"},
     ModelConfig: {"config", "model"},
     LoRASettings: {"settings"},
     DataConfig: {"config", "data"},
     Split: {"split", "sources"},
-    RewardConfig: {"reward"},
+    **{component: {"config", "component", "term"} for component in REWARDS.values()},
     TrainerConfig: {"trainer"},
     LoggerConfig: {"config"},
     WandbConfig: {"config"},
@@ -419,3 +440,38 @@ def test_the_sections_of_two_stages_are_not_said_to_be_none() -> None:
         read_settings(composed("stage=rm", "++sft.epochs=1"))
     assert "sft" in str(raised.value)
     assert "no stage is chosen" not in str(raised.value)
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:99", "meta"])
+def test_a_reward_is_not_put_where_nothing_computes(device: str) -> None:
+    cfg = composed("stage=ppo", *given("model"), f"reward.device={device}")
+    with pytest.raises(ConfigError, match=rf"^reward\.device is '{device}'; allowed: null, cpu"):
+        read_settings(cfg)
+    read_settings(composed("stage=ppo", *given("model"), "reward.device=cpu"))
+
+
+def test_running_moments_are_taken_once() -> None:
+    cfg = composed("stage=ppo", "reward.normalization=running", "ppo.score_normalization=running")
+    with pytest.raises(
+        ConfigError, match=r"score_normalization is 'running' and the reward 'head'"
+    ):
+        read_settings(cfg)
+    with pytest.raises(ConfigError, match=r"the reward 'head' is normalised .* or clipped already"):
+        read_settings(composed("stage=ppo", "reward.clip=5", "ppo.score_normalization=running"))
+    read_settings(composed("stage=ppo", "reward.normalization=running"))
+    read_settings(composed("stage=ppo", "ppo.score_normalization=running_scale"))
+
+
+@pytest.mark.parametrize("place", ["reward", "reward.components.a"])
+def test_what_is_written_down_of_an_address_is_without_its_secrets(place: str) -> None:
+    url = "https://me:pass@host:80/score?key=token"
+    kinds = (
+        ["reward=http"] if place == "reward" else ["reward=sum", "+reward@reward.components.a=http"]
+    )
+    settings = read_settings(composed("stage=ppo", *kinds, f"{place}.url='{url}'"))
+    (component,) = settings.reward.values()
+    assert isinstance(component, HTTPConfig)
+    assert component.url == url
+    assert "host:80/score" in str(settings.tree)
+    for secret in ("me:", "pass", "token"):
+        assert secret not in str(settings.tree["reward"]).replace("'token_env'", "")

@@ -29,7 +29,7 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
     for line in (
         "data: files, hh, quickstart",
         "logger: csv, tensorboard, wandb",
-        "reward: learned, random",
+        "reward: composite, function, head, http, model, random, sum",
         "trainer: cpu, gpu",
     ):
         assert line in help_text
@@ -153,3 +153,12 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
     assert len(outcome.out.splitlines()) == 1
     assert outcome.out.strip() == said if said == "stopped" else outcome.out.startswith(said)
     assert outcome.err == ""
+
+
+@pytest.mark.parametrize("url", ["http://me:word@host/score", "http://host/score?key=word"])
+def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
+    """It names its folders after what it is given."""
+    outcome = workplace.call("-m", "stage=ppo", "reward=http", f"reward.url={url}", "seed=1,2")
+    assert outcome.status != 0
+    assert not workplace.outputs.exists()
+    assert "word" not in outcome.out + outcome.err

@@ -254,6 +254,18 @@ class TestCheckpointsThatDoNotFit:
         assert tree(finished.outputs) == before
 
 
+@pytest.mark.usefixtures("no_model")
+def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
+    file = finished.folder / "data" / "preferences_train.jsonl"
+    lines = file.read_text().splitlines()
+    with_margin = [json.dumps(json.loads(line) | {"margin": 1.0}) for line in lines]
+    file.write_text("\n".join([*with_margin[:4], lines[4], *with_margin[5:]]) + "\n")
+    error = finished.mini("stage=rm", "job=margins", "rm.margin_coef=0.5").error
+    assert "rm.margin_coef is above 0, but 1 of 32 pairs of" in error
+    assert "no field 'margin' (the first is pair 5)" in error
+    assert not (finished.outputs / "default" / "mini" / "margins").exists()
+
+
 def test_the_random_reward_warns_and_runs(finished: Workplace) -> None:
     shutil.rmtree(finished.stage("rm"))
     outcome = finished.mini("stage=ppo", "reward=random", "overwrite=true", "ppo.iterations=1")
@@ -263,14 +275,13 @@ def test_the_random_reward_warns_and_runs(finished: Workplace) -> None:
     assert set(manifest["parents"]) == {"sft"}
 
 
-def test_a_random_reward_and_a_checkpoint_exclude_each_other(finished: Workplace) -> None:
+def test_a_random_reward_has_no_checkpoint(finished: Workplace) -> None:
     """Else the checkpoint that was asked for would be passed over in silence."""
-    reward = finished.stage("rm") / "final"
     error = finished.mini(
-        "stage=ppo", "run=next", "reward=random", f"reward.checkpoint={reward}",
+        "stage=ppo", "run=next", "reward=random", "+reward.checkpoint=x",
         f"policy.checkpoint={finished.stage('sft') / 'final'}",
     ).error  # fmt: skip
-    assert "reward.checkpoint" in error
+    assert "reward.checkpoint is not a known key" in error
 
 
 def test_debug_shows_where_it_happened(workplace: Workplace) -> None:

@@ -98,12 +98,12 @@ def test_stored_moments_are_taken_off_exactly_once(finished: Workplace) -> None:
     manifest = json.loads((finished.stage("rm") / "final" / "manifest.json").read_text())
     mean, std = manifest["reward_mean"], manifest["reward_std"]
     for rule in ("stored", "none", "running"):
-        command = ["stage=ppo", "ppo.iterations=1", f"ppo.score_normalization={rule}"]
-        finished.mini(*command, f"run={rule}", *given(finished)).succeeded  # noqa: B018
-    raw = scores(finished, "none")
-    assert scores(finished, "running") == raw
+        command = ["stage=ppo", "ppo.iterations=1", f"reward.normalization={rule}"]
+        finished.mini(*command, f"run=score_{rule}", *given(finished)).succeeded  # noqa: B018
+    raw = scores(finished, "score_none")
+    assert scores(finished, "score_running") == raw
     expected = [(score - mean) / std for score in raw]
-    assert scores(finished, "stored") == pytest.approx(expected, abs=1e-5)
+    assert scores(finished, "score_stored") == pytest.approx(expected, abs=1e-5)
     assert raw != pytest.approx(expected, abs=1e-2)
 
 
@@ -134,7 +134,13 @@ class TestCriticsThatDoNotFit:
         error = self.refused(finished, "ppo.critic=adapter", "ppo.critic_init=reward",
                              "reward=random", given(finished)[0])  # fmt: skip
         assert "ppo.critic_init" in error
-        assert "reward=random" in error
+        assert "of kind head, but there are 0" in error
+
+    def test_a_reward_whose_scale_is_not_known_yet(self, finished: Workplace) -> None:
+        error = self.refused(finished, "ppo.critic=adapter", "ppo.critic_init=reward",
+                             "reward.normalization=running", *given(finished))  # fmt: skip
+        assert "ppo.critic_init is 'reward'" in error
+        assert "normalization=running; allowed: none, stored" in error
 
     def test_an_adapter_from_a_whole_reward_model(self, finished: Workplace) -> None:
         finished.mini("stage=rm", "rm.finetune=full", "overwrite=true").succeeded  # noqa: B018

@@ -179,13 +179,13 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full fine-tuning of the reward model changes the very weights that spoke."""
-    from lightning_rlhf.cli import run
+    from lightning_rlhf.cli import run_rm
 
     order = []
     for name in ("sample_reference", "fit", "reward_moments"):
-        original = getattr(run, name)
+        original = getattr(run_rm, name)
         monkeypatch.setattr(
-            run, name,
+            run_rm, name,
             lambda *args, name=name, original=original, **kwargs: (
                 order.append(name), original(*args, **kwargs))[1],
         )  # fmt: skip

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
+from lightning_rlhf.cli.settings import read_settings
 
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
 
@@ -478,9 +481,20 @@ def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
     assert outcome.out.count(" done ") == 2
 
 
-def test_the_quickstart_promises_what_is_measured() -> None:
-    recipe = read_recipe("quickstart", main.RECIPES)
+@pytest.mark.parametrize("name", ["quickstart", "composite_reward"])
+def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
+    recipe = read_recipe(name, main.RECIPES)
     assert recipe.stages == STAGES
+    main.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(main.CONF), version_base="1.3"):
+        settings = {
+            stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
+            for stage in recipe.stages
+        }
+    assert all(found.model.name == "tiny" for found in settings.values())
+    components = list(settings["ppo"].reward)
+    assert components == {"quickstart": ["head"], "composite_reward": ["helpful", "brief"]}[name]
     data = main.RECIPES / "quickstart" / "data"
     judge = load_judge(f"{main.RECIPES / 'quickstart' / 'judge.py'}:judge")
     rows = [json.loads(line) for line in (data / "prompts_val.jsonl").read_text().splitlines()]
@@ -488,6 +502,7 @@ def test_the_quickstart_promises_what_is_measured() -> None:
         part for row in rows for part, value in judge(row, "", True).items() if value is not None
     }
     known = {*METRICS, *(f"eval/judge/{part}" for part in parts)}
+    known |= {f"eval/reward/{part}" for part in components if len(components) > 1}
     assert recipe.promises
     for promise in recipe.promises:
         assert promise.stage in recipe.stages

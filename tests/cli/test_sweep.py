@@ -230,16 +230,17 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no user's."""
-    from lightning_rlhf.cli import run
+    from lightning_rlhf.cli import run_ppo
+    from lightning_rlhf.cli.launch import Prepared
 
-    original = run.hand_over
+    original = run_ppo.hand_over
 
-    def fail_first(ready: run.Prepared, *args: object, **kwargs: object) -> Path:
+    def fail_first(ready: Prepared, *args: object, **kwargs: object) -> Path:
         if ready.settings.seed == 1:
             raise ZeroDivisionError("a fault in the code")
         return original(ready, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run, "hand_over", fail_first)
+    monkeypatch.setattr(run_ppo, "hand_over", fail_first)
     outcome = finished.sweep("stage=ppo", "ppo.iterations=1", "seed=1,2")
     assert outcome.status == 1
     text = table(outcome.out)

@@ -20,7 +20,14 @@ STAGE: dict[str, Any] = {
     "checkpoint_every": 10,
 }
 SFT = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 4}
-RM = SFT | {"center_coef": 0.01, "calibration_samples": 8, "temperature": 1.0}
+RM = SFT | {
+    "heads": 1,
+    "margin_coef": 0.0,
+    "label_smoothing": 0.0,
+    "center_coef": 0.01,
+    "calibration_samples": 8,
+    "temperature": 1.0,
+}
 PPO = STAGE | {
     "iterations": 10,
     "rollout_batch_size": 8,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from lightning_rlhf.core.experience import make_experience
-from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.shaping import ScoreMoments
 
 
 def over_processes(x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def main(folder: Path, rank: int, processes: int) -> None:
         "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=processes
     )
     rollout, scores, config = torch.load(folder / f"in{rank}.pt", weights_only=False)
-    moments = NO_SCORES.including(scores.score, over_processes)
+    moments = ScoreMoments.none(1).including(scores, over_processes)
     experience = make_experience(
         rollout, scores, config, kl_coef=0.5, moments=moments, total=over_processes
     )

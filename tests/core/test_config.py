@@ -41,6 +41,11 @@ BOUNDS: dict[str, list[tuple[str, Any, str]]] = {
     "rm": [
         *STAGE_BOUNDS,
         *SUPERVISED_BOUNDS,
+        ("heads", 0, "a whole number and >= 1"),
+        ("heads", 2.0, "a whole number and >= 1"),
+        ("margin_coef", -0.1, "a number and >= 0"),
+        ("label_smoothing", -0.1, "a number and >= 0 and < 0.5"),
+        ("label_smoothing", 0.5, "a number and >= 0 and < 0.5"),
         ("center_coef", -0.1, "a number and >= 0"),
         ("calibration_samples", 1, "a whole number and >= 2"),
         ("calibration_samples", 8.5, "a whole number and >= 2"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments
+from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 from lightning_rlhf.core.types import Experience, Rollout, Scores
 
 from .configs import ppo_config
@@ -22,7 +22,8 @@ from .conftest import NAN, F, Ragged, close, drawn, pad, ragged
 from .rollouts import by_hand, drawn_rollout
 
 COMPUTED = ("kl", "rewards", "advantages", "returns")
-MOMENTS = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
+SEEN = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
+MOMENTS = ScoreMoments(SEEN, (SEEN,))
 
 
 @st.composite
@@ -186,7 +187,7 @@ def test_only_batch_whitens_the_batch(whiten_advantages: str, changes: dict[str,
 def test_arguments_are_left_alone() -> None:
     rollout, scores = by_hand()
     config = ppo_config(whiten_rewards=True, score_clip=1.0, missing_eos="replace")
-    make_experience(rollout, scores, config, kl_coef=0.5, moments=NO_SCORES)
+    make_experience(rollout, scores, config, kl_coef=0.5, moments=ScoreMoments.none(1))
     before = by_hand()
     for name in ("logprobs", "values", "response_mask", "ended"):
         assert torch.equal(getattr(rollout, name), getattr(before[0], name))

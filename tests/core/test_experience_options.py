@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.experience import estimate, make_experience
-from lightning_rlhf.core.shaping import RunningMoments
+from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments, Term, weighted_sum
 from lightning_rlhf.core.types import Experience
 
 from .configs import ppo_config
 from .conftest import NAN, close
 from .rollouts import by_hand
 
-MOMENTS = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
+SEEN = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
+MOMENTS = ScoreMoments(SEEN, (SEEN,))
 E, ROOT2 = math.e, math.sqrt(2)
 
 
@@ -137,3 +138,32 @@ def test_groups_are_consecutive_rows() -> None:
     config = ppo_config(advantage="rloo", samples_per_prompt=2)
     advantages, _ = estimate(rewards, four, config)
     assert advantages.tolist() == [[-2, 0], [2, 0], [-4, 0], [4, 0]]
+
+
+def test_components_are_normalised_clipped_and_weighted() -> None:
+    """Of two responses: a = 3 and -5, standardised by mean 1 and deviation 2 to 1 and -3, clipped
+    to 1 and -2; b = 10 and 20 as they are. Paid: 2 * a - 0.1 * b."""
+    rollout, scores = by_hand()
+    terms = (
+        Term(name="a", weight=2.0, normalization="running", clip=2.0),
+        Term(name="b", weight=-0.1, normalization="none", clip=None),
+    )
+    scores = replace(scores, parts=doubles([3.0, 10.0], [-5.0, 20.0]))
+    config = ppo_config(whiten_advantages="none", missing_eos="none")
+    found = make_experience(
+        rollout, scores, config, kl_coef=0.0, terms=terms,
+        moments=ScoreMoments(SEEN, (SEEN, SEEN)),
+    )  # fmt: skip
+    close(found.rewards.sum(dim=1), torch.tensor([2 - 1, -4 - 2], dtype=torch.float64))
+    # What is reported is without normalisation.
+    close(weighted_sum(scores.parts, terms), torch.tensor([6 - 1, -10 - 2], dtype=torch.float64))
+    assert torch.equal(found.parts, scores.parts)
+
+
+def test_moments_of_components_are_kept_apart() -> None:
+    _, scores = by_hand()
+    scores = replace(scores, parts=doubles([3.0, 10.0], [-5.0, 20.0]), score=doubles([1.0, 2.0])[0])
+    moments = ScoreMoments.none(2).including(scores)
+    assert [part.mean for part in moments.parts] == [-1.0, 15.0]
+    assert [part.std for part in moments.parts] == [4.0, 5.0]
+    assert moments.whole.mean == 1.5

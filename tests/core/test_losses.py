@@ -125,3 +125,61 @@ def test_bradley_terry_far_from_a_tie_stays_finite() -> None:
     # -log sigmoid(-1000) = 1000 and -log sigmoid(1000) = 0 to every digit a float has.
     chosen, rejected = torch.tensor([0.0, 1000.0]), torch.tensor([1000.0, 0.0])
     assert bradley_terry_loss(chosen, rejected).tolist() == [1000, 0]
+
+
+def test_a_margin_by_hand() -> None:
+    # The lead is ln 3 + 1/2 and the margin asks for 1/2: as a lead of ln 3, which wins with 3/4.
+    # In the second pair the lead of 0 falls short by ln 3: it wins with 1/4.
+    chosen, rejected = leaf(math.log(3) + 0.5, 2.0), leaf(0.0, 2.0)
+    loss = bradley_terry_loss(chosen, rejected, margin=leaf(0.5, math.log(3)).detach())
+    close(loss, torch.tensor([math.log(4 / 3), math.log(4)], dtype=torch.float64))
+    loss.sum().backward()
+    close(chosen.grad, torch.tensor([-1 / 4, -3 / 4], dtype=torch.float64))
+    close(rejected.grad, torch.tensor([1 / 4, 3 / 4], dtype=torch.float64))
+
+
+def test_label_smoothing_by_hand() -> None:
+    # sigmoid(ln 3) = 3/4, and one label in ten is believed to be wrong:
+    # 0.9 ln 4/3 + 0.1 ln 4; slope sigmoid(d) - 0.9 = -0.15.
+    # The other way round 0.9 ln 4 + 0.1 ln 4/3; slope 1/4 - 0.9 = -0.65.
+    chosen, rejected = leaf(math.log(3), 0.0), leaf(0.0, math.log(3))
+    loss = bradley_terry_loss(chosen, rejected, label_smoothing=0.1)
+    won, lost = math.log(4 / 3), math.log(4)
+    expected = [0.9 * won + 0.1 * lost, 0.9 * lost + 0.1 * won]
+    close(loss, torch.tensor(expected, dtype=torch.float64))
+    loss.sum().backward()
+    close(chosen.grad, torch.tensor([-0.15, -0.65], dtype=torch.float64))
+    close(rejected.grad, torch.tensor([0.15, 0.65], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("smoothing", [0.05, 0.2, 0.45])
+def test_label_smoothing_wants_a_lead_of_so_much_and_no_more(smoothing: float) -> None:
+    # The slope sigmoid(d) - (1 - e) is 0 at d = log((1 - e) / e), and the loss is convex.
+    best = math.log((1 - smoothing) / smoothing)
+    lead = leaf(best, best - 0.1, best + 0.1)
+    loss = bradley_terry_loss(lead, torch.zeros_like(lead), label_smoothing=smoothing)
+    loss.sum().backward()
+    assert lead.grad is not None
+    at, below, above = lead.grad.tolist()
+    assert at == pytest.approx(0, abs=1e-12)
+    assert below < 0 < above
+    # The least possible is the entropy of a coin that falls wrong with probability e.
+    entropy = -smoothing * math.log(smoothing) - (1 - smoothing) * math.log(1 - smoothing)
+    assert loss[0].item() == pytest.approx(entropy, rel=1e-12)
+    assert min(loss[1:].tolist()) > entropy
+
+
+def test_smoothing_and_margin_together_smooth_about_the_margin() -> None:
+    # A lead of 3 with a margin of 3 is a tie, whichever label is right.
+    loss = bradley_terry_loss(leaf(3.0), leaf(0.0), margin=3.0, label_smoothing=0.3)
+    close(loss.detach(), torch.tensor([math.log(2)], dtype=torch.float64))
+
+
+def test_no_margin_and_no_smoothing_are_the_plain_loss_to_the_last_bit() -> None:
+    chosen, rejected = draw((50, 4), 2)
+    plain = -torch.nn.functional.logsigmoid(chosen - rejected)
+    nothing = torch.zeros(50, dtype=torch.float64)
+    assert torch.equal(bradley_terry_loss(chosen, rejected), plain)
+    assert torch.equal(
+        bradley_terry_loss(chosen, rejected, margin=nothing, label_smoothing=0.0), plain
+    )

@@ -59,7 +59,7 @@ BOUNDS: list[tuple[str, Any, str]] = [
 ]
 CHOICES: dict[str, str] = {
     "rollout": "native, hf",
-    "score_normalization": "none, stored, running, running_scale",
+    "score_normalization": "none, running, running_scale",
     "missing_eos": "none, subtract, replace",
     "kl_estimator": "k1, k2, k3, abs, mse, full",
     "kl_in": "reward, loss",

@@ -25,7 +25,7 @@ from lightning_rlhf.core.masking import (
     masked_rescale,
     masked_whiten,
 )
-from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.shaping import NO_SCORES, ScoreMoments
 
 from .configs import ppo_config
 from .conftest import Ragged, close, drawn, ragged
@@ -95,7 +95,7 @@ def test_experience_over_processes(batch: Ragged, advantage: str) -> None:
     config = ppo_config(**RULES | {"advantage": advantage})
 
     def make(rollout: Any, scores: Any, total: Total = alone) -> Any:
-        moments = NO_SCORES.including(scores.score, total)
+        moments = ScoreMoments.none(1).including(scores, total)
         return make_experience(rollout, scores, config, kl_coef=0.5, moments=moments, total=total)
 
     found = at_once(make, list(zip(rollout.split(2), scores.split(2), strict=True)))
@@ -127,10 +127,11 @@ def test_two_real_processes(tmp_path: Path) -> None:
         for process in running:
             process.kill()
     found = [torch.load(tmp_path / f"out{rank}.pt", weights_only=False) for rank in range(2)]
-    moments = NO_SCORES.including(scores.score)
+    moments = ScoreMoments.none(1).including(scores)
     whole = make_experience(rollout, scores, config, kl_coef=0.5, moments=moments)
     for name in COMPUTED:
         joined = torch.cat([getattr(experience, name) for experience, _ in found])
         close(joined, getattr(whole, name))
     for _, theirs in found:
-        assert theirs == pytest.approx(asdict(moments), rel=1e-12)
+        assert theirs["whole"] == pytest.approx(asdict(moments.whole), rel=1e-12)
+        assert theirs["parts"][0] == pytest.approx(asdict(moments.parts[0]), rel=1e-12)

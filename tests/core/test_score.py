@@ -89,7 +89,6 @@ MOMENTS = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
         # last, or -1 in its place.
         ("none", "subtract", [1.5, -3, -1, -1]),
         ("none", "none", [1.5, -3, -1, 0]),
-        ("stored", "subtract", [1.5, -3, -1, -1]),
         # (s - 1) / 2 = (9/2, -7/2, -1/2, 3/2); clipped (2, -2, -1/2, 3/2); less tokens
         # (3/2, -3, -3/2, -1/2).
         ("running", "subtract", [1.5, -3, -1.5, -1.5]),
@@ -114,7 +113,6 @@ def test_normalised_then_clipped_then_priced_then_the_end_rule(
     ("changes", "expected"),
     [
         ({}, [10, -6, 0, 4]),
-        ({"score_normalization": "stored"}, [10, -6, 0, 4]),
         ({"score_normalization": "running"}, [4.5, -3.5, -0.5, 1.5]),
         ({"score_normalization": "running_scale"}, [5, -3, 0, 2]),
         ({"score_clip": 5.0}, [5, -5, 0, 4]),

@@ -21,7 +21,7 @@ def prompts(rows: int) -> Prompts:
 
 def scores(rows: int) -> Scores:
     row = torch.arange(rows, dtype=torch.float32)
-    return Scores(score=row, ref_logprobs=row[:, None].expand(rows, 2))
+    return Scores(parts=row[:, None], score=row, ref_logprobs=row[:, None].expand(rows, 2))
 
 
 def same(a: Record, b: Record) -> bool:
@@ -48,6 +48,7 @@ def test_fields_of_different_width_are_cut_alike() -> None:
         chosen_mask=torch.ones(2, 3, dtype=torch.bool),
         rejected=torch.arange(10).view(2, 5),
         rejected_mask=torch.ones(2, 5, dtype=torch.bool),
+        margin=torch.zeros(2),
     )
     second = pair.select(slice(1, 2))
     assert second.chosen.tolist() == [[3, 4, 5]]

@@ -33,10 +33,14 @@ def test_demonstrations_are_padded_right_and_only_responses_are_targets() -> Non
 
 def test_the_sides_of_preferences_are_padded_apart() -> None:
     batch = collate_preferences(
-        [PreferenceTokens([1, 2], [3, 4], [5]), PreferenceTokens([1], [2], [3, 4, 5, 6])],
+        [
+            PreferenceTokens([1, 2], [3, 4], [5], 0.5),
+            PreferenceTokens([1], [2], [3, 4, 5, 6], 0.0),
+        ],
         pad_id=99,
     )
     assert batch.chosen.tolist() == [[1, 2, 3, 4], [1, 2, 99, 99]]
+    assert batch.margin.tolist() == [0.5, 0.0]
     assert batch.chosen_mask.tolist() == [[T, T, T, T], [T, T, F, F]]
     assert batch.rejected.tolist() == [[1, 2, 5, 99, 99], [1, 3, 4, 5, 6]]
     assert batch.rejected_mask.tolist() == [[T, T, T, F, F], [T, T, T, T, T]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -165,7 +166,22 @@ def test_forms_of_prompts(
 ) -> None:
     (read,) = read_prompts(jsonl(row), "stop").rows
     assert read.prompt == prompt
-    assert read.columns == columns
+    messages = [{"role": turn.role, "content": turn.content} for turn in prompt]
+    assert read.columns == columns | {"messages": messages}
+
+
+def test_a_margin_is_read_where_there_is_one(jsonl: Jsonl) -> None:
+    pair = {"prompt": "Hi", "chosen": "A", "rejected": "B"}
+    source = jsonl(pair, pair | {"margin": 2}, pair | {"margin": 0.5}, pair | {"margin": None})
+    read = read_preferences(source, "stop").rows
+    assert [row.margin for row in read] == [None, 2.0, 0.5, None]
+
+
+@pytest.mark.parametrize("margin", ["much", True, -1, math.inf, math.nan])
+def test_a_margin_that_is_none_is_left_to_who_wants_one(margin: Any, jsonl: Jsonl) -> None:
+    source = jsonl({"prompt": "Hi", "chosen": "A", "rejected": "B", "margin": margin})
+    (row,) = read_preferences(source, "stop").rows
+    assert row.margin is None
 
 
 def test_a_prompt_with_many_answers_is_kept_once_where_it_is_first_seen(jsonl: Jsonl) -> None:

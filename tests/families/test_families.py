@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.models.handover import attach_reward, start_from
-from lightning_rlhf.models.roles import REFERENCE, Roles
+from lightning_rlhf.models.roles import REFERENCE, REWARD, Roles
 
 FAMILIES = ("qwen3.5", "qwen3.5-multimodal", "qwen3", "llama")
 STAGES = ("sft", "rm", "ppo")
@@ -157,7 +157,9 @@ def test_three_stages_hand_over_to_each_other_and_to_the_ecosystem(run: Run) -> 
     # rm: on the same SFT model; its score, by hand from peft's model and the head's file.
     written = load_file(run.path("rm") / "fingerprint.safetensors")
     close(written["below"], run.plain_sft()(PROBE).logits[0, -1])
-    owner = attach_reward(roles, run.final["rm"], config, run.final["rm"].manifest.tokenizer_hash)
+    owner = attach_reward(
+        roles, REWARD, run.final["rm"], config, run.final["rm"].manifest.tokenizer_hash
+    )
     head = load_file(run.path("rm") / "reward_head.safetensors")
     hidden = run.plain("rm")(tokens, output_hidden_states=True).hidden_states[-1][:, -1]
     close(owner.reward(tokens, mask), hidden @ head["linear.weight"][0] + head["linear.bias"])

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash, write_final
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.models.handover import start_from
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "quickstart" / "tokenizer"
@@ -171,7 +171,9 @@ class Lineage:
         self.sft = self._write(folder / "sft", roles, SFT, tokenizer, build_manifest("sft"), None)
 
         roles = start_from(self.config, self.sft, trainable=False, seed=0)
-        roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(3))
+        roles.heads[REWARD] = RewardHeads.random(
+            roles.hidden_size, 1, torch.Generator().manual_seed(3)
+        )
         roles.add_adapter(REWARD, LORA)
         randomise(roles, REWARD, seed=4)
         manifest = build_manifest("rm", tokenizer_hash=self.hash)

@@ -58,7 +58,7 @@ def reference(lineage: Any) -> Roles:
 
 
 def attach(lineage: Any, final: Final) -> Roles:
-    return attach_reward(reference(lineage), final, lineage.config, lineage.hash)
+    return attach_reward(reference(lineage), REWARD, final, lineage.config, lineage.hash)
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def test_weights_and_heads_come_back_bit_for_bit(
     train: Make, make_config: Make,
 ) -> None:  # fmt: skip
     roles = Roles(make_model("qwen3"))
-    add_policy(roles, make_config(name_or_path="x"))
+    add_policy(roles, make_config(name_or_path="x"), 0)
     roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     train(roles, POLICY, 1)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_the_adapter_is_written_for_inference_on_its_base(
     make_config: Make,
 ) -> None:  # fmt: skip
     roles = Roles(make_model("qwen3"))
-    add_policy(roles, make_config(name_or_path="x"))
+    add_policy(roles, make_config(name_or_path="x"), 0)
     roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     manifest = make_manifest("ppo", base="org/base")
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
@@ -180,7 +180,7 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     monkeypatch.setattr(time, "sleep", asked.append)
     roles = reference(adapters)
     assert roles.model.peft_config[SFT].base_model_name_or_path == "from_config"
-    add_policy(roles, adapters.config)
+    add_policy(roles, adapters.config, 0)
     roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
     manifest = make_manifest("ppo", parents={"sft": str(adapters.sft.path)})
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
@@ -274,7 +274,7 @@ def test_the_final_folder_of_another_stage_is_no_reward_model(lineage: Any) -> N
 
 def test_a_reward_model_with_another_tokenizer_is_refused(adapters: Any) -> None:
     with pytest.raises(CheckpointError, match="another tokenizer") as caught:
-        attach_reward(reference(adapters), adapters.rm, adapters.config, "f" * 16)
+        attach_reward(reference(adapters), REWARD, adapters.rm, adapters.config, "f" * 16)
     assert adapters.hash in str(caught.value)
     assert "f" * 16 in str(caught.value)
 
@@ -316,11 +316,11 @@ def test_a_reward_adapter_trained_on_another_model_is_refused(
     config = make_config(name_or_path=str(tmp_path / "other"))
     roles = start_from(config, None, trainable=False, seed=0)
     with pytest.raises(CheckpointError, match="the model that it was trained on"):
-        attach_reward(roles, adapters.rm, config, adapters.hash)
+        attach_reward(roles, REWARD, adapters.rm, config, adapters.hash)
     # On the base without the SFT adapter that it was trained over, too.
     roles = start_from(adapters.config, None, trainable=False, seed=0)
     with pytest.raises(CheckpointError, match="the model that it was trained on"):
-        attach_reward(roles, adapters.rm, adapters.config, adapters.hash)
+        attach_reward(roles, REWARD, adapters.rm, adapters.config, adapters.hash)
 
 
 def test_a_reward_adapter_that_was_changed_is_refused(adapters: Any, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_reward_model_is_no_policy(
 ) -> None:  # fmt: skip
     """Neither its adapter nor, where it was fully trained, its whole weights."""
     own = Roles(make_model("llama"))
-    random_reward(own, torch.Generator().manual_seed(0))
+    random_reward(own, REWARD, torch.Generator().manual_seed(0))
     write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
     for final in (adapters.rm, find(str(tmp_path / "final"), "policy.checkpoint")):
         with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft or stage=ppo") as e:
@@ -459,13 +459,13 @@ def test_a_fully_trained_reward_model_keeps_its_own_weights(
     tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor,
 ) -> None:  # fmt: skip
     own = Roles(make_model("qwen3", seed=8))
-    random_reward(own, torch.Generator().manual_seed(0))
+    random_reward(own, REWARD, torch.Generator().manual_seed(0))
     manifest = make_manifest("rm", tokenizer_hash=adapters.hash)
     write_final(tmp_path / "final", own, REWARD, tokenizer, manifest, REWARD)
     roles = reference(adapters)
     before = roles.probe(REFERENCE)
     final = find(str(tmp_path / "final"), "reward.checkpoint")
-    owner = attach_reward(roles, final, adapters.config, adapters.hash)
+    owner = attach_reward(roles, REWARD, final, adapters.config, adapters.hash)
     assert owner is not roles
     mask = torch.ones_like(tokens, dtype=torch.bool)
     with torch.no_grad():
@@ -484,11 +484,11 @@ def test_the_policy_must_start_at_the_reference(
     roles = reference(adapters)
     add_adapter = Roles.add_adapter
 
-    def elsewhere(self: Roles, role: str, settings: Any) -> None:
-        add_adapter(self, role, settings)
+    def elsewhere(self: Roles, role: str, settings: Any, seed: int) -> None:
+        add_adapter(self, role, settings, seed)
         self._stacks[role] = (role,)  # without the SFT adapter below it
         self.play(BASE)
 
     monkeypatch.setattr(Roles, "add_adapter", elsewhere)
     with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):
-        add_policy(roles, adapters.config)
+        add_policy(roles, adapters.config, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models.checkpoint import Final, find, write_final
 from lightning_rlhf.models.handover import add_critic, add_policy, attach_reward, start_from
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import (
     BASE,
     CRITIC,
@@ -34,8 +34,8 @@ NO_SCALE = (0.0, 1.0)
 def policy(lineage: Any) -> Roles:
     """As stage=ppo puts its models together, before the critic; the policy has been trained."""
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
-    attach_reward(roles, lineage.rm, lineage.config, lineage.hash)
-    add_policy(roles, lineage.config)
+    attach_reward(roles, REWARD, lineage.rm, lineage.config, lineage.hash)
+    add_policy(roles, lineage.config, 0)
     randomise(roles, POLICY, seed=6)
     return roles
 
@@ -61,7 +61,7 @@ def full_reward(tmp_path: Path, lineage: Any, tokenizer: Any) -> Final:
     """A reward model whose language model was trained whole: the SFT model's, or the base's."""
     sft = None if lineage.sft.is_adapter else lineage.sft
     roles = start_from(lineage.config, sft, trainable=True, seed=0)
-    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(3))
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(3))
     roles.assign(REWARD)
     with torch.no_grad():
         for parameter in roles.model.parameters():
@@ -121,10 +121,10 @@ def test_a_model_starts_as_the_reward_model_standardised(
 ) -> None:
     """Whatever the SFT model is: whole weights, or an adapter on others."""
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
-    judge = attach_reward(roles, full_reward, lineage.config, lineage.hash)
+    judge = attach_reward(roles, REWARD, full_reward, lineage.config, lineage.hash)
     with torch.no_grad():
         raw = judge.reward(tokens, MASK)
-    add_policy(roles, lineage.config)
+    add_policy(roles, lineage.config, 0)
     owner, role = add_critic(roles, lineage.config, "model", sft=lineage.sft, reward=full_reward,
                              scale=(-1.0, 0.25), seed=0)  # fmt: skip
     assert owner not in (roles, judge)

@@ -1,4 +1,4 @@
-"""The scalar head, and the position it is read at."""
+"""The heads, and the position they are read at."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from lightning_rlhf.models.heads import ScalarHead, last_real
+from lightning_rlhf.models.heads import RewardHeads, ScalarHead, last_real
 
 T, F = True, False
 
 
 def test_a_random_head_has_standard_deviation_one_over_root_d_plus_one() -> None:
     d = 20_000
-    head = ScalarHead.random(d, torch.Generator().manual_seed(0))
+    head = RewardHeads.random(d, 1, torch.Generator().manual_seed(0))
     expected = 1 / math.sqrt(d + 1)
     # The standard error of a standard deviation of n normals is sigma / sqrt(2 n): 4 of them.
     assert head.linear.weight.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * d))
@@ -25,7 +25,7 @@ def test_a_random_head_has_standard_deviation_one_over_root_d_plus_one() -> None
 def test_the_plus_one_shows_for_few_weights() -> None:
     # d = 1: 1 / sqrt(2), and not 1.
     generator = torch.Generator().manual_seed(0)
-    draws = torch.cat([ScalarHead.random(1, generator).linear.weight[0] for _ in range(2000)])
+    draws = torch.cat([RewardHeads.random(1, 1, generator).linear.weight[0] for _ in range(2000)])
     assert draws.std().item() == pytest.approx(1 / math.sqrt(2), rel=4 / math.sqrt(4000))
 
 
@@ -33,9 +33,9 @@ def test_a_random_head_depends_on_its_generator_alone() -> None:
     heads = []
     for global_seed in (1, 2):
         torch.manual_seed(global_seed)
-        heads.append(ScalarHead.random(16, torch.Generator().manual_seed(5)))
+        heads.append(RewardHeads.random(16, 1, torch.Generator().manual_seed(5)))
     assert torch.equal(heads[0].linear.weight, heads[1].linear.weight)
-    other = ScalarHead.random(16, torch.Generator().manual_seed(6))
+    other = RewardHeads.random(16, 1, torch.Generator().manual_seed(6))
     assert not torch.equal(heads[0].linear.weight, other.linear.weight)
 
 
@@ -47,14 +47,30 @@ def test_a_value_head_starts_at_zero_and_can_be_trained() -> None:
     assert head.linear.weight.grad.tolist() == [[3.0] * 8]
 
 
-def test_the_head_computes_in_fp32_under_autocast_and_from_bf16() -> None:
-    head = ScalarHead.random(512, torch.Generator().manual_seed(0))
+def test_the_heads_of_an_ensemble_are_each_their_own() -> None:
+    heads = RewardHeads.random(16, 3, torch.Generator().manual_seed(0))
+    hidden = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    found = heads(hidden)
+    assert found.shape == (2, 5, 3)
+    for i in range(3):
+        torch.testing.assert_close(found[..., i], hidden @ heads.linear.weight[i])
+    assert (found[..., 0] - found[..., 1]).abs().min() > 0
+
+
+@pytest.mark.parametrize("kind", ["value", "reward"])
+def test_a_head_computes_in_fp32_under_autocast_and_from_bf16(kind: str) -> None:
+    random = RewardHeads.random(512, 1, torch.Generator().manual_seed(0))
+    head: torch.nn.Module = random
+    if kind == "value":
+        head = ScalarHead(512)
+        head.load_state_dict(random.state_dict())
     hidden = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    exact = hidden.double() @ head.linear.weight.detach().double()[0]
+    exact = hidden.double() @ random.linear.weight.detach().double()[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = head(hidden)
     assert found.dtype == torch.float32
-    assert found.shape == (4,)
+    assert found.shape == ((4,) if kind == "value" else (4, 1))
+    found = found.reshape(4)
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)
 
 

@@ -23,7 +23,7 @@ from lightning_rlhf.models.handover import (
     random_reward,
     start_from,
 )
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import (
     BASE,
@@ -46,8 +46,8 @@ Train = Callable[[Roles, str, int], None]
 def load(lineage: Any) -> Roles:
     """As stage=ppo puts its models together."""
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
-    assert attach_reward(roles, lineage.rm, lineage.config, lineage.hash) is roles
-    add_policy(roles, lineage.config)
+    assert attach_reward(roles, REWARD, lineage.rm, lineage.config, lineage.hash) is roles
+    add_policy(roles, lineage.config, 0)
     critic = add_critic(roles, lineage.config, "head", sft=lineage.sft, reward=None,
                         scale=(0.0, 1.0), seed=0)  # fmt: skip
     assert critic == (roles, POLICY)
@@ -76,9 +76,9 @@ def test_the_reference_is_the_sft_model_bit_for_bit_and_the_policy_starts_there(
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
     alone = logits(roles, REFERENCE, tokens)
     torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
-    attach_reward(roles, lineage.rm, lineage.config, lineage.hash)
+    attach_reward(roles, REWARD, lineage.rm, lineage.config, lineage.hash)
     assert torch.equal(logits(roles, REFERENCE, tokens), alone)
-    add_policy(roles, lineage.config)
+    add_policy(roles, lineage.config, 0)
     assert torch.equal(logits(roles, REFERENCE, tokens), alone)
     assert torch.equal(logits(roles, POLICY, tokens), alone)
     # The SFT model is not the base, so that this could not hold by accident.
@@ -209,7 +209,7 @@ def test_padding_behind_changes_no_hidden_state_and_on_either_side_no_reward(
     make_model: Callable[..., PreTrainedModel], tokens: Tensor, model_type: str
 ) -> None:
     roles = Roles(make_model(model_type))
-    random_reward(roles, torch.Generator().manual_seed(0))
+    random_reward(roles, REWARD, torch.Generator().manual_seed(0))
     for row in tokens:
         whole = torch.ones(1, len(row), dtype=torch.bool)
         alone = roles.hidden(row[None])[0]
@@ -246,7 +246,7 @@ def test_padding_may_differ_by_row(
 ) -> None:
     for model_type in ("qwen3", "qwen3_5_text"):
         roles = Roles(make_model(model_type))
-        random_reward(roles, torch.Generator().manual_seed(0))
+        random_reward(roles, REWARD, torch.Generator().manual_seed(0))
         lengths = (9, 4, 6)
         alone = torch.cat(
             [
@@ -367,7 +367,7 @@ def test_a_role_without_an_adapter_plays_the_reference(
     roles.assign(SFT)
     assert torch.equal(logits(roles, SFT, tokens), logits(roles, BASE, tokens))
     assert trainable_names(roles) == []
-    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(0))
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(0))
     assert sorted(trainable_names(roles)) == [
         "heads.reward.linear.bias",
         "heads.reward.linear.weight",

@@ -25,12 +25,12 @@ from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import CRITIC, POLICY, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.rollout.score import RewardSource
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "qwen3_5")
@@ -113,7 +113,14 @@ CENTER_COEF = 0.3
 
 
 def rm_config(**changes: Any) -> RMConfig:
-    own = {"center_coef": CENTER_COEF, "calibration_samples": 8, "temperature": 1.0}
+    own = {
+        "heads": 1,
+        "margin_coef": 0.0,
+        "label_smoothing": 0.0,
+        "center_coef": CENTER_COEF,
+        "calibration_samples": 8,
+        "temperature": 1.0,
+    }
     return RMConfig(**SUPERVISED | own | changes)
 
 
@@ -177,7 +184,7 @@ def sft_roles(architecture: str) -> Roles:
 
 def rm_roles(architecture: str) -> Roles:
     roles = Roles(language_model(architecture))
-    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(2))
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(2))
     with_adapter(roles, REWARD, seed=2)
     return roles
 
@@ -199,9 +206,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     if kind == "head":
         role = POLICY
     elif kind == "adapter":
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            roles.add_adapter(CRITIC, LORA)
+        roles.add_adapter(CRITIC, LORA, 5)
     else:
         owner = Roles(language_model(architecture).requires_grad_(True))
         owner.assign(CRITIC)
@@ -209,7 +214,9 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     return Critic(owner, role)
 
 
-CHAT = SimpleNamespace(end_token_ids=END, stop_at=lambda texts: None)
+CHAT = SimpleNamespace(
+    end_token_ids=END, stop_at=lambda texts: None, decode_response=lambda tokens: str(tokens)
+)
 """All that PPO asks of a chat format where no text ends a response."""
 
 
@@ -221,20 +228,19 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         architecture: str = "qwen3",
         *,
         seed: int = 0,
-        reward: RewardSource | None = None,
+        reward: Source | None = None,
         fresh: bool = False,
         **changes: Any,
     ) -> PPOModule:
         roles = Roles(language_model(architecture))
-        roles.heads[REWARD] = ScalarHead.random(
-            roles.hidden_size, torch.Generator().manual_seed(2)
+        roles.heads[REWARD] = RewardHeads.random(
+            roles.hidden_size, 1, torch.Generator().manual_seed(2)
         ).requires_grad_(False)
         roles.load_adapter(REWARD, reward_adapters[architecture], trainable=False)
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            roles.add_adapter(POLICY, LORA)
+        roles.add_adapter(POLICY, LORA, 3)
         config = ppo_config(**changes)
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
+        learned = LearnedReward(roles.rewards, 0.1, 0.5, 0.0, config.microbatch_size)
         if not fresh:
             shake(roles, f".{POLICY}.", seed=3)
             if critic is not None:
@@ -242,11 +248,11 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
                 shake(critic.roles, f".{CRITIC}.", seed=5)
         return PPOModule(
             roles,
-            reward or LearnedReward(roles.reward, mean=0.1, std=0.5),
+            Reward.of(reward or learned),
             config,
             critic=critic,
             chat=CHAT,  # type: ignore[arg-type]
-            prompts={"train": [], "val": []},
+            prompts={split: [{"prompt": "", "messages": []}] * 64 for split in ("train", "val")},
             seed=seed,
         )
 

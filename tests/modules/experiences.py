@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
-from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience, UpdateStats
 from lightning_rlhf.models.roles import POLICY, VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
@@ -27,10 +27,10 @@ def on_policy(module: PPOModule, rows: int = 8) -> Experience:
     rollout = module.valued(module.generate(prompts(rows), module.generator(TRAINING, 0)))
     return make_experience(
         rollout,
-        module.score(rollout),
+        module.score(module.said(rollout, "train")),
         module.config,
         kl_coef=module.kl_coef,
-        moments=NO_SCORES,
+        moments=ScoreMoments.none(1),
     )
 
 

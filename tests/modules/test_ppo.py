@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.experience import make_experience
-from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience, UpdateStats
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
 from lightning_rlhf.modules.ppo import EVALUATION, TRAINING, PPOModule
@@ -85,9 +85,9 @@ def test_evaluation_draws_the_same_each_time_and_changes_nothing(make_ppo: Make)
     module.iteration = 5
     again = module.validation_step(prompts(), 0)
     other = module.validation_step(prompts(), 1)
-    assert torch.equal(first["rollout"].tokens, again["rollout"].tokens)
+    assert torch.equal(first["replies"].rollout.tokens, again["replies"].rollout.tokens)
     assert torch.equal(first["scores"].score, again["scores"].score)
-    a, b = first["rollout"].tokens, other["rollout"].tokens
+    a, b = first["replies"].rollout.tokens, other["replies"].rollout.tokens
     assert a.shape != b.shape or not torch.equal(a, b)
     assert not changed(before, parameters(module))
 
@@ -97,7 +97,7 @@ def test_scores_do_not_depend_on_the_micro_batch(make_ppo: Make, architecture: s
     for size in (4, 1):
         module = make_ppo(architecture, microbatch_size=size)
         rollout = rollout or module.generate(prompts(), module.generator(TRAINING, 0))
-        found.append(module.score(rollout))
+        found.append(module.score(module.said(rollout, "train")))
     close(found[1].score, found[0].score)
     close(found[1].ref_logprobs, found[0].ref_logprobs)
 
@@ -165,12 +165,16 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     module.valued(rollout)
     assert shapes == pairs
     shapes.clear()
-    module.score(rollout)
-    # The reference, and the reward, which is read at the last token.
-    assert shapes == [shape for n, s in pairs for shape in ((n, s), (n, s + 1))]
+    module.score(module.said(rollout, "train"))
+    # The reward, which is read at the last token, and the reference.
+    assert shapes == [(n, s + 1) for n, s in pairs] + pairs
     shapes.clear()
     experience = make_experience(
-        rollout, module.score(rollout), module.config, kl_coef=0.1, moments=NO_SCORES
+        rollout,
+        module.score(module.said(rollout, "train")),
+        module.config,
+        kl_coef=0.1,
+        moments=ScoreMoments.none(1),
     )
     shapes.clear()
     list(module.losses(experience, []))

@@ -124,7 +124,7 @@ def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(
         architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=temperature
     )
     rollout = module.generate(prompts(), module.generator(TRAINING, 0))
-    scores, experience = module.score(rollout), on_policy(module)
+    scores, experience = module.score(module.said(rollout, "train")), on_policy(module)
     mask = experience.response_mask
     slow = torch.zeros(mask.shape).masked_scatter(mask, slow_kl(module, experience).float())
     # Differences of log-probabilities of some nats, each rounded to 1e-6.
@@ -139,4 +139,4 @@ def test_the_whole_vocabulary_is_not_read_for_nothing(make_ppo: Make) -> None:
     for changes in ({"kl_estimator": "k1"}, {"kl_estimator": "full", "kl_in": "loss"}):
         module = make_ppo(**changes)
         rollout = module.generate(prompts(), module.generator(TRAINING, 0))
-        assert module.score(rollout).vocabulary_kl is None
+        assert module.score(module.said(rollout, "train")).vocabulary_kl is None

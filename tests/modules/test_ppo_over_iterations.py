@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import Experience, Rollout
+from lightning_rlhf.core.types import Experience, Replies
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import Outputs, close, fit, prompts
@@ -64,8 +64,9 @@ def test_an_adaptive_price_follows_the_kl_a_response(make_ppo: Make) -> None:
     check_price(steps(module, last=2), [0.1, 0.1 * 1.01])
 
 
-def one_number(rollout: Rollout) -> Tensor:
+def one_number(replies: Replies) -> Tensor:
     """Many different scores, and never the same ones twice."""
+    rollout = replies.rollout
     said = torch.where(rollout.response_mask, rollout.responses, 0)
     return said.float().sum(1) / 10 + 3
 
@@ -82,7 +83,7 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
         close(experience.rewards.sum(1), expected)
         close(experience.rewards[last_token(experience)], expected)
     assert len(seen) == 24
-    assert module.moments.count == 24
+    assert module.moments.whole.count == 24
 
 
 def test_scores_are_left_alone_where_no_rule_is_set(make_ppo: Make) -> None:

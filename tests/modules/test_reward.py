@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core.types import Preferences
+from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
 from lightning_rlhf.modules.reward import RewardModule
 
@@ -37,16 +38,26 @@ def pad_to(lengths: tuple[int, ...], width: int, seed: int) -> tuple[Tensor, Ten
     return tokens[:, :width], torch.arange(width) < torch.tensor(lengths)[:, None]
 
 
-def preferences(chosen_width: int = 9, rejected_width: int = 12) -> Preferences:
+NO_MARGIN = torch.zeros(6)
+MARGIN = torch.tensor([0.0, 0.25, 1.0, 0.5, 2.0, 0.125])
+
+
+def preferences(
+    chosen_width: int = 9, rejected_width: int = 12, margin: Tensor = NO_MARGIN
+) -> Preferences:
     """Six pairs; wider batches hold other ids on the padding, not other pairs."""
     chosen, chosen_mask = pad_to(CHOSEN, chosen_width, seed=0)
     rejected, rejected_mask = pad_to(REJECTED, rejected_width, seed=1)
     return Preferences(
-        chosen=chosen, chosen_mask=chosen_mask, rejected=rejected, rejected_mask=rejected_mask
+        chosen=chosen,
+        chosen_mask=chosen_mask,
+        rejected=rejected,
+        rejected_mask=rejected_mask,
+        margin=margin,
     )
 
 
-def slow_rewards(roles: Roles, tokens: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def slow_rewards(roles: Roles, tokens: Tensor, lengths: tuple[int, ...], head: int = 0) -> Tensor:
     """Row by row without padding: the head on the last token's last hidden state."""
     found = []
     with roles.acting(REWARD):
@@ -55,7 +66,7 @@ def slow_rewards(roles: Roles, tokens: Tensor, lengths: tuple[int, ...]) -> Tens
                 input_ids=tokens[row, :length][None], output_hidden_states=True
             )
             linear = roles.heads[REWARD].linear
-            found.append(output.hidden_states[-1][0, -1] @ linear.weight[0] + linear.bias[0])
+            found.append(output.hidden_states[-1][0, -1] @ linear.weight[head] + linear.bias[head])
     return torch.stack(found)
 
 
@@ -67,7 +78,7 @@ def slow_loss(roles: Roles, batch: Preferences) -> Tensor:
 
 
 def test_loss_and_rewards(architecture: str) -> None:
-    module = RewardModule(rm_roles(architecture), rm_config())
+    module = RewardModule(rm_roles(architecture), rm_config(), seed=0)
     outputs, batch = Outputs(), preferences()
     with torch.no_grad():
         loss = slow_loss(module.roles, batch)
@@ -86,7 +97,7 @@ def test_loss_and_rewards(architecture: str) -> None:
 
 
 def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
-    module = RewardModule(rm_roles(architecture), rm_config())
+    module = RewardModule(rm_roles(architecture), rm_config(), seed=0)
     outputs, batch = Outputs(), preferences()
     slow_roles = rm_roles(architecture)
     slow_loss(slow_roles, batch).backward()
@@ -100,9 +111,11 @@ def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
 
 
 def test_a_tie_costs_log_2() -> None:
-    module = RewardModule(rm_roles("qwen3"), rm_config(center_coef=0.0))
+    module = RewardModule(rm_roles("qwen3"), rm_config(center_coef=0.0), seed=0)
     tokens, mask = pad_to(CHOSEN, 9, seed=0)
-    batch = Preferences(chosen=tokens, chosen_mask=mask, rejected=tokens, rejected_mask=mask)
+    batch = Preferences(
+        chosen=tokens, chosen_mask=mask, rejected=tokens, rejected_mask=mask, margin=torch.zeros(6)
+    )
     outputs = Outputs()
     fit(module, [batch], [outputs])
     close(outputs.steps[0]["loss"], torch.tensor(math.log(2)))
@@ -115,7 +128,7 @@ def test_micro_batches_give_the_gradient_of_the_batch(
     found = []
     for size in (6, microbatch_size):
         outputs = Outputs()
-        module = RewardModule(rm_roles(architecture), rm_config(microbatch_size=size))
+        module = RewardModule(rm_roles(architecture), rm_config(microbatch_size=size), seed=0)
         fit(module, [preferences()], [outputs])
         found.append(outputs)
     whole, parts = found
@@ -142,7 +155,7 @@ def test_padding_on_either_side_changes_no_reward(architecture: str) -> None:
 
 @pytest.mark.parametrize(("chosen_width", "rejected_width"), [(9, 12), (20, 12), (9, 30), (15, 15)])
 def test_the_sides_may_be_of_any_width(chosen_width: int, rejected_width: int) -> None:
-    module = RewardModule(rm_roles("qwen3"), rm_config())
+    module = RewardModule(rm_roles("qwen3"), rm_config(), seed=0)
     with torch.no_grad():
         expected = module.rewards(preferences())
         found = module.rewards(preferences(chosen_width, rejected_width))
@@ -153,7 +166,7 @@ def test_the_sides_may_be_of_any_width(chosen_width: int, rejected_width: int) -
 def test_only_the_reward_adapter_and_its_head_move() -> None:
     roles = rm_roles("qwen3")
     with_adapter(roles, POLICY, seed=5)
-    module = RewardModule(roles, rm_config())
+    module = RewardModule(roles, rm_config(), seed=0)
     before, reference = parameters(module), roles.probe(REFERENCE)
     fit(module, [preferences()] * 2)
     moved = changed(before, parameters(module))
@@ -178,8 +191,170 @@ def test_the_role_played_before_is_played_afterwards() -> None:
 
 
 def test_it_learns_to_tell_the_sides_apart() -> None:
-    module, outputs = RewardModule(rm_roles("qwen3"), rm_config(lr=1e-2)), Outputs()
+    module, outputs = RewardModule(rm_roles("qwen3"), rm_config(lr=1e-2), seed=0), Outputs()
     fit(module, [preferences()] * 30, [outputs])
     first, last = outputs.steps[0], outputs.steps[-1]
     assert last["loss"] < 0.1 < first["loss"]
     assert (last["chosen"] > last["rejected"]).all()
+
+
+# Margins and label smoothing.
+
+
+def test_margins_and_smoothing_enter_the_loss_as_the_formula_says(architecture: str) -> None:
+    module = RewardModule(
+        rm_roles(architecture), rm_config(margin_coef=2.0, label_smoothing=0.2), seed=0
+    )
+    outputs, batch = Outputs(), preferences(margin=MARGIN)
+    with torch.no_grad():
+        chosen = slow_rewards(module.roles, batch.chosen, CHOSEN).double()
+        rejected = slow_rewards(module.roles, batch.rejected, REJECTED).double()
+    lead = chosen - rejected - 2.0 * MARGIN
+    right, wrong = (1 + (-lead).exp()).log(), (1 + lead.exp()).log()
+    expected = 0.8 * right + 0.2 * wrong + CENTER_COEF * (chosen + rejected) ** 2
+    fit(module, [batch], [outputs])
+    close(outputs.steps[0]["loss"].double(), expected.mean())
+
+
+def test_margins_are_not_read_where_they_have_no_price() -> None:
+    found = []
+    for margin in (torch.zeros(6), MARGIN):
+        outputs = Outputs()
+        module = RewardModule(rm_roles("qwen3"), rm_config(margin_coef=0.0), seed=0)
+        fit(module, [preferences(margin=margin)], [outputs])
+        found.append(outputs.steps[0]["loss"])
+    assert torch.equal(*found)
+
+
+# An ensemble of heads.
+
+DRAWS = torch.tensor(
+    [[1.0, 0, 3], [0, 0, 1], [2, 1, 0], [1, 1, 1], [0, 4, 0], [1, 0, 2]]
+)  # pairs x heads
+
+
+def ensemble(architecture: str = "qwen3", heads: int = 3, *, alike: bool = False) -> Roles:
+    roles = rm_roles(architecture)
+    generator = torch.Generator().manual_seed(4)
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, heads, generator)
+    if alike:
+        with torch.no_grad():
+            roles.heads[REWARD].linear.weight[:] = roles.heads[REWARD].linear.weight[0].clone()
+    return roles
+
+
+class Told(RewardModule):
+    """An ensemble that is told how often each head draws each pair."""
+
+    def draws(self, pairs: int) -> Tensor:
+        return DRAWS
+
+
+@pytest.mark.parametrize("microbatch_size", [6, 2, 1])
+def test_each_head_learns_from_its_own_draws(architecture: str, microbatch_size: int) -> None:
+    module = Told(
+        ensemble(architecture), rm_config(heads=3, microbatch_size=microbatch_size), seed=0
+    )
+    outputs, batch = Outputs(), preferences()
+    # Slowly: a pair that a head draws n times costs that head n times; mean over pairs and heads.
+    slow = ensemble(architecture)
+    total = torch.zeros((), dtype=torch.float64)
+    for head in range(3):
+        chosen = slow_rewards(slow, batch.chosen, CHOSEN, head).double()
+        rejected = slow_rewards(slow, batch.rejected, REJECTED, head).double()
+        for pair, times in enumerate(DRAWS[:, head].int().tolist()):
+            for _ in range(times):
+                lead, middle = chosen[pair] - rejected[pair], chosen[pair] + rejected[pair]
+                total = total + (1 + (-lead).exp()).log() + CENTER_COEF * middle**2
+    (total / (6 * 3)).backward()
+    expected = {f"roles.{n}": p.grad for n, p in slow.named_parameters() if p.grad is not None}
+    fit(module, [batch], [outputs])
+    close(outputs.steps[0]["loss"].double(), total.detach() / (6 * 3))
+    same_direction(outputs.grads[0], expected)
+
+
+def drawn(seed: int, steps: int, heads: int = 3, pairs: int = 6) -> list[Tensor]:
+    """What a module draws in its first steps; a callback does, so that it is within `fit`."""
+    found: list[Tensor] = []
+
+    class Drawing(RewardModule):
+        def draws(self, pairs_: int) -> Tensor:
+            found.append(super().draws(pairs))
+            return super().draws(pairs_)
+
+    module = Drawing(ensemble(heads=heads), rm_config(heads=heads), seed=seed)
+    fit(module, [preferences()] * steps)
+    return found
+
+
+def test_draws_depend_on_seed_and_step_alone() -> None:
+    first = drawn(seed=5, steps=3)
+    torch.manual_seed(99)  # what torch's own generator stands at has no say
+    again = drawn(seed=5, steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=False))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[1], first[2])
+    assert not torch.equal(first[0], drawn(seed=6, steps=1)[0])
+
+
+def test_draws_are_poisson_of_rate_1() -> None:
+    (found,) = drawn(seed=0, steps=1, pairs=20_000)
+    assert found.shape == (20_000, 3)
+    assert torch.equal(found, found.round())
+    # Mean and variance are 1, and 1/e of the pairs are not drawn: 5 standard errors of 20,000.
+    close(found.mean(dim=0), torch.ones(3), rtol=0, atol=5 / math.sqrt(20_000))
+    close(found.var(dim=0), torch.ones(3), rtol=0, atol=5 * math.sqrt(3 / 20_000))
+    share = (found == 0).float().mean(dim=0)
+    close(share, torch.full((3,), math.exp(-1)), rtol=0, atol=5 * 0.483 / math.sqrt(20_000))
+    # Heads draw each for itself: the correlation of two is 0 within 5 / sqrt(n).
+    correlation = torch.corrcoef(found.T)
+    assert (correlation - torch.eye(3)).abs().max() < 5 / math.sqrt(20_000)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 3])
+def test_micro_batches_change_no_draw(microbatch_size: int) -> None:
+    found = []
+    for size in (6, microbatch_size):
+        outputs = Outputs()
+        module = RewardModule(ensemble(), rm_config(heads=3, microbatch_size=size), seed=0)
+        fit(module, [preferences()], [outputs])
+        found.append(outputs)
+    whole, parts = found
+    same_direction(parts.grads[0], whole.grads[0])
+    close(parts.steps[0]["loss"], whole.steps[0]["loss"])
+
+
+def test_one_head_learns_to_the_last_bit_as_if_nothing_were_drawn() -> None:
+    class Plain(RewardModule):
+        def draws(self, pairs: int) -> Tensor:
+            return torch.empty(pairs, 0)
+
+        def loss_sum(self, batch: Preferences, draws: Tensor, rewards: list) -> Tensor:
+            chosen, rejected = (side[:, 0] for side in self.rewards(batch).values())
+            rewards.append({"chosen": chosen.detach(), "rejected": rejected.detach()})
+            ranking = -F.logsigmoid(chosen - rejected)
+            return (ranking + CENTER_COEF * (chosen + rejected) ** 2).sum()
+
+    found = []
+    for cls in (RewardModule, Plain):
+        module = cls(rm_roles("qwen3"), rm_config(), seed=0)
+        fit(module, [preferences()] * 3)
+        found.append(parameters(module))
+    assert changed(*found) == set()
+
+
+def test_heads_that_start_alike_end_up_different() -> None:
+    module = RewardModule(ensemble(alike=True), rm_config(heads=3), seed=0)
+    weight = module.roles.heads[REWARD].linear.weight
+    assert torch.equal(weight[0], weight[1])
+    fit(module, [preferences()] * 3)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (weight[one] - weight[other]).abs().max() > 1e-4
+
+
+def test_an_ensemble_says_its_mean() -> None:
+    module, batch = RewardModule(ensemble(), rm_config(heads=3), seed=0), preferences()
+    with torch.no_grad():
+        found = module.validation_step(batch, 0)
+        each = [slow_rewards(module.roles, batch.chosen, CHOSEN, head) for head in range(3)]
+    close(found["chosen"], (each[0] + each[1] + each[2]) / 3)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import NO_SCORES
+from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import PPOModule
@@ -59,7 +59,7 @@ def config_like(trl: Iteration, **changes: Any) -> PPOConfig:
 def experience_of(trl: Iteration, **changes: Any) -> Experience:
     """What our code makes of TRL's responses, log-probabilities, values and scores."""
     scores, config = trl.scores(), config_like(trl, **changes)
-    moments = NO_SCORES.including(scores.score)
+    moments = ScoreMoments.none(1).including(scores)
     return make_experience(trl.rollout(), scores, config, kl_coef=config.kl_coef, moments=moments)
 
 

@@ -72,7 +72,11 @@ def roles(request: pytest.FixtureRequest) -> Roles:
         for name, parameter in roles.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=ADAPTER_STD.get(request.param, 0.2))
-    roles.heads[VALUE] = ScalarHead.random(32, torch.Generator().manual_seed(1))
+    roles.heads[VALUE] = ScalarHead(32)
+    with torch.no_grad():
+        roles.heads[VALUE].linear.weight.normal_(
+            std=0.2, generator=torch.Generator().manual_seed(1)
+        )
     return roles
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_rlhf.core.types import Prompts, Rollout
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
-from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference
+from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference, sample_rewards
 from lightning_rlhf.rollout.generate import generate
 
 
@@ -54,7 +54,7 @@ def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompt
 
 
 def test_moments_are_those_of_each_response_alone(roles: Roles, prompts: Prompts) -> None:
-    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, torch.Generator().manual_seed(0))
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(0))
     roles.assign(REWARD)
     rollouts = sampled(roles, prompts)
     alone = []
@@ -63,6 +63,6 @@ def test_moments_are_those_of_each_response_alone(roles: Roles, prompts: Prompts
             for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True):
                 row = tokens[mask][None]
                 alone.append(float(roles.reward(row, torch.ones_like(row, dtype=torch.bool))))
-    mean, std = reward_moments(roles, rollouts)
+    mean, std = reward_moments(sample_rewards(roles, rollouts))
     assert abs(mean - statistics.fmean(alone)) < 1e-5
     assert abs(std - statistics.stdev(alone)) < 1e-5

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_rlhf.core.types import Prompts, Rollout
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.shaping import Term
+from lightning_rlhf.core.types import Prompts, Replies, Rollout
+from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, VALUE, Roles
+from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.generate import generate
 from lightning_rlhf.rollout.score import (
-    by_length,
     padding_share,
     response_hidden,
     response_logprobs,
@@ -31,8 +32,13 @@ def rollout(roles: Roles, prompts: Prompts) -> Rollout:
         )  # fmt: skip
 
 
-def index_of(rollout: Rollout) -> Tensor:
-    return rollout.index.float()
+INDEX = Reward.of(lambda replies: replies.rollout.index.float())
+
+
+def replies(rollout: Rollout) -> Replies:
+    """With text that nobody reads."""
+    row = {"prompt": "", "messages": []}
+    return Replies(rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout))
 
 
 @torch.no_grad()
@@ -40,7 +46,7 @@ def test_the_references_log_probabilities_are_its_log_softmax(
     roles: Roles, rollout: Rollout
 ) -> None:
     scores = score(
-        roles, rollout, index_of, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
+        roles, replies(rollout), INDEX, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
     )
     assert scores.ref_logprobs.shape == rollout.logprobs.shape
     with roles.acting(REFERENCE):
@@ -63,8 +69,8 @@ def test_the_references_log_probabilities_are_its_log_softmax(
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:
     whole = score(
         roles,
-        rollout,
-        index_of,
+        replies(rollout),
+        INDEX,
         temperature=TEMPERATURE,
         batch_size=len(rollout),
         over_vocabulary=False,
@@ -72,8 +78,8 @@ def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) 
     for batch_size in (1, 4, 100):
         parts = score(
             roles,
-            rollout,
-            index_of,
+            replies(rollout),
+            INDEX,
             temperature=TEMPERATURE,
             batch_size=batch_size,
             over_vocabulary=False,
@@ -82,33 +88,42 @@ def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) 
         assert parts.score.tolist() == rollout.index.tolist()
 
 
-def test_the_reward_source_is_given_batches_of_the_size_asked_for(
+def test_the_reward_is_asked_once_for_all_replies_in_their_order(
     roles: Roles, rollout: Rollout
 ) -> None:
-    sizes = []
+    asked = []
 
-    def reward(part: Rollout) -> Tensor:
-        sizes.append(len(part))
-        assert part.tokens.shape[1] == rollout.tokens.shape[1]
-        return part.index * 0.5
+    def twice_the_index(found: Replies) -> list[float]:
+        asked.append(found.rollout)
+        return [2.0 * i for i in found.rollout.index.tolist()]
 
-    scores = score(
-        roles, rollout, reward, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
+    reward = Reward(
+        (
+            Term(name="a", weight=0.5, normalization="none", clip=None),
+            Term(name="b", weight=-1.0, normalization="running", clip=0.1),
+        ),
+        (twice_the_index, lambda found: torch.ones(len(found))),
     )
-    assert sizes == [4, 2]
-    assert scores.score.tolist() == (rollout.index * 0.5).tolist()
+    scores = score(
+        roles, replies(rollout), reward, temperature=TEMPERATURE, batch_size=4,
+        over_vocabulary=False,
+    )  # fmt: skip
+    assert asked == [rollout]
+    # What is reported are the raw parts: 0.5 * 2 i - 1 * 1.
+    assert scores.parts.tolist() == [[2.0 * i, 1.0] for i in rollout.index.tolist()]
+    assert scores.score.tolist() == [i - 1.0 for i in rollout.index.tolist()]
 
 
 def test_scoring_leaves_role_and_gradients_alone(roles: Roles, rollout: Rollout) -> None:
-    roles.heads[REWARD] = ScalarHead.random(32, torch.Generator().manual_seed(0))
+    roles.heads[REWARD] = RewardHeads.random(32, 1, torch.Generator().manual_seed(0))
     roles.assign(REWARD)
     roles.play(POLICY)
     with torch.no_grad():
         before = roles.hidden(rollout.tokens)
     scores = score(
         roles,
-        rollout,
-        lambda part: roles.reward(part.tokens, part.mask),
+        replies(rollout),
+        Reward.of(lambda found: roles.reward(found.rollout.tokens, found.rollout.mask)),
         temperature=TEMPERATURE,
         batch_size=4,
         over_vocabulary=False,

@@ -14,12 +14,27 @@ class Chat(Protocol):
     def decode_response(self, tokens: list[int]) -> str: ...
 
 
+class Term(Protocol):
+    """A component of the reward."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Reward(Protocol):
+    """What the policy is paid."""
+
+    @property
+    def terms(self) -> Sequence[Term]: ...
+
+
 class PPOView(Protocol):
     """The part of a PPO module that callbacks read."""
 
     iteration: int
     """Finished iterations; survives a resume."""
     chat: Chat
+    reward: Reward
 
     def prompt_rows(self, split: Literal["train", "val"]) -> Sequence[Mapping[str, Any]]: ...
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,12 +11,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_rlhf.callbacks.contract import PPOView, is_evaluation, ppo_view
-from lightning_rlhf.callbacks.decoding import real_tokens
+from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
-from lightning_rlhf.callbacks.names import JUDGE
+from lightning_rlhf.callbacks.names import EVAL_PART, JUDGE
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.types import Rollout, Scores
+from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.core.types import Replies, Scores
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 """(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""
@@ -50,14 +48,15 @@ class Evaluation(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        samples = evaluated(ppo_view(pl_module), outputs["rollout"], outputs["scores"], self._judge)
+        samples = evaluated(outputs["replies"], outputs["scores"], self._judge)
         self._samples.extend(samples)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_evaluation(trainer):
             return
         samples = _gathered(trainer, self._samples)
-        metrics = evaluation_metrics(samples)
+        components = [term.name for term in ppo_view(pl_module).reward.terms]
+        metrics = evaluation_metrics(samples, components)
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
@@ -74,24 +73,22 @@ class Evaluation(Callback):
         self.first, self.last = state_dict["first"], state_dict["last"]
 
 
-def evaluated(
-    module: PPOView, rollout: Rollout, scores: Scores, judge: Judge | None
-) -> list[dict[str, Any]]:
+def evaluated(replies: Replies, scores: Scores, judge: Judge | None) -> list[dict[str, Any]]:
     """One sample a response.
 
-    Keys: index, prompt, response, ended, tokens, score, kl (sum_t logprob_t - ref_logprob_t over
-    real tokens, nats), judge (its parts; empty without a judge).
+    Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
+    says), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats), judge (its parts; empty
+    without a judge).
     """
+    rollout = replies.rollout
     mask = rollout.response_mask
     kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
     numbers = torch.stack([rollout.index, rollout.ended, mask.sum(dim=1)], dim=1).tolist()
     facts = torch.stack([scores.score.float(), kl], dim=1).tolist()
-    prompts = module.prompt_rows("val")
     samples = []
-    for tokens, (index, ended, length), (score, kl_sum) in zip(
-        real_tokens(rollout.responses, mask), numbers, facts, strict=True
+    for row, response, parts, (index, ended, length), (score, kl_sum) in zip(
+        replies.rows, replies.responses, scores.parts.tolist(), numbers, facts, strict=True
     ):
-        row, response = prompts[index], module.chat.decode_response(tokens)
         verdict = {} if judge is None else dict(judge(row, response, bool(ended)))
         samples.append(
             {
@@ -101,6 +98,7 @@ def evaluated(
                 "ended": bool(ended),
                 "tokens": length,
                 "score": score,
+                "parts": parts,
                 "kl": kl_sum,
                 "judge": verdict,
             }
@@ -108,14 +106,22 @@ def evaluated(
     return samples
 
 
-def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over samples; a part of the judge's verdict over the samples that have it."""
+def evaluation_metrics(
+    samples: Sequence[Mapping[str, Any]], components: Sequence[str]
+) -> dict[str, float]:
+    """Means over samples; a part of the judge's verdict over the samples that have it.
+
+    components: names of those of the reward.
+    """
     metrics = {
         "eval/reward_mean": fmean(s["score"] for s in samples),
         "eval/kl": fmean(s["kl"] for s in samples),
         "eval/response_tokens": fmean(s["tokens"] for s in samples),
         "eval/ended": fmean(s["ended"] for s in samples),
     }
+    if len(components) > 1:
+        for i, name in enumerate(components):
+            metrics[EVAL_PART + name] = fmean(s["parts"][i] for s in samples)
     verdicts: dict[str, list[float]] = {}
     for sample in samples:
         for part, value in sample["judge"].items():
@@ -130,29 +136,9 @@ def load_judge(source: str) -> Judge:
     Raises:
         ConfigError: where `source` does not lead to a function.
     """
-    path, colon, name = source.rpartition(":")
-    path = str(Path(path).expanduser())
-    if not colon or not path.endswith(".py"):
+    if not source.rpartition(":")[0].endswith(".py"):
         raise ConfigError(f"data.judge is {source!r}; allowed: 'path/to/file.py:function' or null")
-    if not Path(path).is_file():
-        raise ConfigError(f"data.judge is {source!r}; there is no file {Path(path).resolve()}")
-    spec = importlib.util.spec_from_file_location(f"judge_{Path(path).stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the names of their annotations
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"data.judge is {source!r}; {path} fails: {error!r}") from error
-    found = vars(module)
-    judge: Judge | None = found[name] if name in found and callable(found[name]) else None
-    if judge is None:
-        functions = sorted(n for n, value in found.items() if callable(value) and n[0] != "_")
-        raise ConfigError(
-            f"data.judge is {source!r}; {path} has no function {name!r}, it has {functions}"
-        )
-    return _checked(judge, source)
+    return _checked(load_function(source, "data.judge"), source)
 
 
 def _checked(judge: Judge, source: str) -> Judge:

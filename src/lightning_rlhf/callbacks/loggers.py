@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
+from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.core.errors import ConfigError
@@ -125,6 +126,16 @@ class RunWandb(WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         axis = {} if step is None else {AXIS: step}
         self.experiment.log({**metrics, **axis})
+
+
+def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: int) -> None:
+    """PNG files, by what they show, where the logger shows pictures."""
+    for logger in loggers:
+        for what, path in pictures.items():
+            if isinstance(logger, WandbLogger):
+                logger.log_image(what, [str(path)])
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image(what, imread(path), step, dataformats="HWC")
 
 
 def wandb_mode(mode: WandbMode) -> Any:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.contract import is_evaluation, position
+from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
 from lightning_rlhf.callbacks.loggers import RunTensorBoard
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.callbacks.names import PART, check_names
 from lightning_rlhf.callbacks.ppo_metrics import (
     response_sums,
     rollout_metrics,
@@ -79,7 +80,29 @@ class PPOMetrics(Callback):
             "rollout/padding": outputs["padding"].item(),
             **time_metrics(outputs["seconds"], sums),
         }
+        terms = ppo_view(pl_module).reward.terms
+        if len(terms) > 1:
+            parts = _gathered(pl_module, outputs["experience"].parts)
+            columns = {term.name: part for term, part in zip(terms, parts.T, strict=True)}
+            metrics |= {PART + name: part.mean().item() for name, part in columns.items()}
+            draw_histograms(trainer, pl_module, columns)
         publish(trainer, pl_module, metrics)
+
+
+def draw_histograms(
+    trainer: Trainer, pl_module: LightningModule, columns: Mapping[str, Tensor]
+) -> None:
+    """The numbers of each component of the reward, where the logger draws histograms."""
+    step = position(trainer, pl_module)
+    for logger in trainer.loggers:
+        for name, numbers in columns.items():
+            if isinstance(logger, WandbLogger):
+                import wandb
+
+                histogram: Any = wandb.Histogram(numbers.tolist())
+                logger.log_metrics({f"histogram/reward/{name}": histogram}, step=step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_histogram(f"histogram/reward/{name}", numbers, step)
 
 
 Sums = Callable[[Mapping[str, Tensor]], Tensor]

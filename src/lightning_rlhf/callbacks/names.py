@@ -13,6 +13,15 @@ JUDGE = "eval/judge/"
 """Prefix of what a judge says of the responses; the judge chooses the rest of the name."""
 
 
+PART, EVAL_PART = "rollout/reward/", "eval/reward/"
+"""Prefixes of the components of a reward that has several; the configuration names them."""
+
+FITNESS = "fitness/"
+"""Prefix of the numbers of a fitness report, which defines them."""
+
+CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS)
+
+
 @dataclass(frozen=True)
 class Metric:
     """What a logged number means."""
@@ -68,6 +77,13 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
+    "rollout/reward/<component>": Metric(
+        "mean over responses of one of several components of the reward, before its weight",
+        "the component's",
+        "rollout",
+        PPO,
+        "none rises at the cost of all others",
+    ),
     "rollout/response_tokens": Metric(
         "mean over responses of their tokens, end token included",
         "tokens",
@@ -244,8 +260,22 @@ METRICS: dict[str, Metric] = {
     "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
     "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
     "eval/reward_margin": Metric("mean of chosen - rejected", "reward", "eval", RM, "positive"),
+    "fitness/<number>": Metric(
+        "a number of the fitness report at the end of the stage, defined in final/report.md",
+        "as there",
+        "eval",
+        RM,
+        "flags 0, accuracy_low above 0.5",
+    ),
     "eval/reward_mean": Metric(
         "mean score over validation prompts", "score", "eval", PPO, "rises with reward_mean"
+    ),
+    "eval/reward/<component>": Metric(
+        "mean over validation responses of one of several components of the reward",
+        "the component's",
+        "eval",
+        PPO,
+        "as rollout/reward/<component>",
     ),
     "eval/kl": Metric(
         "mean over validation responses of sum_t (logprob_t - ref_logprob_t)",
@@ -291,7 +321,7 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
         ValueError: naming them.
     """
-    unknown = [n for n in names if n not in METRICS and not n.startswith(JUDGE)]
+    unknown = [n for n in names if n not in METRICS and not n.startswith(CHOSEN_NAMES)]
     if unknown:
         raise ValueError(
             f"metrics {unknown} have no row in METRICS (lightning_rlhf/callbacks/names.py); "

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
-from lightning_rlhf.callbacks.decoding import real_tokens
+from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.types import Experience
 
 if TYPE_CHECKING:

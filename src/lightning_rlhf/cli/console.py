@@ -11,6 +11,7 @@ from rich import get_console
 from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.data.readers import Rows
 
 NOISY_LOGGERS = (
@@ -40,6 +41,14 @@ def say_lengths(what: str, rows: Rows[Any], tokenised: Tokenised[Any]) -> None:
     notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
     notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
     say(", ".join([f"{len(tokenised.examples)} {what}", *notes]))
+
+
+def say_problems(problems: Problems) -> None:
+    """What is wrong with preference pairs, in one line; nothing where nothing is."""
+    found = [problem.line for problem in problems.counted if problem.count]
+    found += [problems.length.line] if problems.length.one_sided else []
+    if found:
+        say(f"look at the preference pairs: {'; '.join(found)}", "yellow")
 
 
 def say_evaluation(metrics: Mapping[str, float]) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.roles import REWARD, SFT
+from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 
 BASE = "base"
 FINAL, FAILED, LAST = "final", "failed.txt", Path("checkpoints/last.ckpt")
@@ -24,6 +25,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "sft": ("data.preferences", "data.prompts", "data.judge", "reward"),
     "rm": ("data.demonstrations", "data.prompts", "data.judge", "reward"),
     "ppo": ("data.demonstrations", "data.preferences"),
+    "eval": ("data.demonstrations", "data.prompts", "data.judge"),
 }
 """Stage -> keys that it does not read."""
 
@@ -204,8 +206,8 @@ def find_parents(settings: Settings) -> dict[str, Final]:
     found = {}
     if settings.stage != "sft":
         found[SFT] = find_sft(settings)
-    if settings.stage == "ppo" and settings.reward.kind == "learned":
-        found[REWARD] = find_reward(settings)
+    if settings.stage in ("ppo", "eval"):
+        found |= find_rewards(settings)
     return {role: final for role, final in found.items() if final is not None}
 
 
@@ -226,17 +228,38 @@ def find_sft(settings: Settings) -> Final | None:
     return final
 
 
-def find_reward(settings: Settings) -> Final:
-    """The reward model that PPO maximises."""
-    given = settings.reward.checkpoint
-    if given is not None:
-        return find(given, "reward.checkpoint")
+def reward_role(settings: Settings, name: str) -> str:
+    """What a component of the reward is called among the roles on the base."""
+    return REWARD if len(settings.reward) == 1 else f"{REWARD}_{name}"
+
+
+def find_rewards(settings: Settings) -> dict[str, Final]:
+    """Role -> the reward models that are folders here or were trained by stage=rm."""
+    found = {}
+    for name, component in settings.reward.items():
+        role, key = reward_role(settings, name), reward_key(settings, name)
+        if isinstance(component, HeadConfig):
+            found[role] = find_head(settings, component, f"{key}.checkpoint")
+        elif isinstance(component, ModelConfig) and is_folder(component.name_or_path):
+            found[role] = find(component.name_or_path, f"{key}.name_or_path")
+    return found
+
+
+def is_folder(source: str) -> bool:
+    """Whether it is a folder of this machine, and no hub id."""
+    return Path(source).expanduser().is_dir()
+
+
+def find_head(settings: Settings, config: HeadConfig, key: str) -> Final:
+    """The reward model of stage=rm that PPO maximises."""
+    if config.checkpoint is not None:
+        return find(config.checkpoint, key)
     final = earlier(settings, "rm")
     if final is None:
         raise CheckpointError(
             f"PPO needs a reward model, and {folder_of(settings, 'rm')} has none. Train one with "
-            "stage=rm, or give reward.checkpoint=FOLDER_OR_HUB_ID, or reward=random to debug the "
-            "loop with a random head that means nothing"
+            f"stage=rm, or give {key}=FOLDER_OR_HUB_ID, or reward=random to debug the loop with a "
+            "random head that means nothing"
         )
     return final
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
@@ -19,6 +20,7 @@ from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import FINAL, LAST, claim, folder_of, resume_point
 from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
@@ -78,22 +80,36 @@ def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:
     return Prepared(settings, tokenizer, chat, parents, time.perf_counter())
 
 
-def fit(
-    ready: Prepared, module: L.LightningModule, data: StageData[Any], callbacks: list[Callback]
-) -> dict[str, float]:
-    """Train over the whole schedule, validate at the end, draw the curves; the last metrics."""
-    settings, config = ready.settings, ready.settings.config
-    resume_from = resume_point(settings)
-    claim(settings, ready.parents)
-    is_ppo = isinstance(config, PPOConfig)
-    identity = RunIdentity(
+def identity(settings: Settings) -> RunIdentity:
+    """What a dashboard shows of the run."""
+    return RunIdentity(
         name=f"{settings.run}/{settings.model.name}/{settings.stage}",
         stage=settings.stage,
         model=settings.model.name,
         sweep=settings.run if settings.job else None,
         config=settings.tree,
     )
-    loggers = build_loggers(settings.logger, ready.folder, identity)
+
+
+def fit(
+    ready: Prepared,
+    module: L.LightningModule,
+    data: StageData[Any],
+    callbacks: list[Callback],
+    at_end: Callable[[Sequence[Logger], int], None] | None = None,
+) -> dict[str, float]:
+    """Train over the whole schedule, validate at the end, draw the curves; the last metrics.
+
+    at_end: is given the loggers and the last step before the loggers close.
+    """
+    settings, config = ready.settings, ready.settings.config
+    assert not isinstance(config, EvalConfig)  # which fits nothing
+    assert settings.stage != "eval"
+    resume_from = resume_point(settings)
+    claim(settings, ready.parents)
+    is_ppo = isinstance(config, PPOConfig)
+    loggers = build_loggers(settings.logger, ready.folder, identity(settings))
+    saver = ResumeCheckpoint(ready.folder / LAST, config.checkpoint_every)
     trainer = L.Trainer(
         accelerator=settings.trainer.accelerator,
         devices=settings.trainer.devices,
@@ -107,7 +123,7 @@ def fit(
         callbacks=[
             *callbacks,
             Progress(settings.stage),
-            ResumeCheckpoint(ready.folder / LAST, config.checkpoint_every),
+            saver,
         ],
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -119,7 +135,11 @@ def fit(
         # A checkpoint is written before the validation that is due at the same step.
         resumed_at_the_end = data.schedule.start == len(data.schedule)
         if len(data.schedule) % config.val_every or resumed_at_the_end:
+            if is_ppo and not resumed_at_the_end:
+                saver.save(trainer)  # a reward may end the evaluation
             trainer.validate(module, datamodule=data, verbose=False)
+        if at_end is not None:
+            at_end(loggers, trainer.global_step)
         exit_code = 0
     except SystemExit as stop:
         if not isinstance(stop.__context__, KeyboardInterrupt):
@@ -140,8 +160,9 @@ def hand_over(
     head: str | None,
     reward: tuple[float, float] | None = None,
     below: torch.Tensor | None = None,
+    more: Path | None = None,
 ) -> Path:
-    """Write `final/`; `below` as `write_final` wants it."""
+    """Write `final/`; `below` and `more` as `write_final` wants them."""
     settings = ready.settings
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
@@ -164,7 +185,7 @@ def hand_over(
         generation.eos_token_id = list(ready.chat.end_token_ids)
         generation.pad_token_id = ready.chat.pad_token_id
     folder = ready.folder / FINAL
-    write_final(folder, roles, role, ready.tokenizer, manifest, head, below)
+    write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
     if stands_on_random_weights(folder):
         say(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "

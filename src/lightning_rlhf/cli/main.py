@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_rlhf
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
 HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
 """Where conf/ and recipes/ are: beside src/ in a checkout, inside the package in a wheel."""
 CONF, RECIPES = HOME / "conf", HOME / "recipes"
+OPEN = "sft|rm|ppo|eval|reward"
+"""Sections of the configuration whose keys may be given before they are there."""
 
 
 def main() -> None:
@@ -32,11 +35,29 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
+    if sys.argv[1:2] == ["serve-reward"]:
+        from lightning_rlhf.cli.serve import serve_reward
+
+        serve_reward(sys.argv[2:])
+        return
     register_resolvers()
+    refuse_secrets(sys.argv[1:])
     # A stage's numbers may be given where the stage is not chosen yet: to a recipe, or to a sweep
-    # over stages. Hydra wants ++ for keys that are not there; unknown ones are refused later.
-    sys.argv[1:] = [re.sub(r"^(sft|rm|ppo)\.", r"++\1.", word) for word in sys.argv[1:]]
+    # over stages. So may arguments to a reward's function, which the configuration cannot know.
+    # Hydra wants ++ for keys that are not there; unknown ones are refused later.
+    sys.argv[1:] = [re.sub(rf"^({OPEN})\.", r"++\1.", word) for word in sys.argv[1:]]
     compose()
+
+
+def refuse_secrets(words: Sequence[str]) -> None:
+    """End where a sweep would write a password into the names of its folders."""
+    in_sweep = {"-m", "--multirun"} & set(words)
+    if in_sweep and any(re.search(r"url=.*[@?]", word) for word in words):
+        sys.exit(
+            "error: a sweep names its folders after what it is given, and reward.url has a user, "
+            "a password or a query; allowed: an address without, and the name of an environment "
+            "variable with the token in reward.token_env"
+        )
 
 
 def register_resolvers() -> None:
@@ -63,7 +84,8 @@ def compose(cfg: DictConfig) -> str | None:
             raise
         if cfg.debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        on = way_on(cfg, in_sweep) if isinstance(error, RewardError) else []
+        print("; ".join([f"error: {error}", *on]), file=sys.stderr)
         if not in_sweep:
             sys.exit(1)
         return sweep.mark_failed(cfg, str(error))
@@ -79,6 +101,7 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """How to go on with what was stopped; nothing where the command had not come that far."""
     from lightning_rlhf.cli.folders import FINAL, LAST, folder_of, is_used
     from lightning_rlhf.cli.settings import read_settings
+    from lightning_rlhf.core.config import EvalConfig
 
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
@@ -89,6 +112,8 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     folder = folder_of(settings)
     if not is_used(folder) or (folder / FINAL).is_dir():
         return []
+    if isinstance(settings.config, EvalConfig):
+        return ["overwrite=true starts it anew"]
     if (folder / LAST).is_file():
         return ["resume=true goes on from the last checkpoint"]
     every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"

@@ -28,6 +28,7 @@ from lightning_rlhf.cli.folders import (
     is_finished,
     state_of,
 )
+from lightning_rlhf.cli.main import OPEN
 from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -158,7 +159,10 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
         _, *own = commands[recipe.stages[-1]]
-        told = [*config_dirs(), *(re.sub(r"^[+]{2}(?=(sft|rm|ppo)[.])", "", o) for o in own)]
+        told = [
+            *config_dirs(),
+            *(re.sub(rf"^[+]{{2}}(?=({OPEN})[.])", "", o) for o in own),
+        ]
         given = "".join(f" {shlex.quote(word)}" for word in told)
         for line in recipe.next:
             say(line.replace("{folder}", str(folder)).replace("{given}", given))

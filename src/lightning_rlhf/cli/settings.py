@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.callbacks.loggers import LoggerConfig, logger_config
 from lightning_rlhf.core.config import (
+    EvalConfig,
     RMConfig,
     SFTConfig,
     require,
@@ -27,9 +28,26 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.rewards import config as rewards
+from lightning_rlhf.rewards.address import redacted
+from lightning_rlhf.rewards.config import ComponentConfig
 
 T = TypeVar("T")
-STAGES: Mapping[str, type] = {"sft": SFTConfig, "rm": RMConfig, "ppo": PPOConfig}
+SUM = "sum"
+REWARDS: Mapping[str, type[ComponentConfig]] = {
+    "function": rewards.FunctionConfig,
+    "head": rewards.HeadConfig,
+    "http": rewards.HTTPConfig,
+    "model": rewards.ModelConfig,
+    "random": rewards.RandomConfig,
+}
+"""Kind of a component of the reward -> its keys."""
+STAGES: Mapping[str, type] = {
+    "sft": SFTConfig,
+    "rm": RMConfig,
+    "ppo": PPOConfig,
+    "eval": EvalConfig,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +55,6 @@ class PolicySource:
     """The model that a stage starts from."""
 
     checkpoint: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """What PPO maximises."""
-
-    kind: Literal["learned", "random"]
-    checkpoint: str | None
-
-    def __post_init__(self) -> None:
-        require_one_of("reward.kind", self.kind, ("learned", "random"))
-        if self.kind == "random":
-            require(self.checkpoint is None, "reward.checkpoint", self.checkpoint,
-                    "null, since reward=random reads none")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +82,12 @@ class TrainerConfig:
 class Settings:
     """Everything a run of one stage is told."""
 
-    stage: Literal["sft", "rm", "ppo"]
-    config: SFTConfig | RMConfig | PPOConfig
+    stage: Literal["sft", "rm", "ppo", "eval"]
+    config: SFTConfig | RMConfig | PPOConfig | EvalConfig
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: Mapping[str, ComponentConfig]
+    """What PPO maximises: name of a component -> what it is."""
     trainer: TrainerConfig
     logger: LoggerConfig
     policy: PolicySource
@@ -121,12 +126,17 @@ def read_settings(cfg: DictConfig) -> Settings:
     require(isinstance(tree["outputs"], str), "outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
+    reward = read_reward(tree["reward"])
+    config: Any = build(STAGES[stage], _frozen_lists(tree[stage]), stage)
+    if isinstance(config, PPOConfig):
+        check_normalization(config, reward)
+    tree["reward"] = without_secrets(tree["reward"])
     return Settings(
         stage=stage,
-        config=build(STAGES[stage], _frozen_lists(tree[stage]), stage),
-        model=_model(tree),
+        config=config,
+        model=read_model(tree),
         data=_data(tree),
-        reward=build(RewardConfig, tree["reward"], "reward"),
+        reward=reward,
         trainer=build(TrainerConfig, tree["trainer"], "trainer"),
         logger=logger_config(section(tree, "logger", "kind")),
         policy=build(PolicySource, tree["policy"], "policy"),
@@ -151,6 +161,62 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     return typing.cast(dict[str, Any], tree)
 
 
+def read_reward(node: Any) -> dict[str, ComponentConfig]:
+    """The components of the section `reward` by name; a single one has the name of its kind."""
+    kind = section({"reward": node}, "reward", "kind")["kind"]
+    require_one_of("reward.kind", kind, (*REWARDS, SUM))
+    if kind != SUM:
+        return {kind: _component(node, "reward")}
+    refuse_unknown(node, {"kind", "components"}, "reward.")
+    components = section(node, "components") if "components" in node else {}
+    require(bool(components), "reward.components", components,
+            "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
+    for name in components:
+        require(re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None, "a name in reward.components",
+                name, "letters, digits and _, a letter first")  # fmt: skip
+    return {
+        str(name): _component(part, f"reward.components.{name}")
+        for name, part in components.items()
+    }
+
+
+def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]) -> None:
+    """Raise ConfigError where running moments would be taken twice, of a part and of the whole."""
+    own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
+    if own and config.score_normalization != "none":
+        raise ConfigError(
+            f"ppo.score_normalization is {config.score_normalization!r} and the reward "
+            f"{own[0]!r} is normalised by running moments or clipped already; allowed: one of "
+            "the two, with ppo.score_normalization=none or normalization=none and clip=null"
+        )
+
+
+def without_secrets(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `reward` as it may be written down: no user and no password in addresses."""
+    shown = dict(node)
+    if "url" in shown:
+        shown["url"] = redacted(shown["url"])
+    if "components" in shown:
+        parts = shown["components"]
+        shown["components"] = {name: without_secrets(part) for name, part in parts.items()}
+    return shown
+
+
+def _component(node: Any, key: str) -> ComponentConfig:
+    require(isinstance(node, Mapping), key, node, "a mapping of keys to values")
+    require("kind" in node, f"{key}.kind", "missing", ", ".join(REWARDS))
+    require_one_of(f"{key}.kind", node["kind"], REWARDS)
+    config = build(REWARDS[node["kind"]], node, key)
+    config.check(key)
+    return config
+
+
+def reward_key(settings: Settings, name: str) -> str:
+    """Where a component of the reward stands in the configuration."""
+    is_sum = settings.tree["reward"]["kind"] == SUM
+    return f"reward.components.{name}" if is_sum else "reward"
+
+
 def _stage(tree: Mapping[str, Any]) -> Any:
     if "stage" not in tree:
         raise ConfigError(
@@ -165,7 +231,8 @@ def _stage(tree: Mapping[str, Any]) -> Any:
     return stage
 
 
-def _model(tree: Mapping[str, Any]) -> ModelConfig:
+def read_model(tree: Mapping[str, Any]) -> ModelConfig:
+    """The section `model` of a configuration."""
     model = dict(section(tree, "model", "lora"))
     lora = build(LoRASettings, _frozen_lists(model["lora"]), "model.lora")
     return build(ModelConfig, model | {"lora": lora}, "model")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich import get_console
 from lightning_rlhf.cli.folders import FAILED, FINAL, run_folder
 from lightning_rlhf.cli.settings import STAGES
 from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
@@ -31,6 +33,9 @@ SHOWN = (
     "eval/response_tokens",
     "eval/judge/gold",
     "eval/judge/correct",
+    "fitness/accuracy",
+    "fitness/length_gap",
+    "fitness/flags",
 )
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
 
@@ -84,11 +89,12 @@ class SweepTable(Callback):
         if self._rows is None:
             return
         overrides = tuple(o.lstrip("+") for o in job_return.overrides or [])
-        failure, metrics = job_return.return_value, {}
+        failure = job_return.return_value
+        metrics: Mapping[str, float] = {}
         if failure is None:
             final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
             if final.is_dir():
-                metrics = find(str(final), "final").require_manifest(final.parent.name).metrics
+                metrics = metrics_of(final)
             else:
                 failure = f"{final} is missing"
         if failure is not None:
@@ -105,6 +111,15 @@ class SweepTable(Callback):
             print(f"failed: {job}: {failure}")
         if self._failures:
             sys.exit(1)
+
+
+def metrics_of(final: Path) -> Mapping[str, float]:
+    """What the stage came to, by the names of metrics."""
+    numbers = final / NUMBERS
+    if final.parent.name == "eval":
+        found: dict[str, float] = json.loads(numbers.read_text())["metrics"]
+        return found
+    return find(str(final), "final").require_manifest(final.parent.name).metrics
 
 
 def _folder(cfg: DictConfig) -> Path:

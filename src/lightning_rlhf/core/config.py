@@ -118,9 +118,32 @@ class SFTConfig(SupervisedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation of a reward."""
+
+    samples: int
+    """Responses of the SFT model that are scored."""
+    temperature: float
+    """Sampling temperature of those."""
+    batch_size: int
+    """Responses that are sampled, or read by a head on the policy's base, at once."""
+
+    def __post_init__(self) -> None:
+        for key in ("samples", "batch_size"):
+            require_number(f"eval.{key}", getattr(self, key), at_least=1, whole=True)
+        require_number("eval.temperature", self.temperature, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RMConfig(SupervisedConfig):
     """Reward modelling."""
 
+    heads: int
+    """Of the ensemble; their spread says how sure the reward model is."""
+    margin_coef: float
+    """Price of the margin that the data give, in units of reward."""
+    label_smoothing: float
+    """Share of the labels that are believed to be wrong."""
     center_coef: float
     """Weight of the pull of each pair's rewards towards 0."""
     calibration_samples: int
@@ -130,6 +153,9 @@ class RMConfig(SupervisedConfig):
 
     def __post_init__(self) -> None:
         self.check("rm")
-        require_number("rm.center_coef", self.center_coef, at_least=0)
+        require_number("rm.heads", self.heads, at_least=1, whole=True)
+        require_number("rm.label_smoothing", self.label_smoothing, at_least=0, below=0.5)
+        for key in ("margin_coef", "center_coef"):
+            require_number(f"rm.{key}", getattr(self, key), at_least=0)
         require_number("rm.calibration_samples", self.calibration_samples, at_least=2, whole=True)
         require_number("rm.temperature", self.temperature, above=0)

@@ -21,5 +21,9 @@ class TrainingError(RLHFError):
     """A model has come to where nothing can be sampled from it or learned any more."""
 
 
+class RewardError(RLHFError):
+    """A reward source gives no number for a response, or cannot be asked any more."""
+
+
 class HubError(RLHFError):
     """A model or data set is neither a local path nor reachable on the hub."""

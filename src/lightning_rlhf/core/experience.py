@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,14 @@ from lightning_rlhf.core.advantages import (
 from lightning_rlhf.core.kl import ESTIMATORS, k1
 from lightning_rlhf.core.masking import Total, alone, masked_rescale, masked_whiten
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import RunningMoments, shape_rewards, shape_score
+from lightning_rlhf.core.shaping import (
+    AS_IT_IS,
+    ScoreMoments,
+    Term,
+    paid_sum,
+    shape_rewards,
+    shape_score,
+)
 from lightning_rlhf.core.types import Experience, Rollout, Scores
 
 BY_GROUP = {"rloo": leave_one_out, "grpo": group_normalised, "dr_grpo": group_centered}
@@ -31,15 +38,18 @@ def make_experience(
     config: PPOConfig,
     *,
     kl_coef: float,
-    moments: RunningMoments,
+    moments: ScoreMoments,
+    terms: Sequence[Term] = AS_IT_IS,
     total: Total = alone,
 ) -> Experience:
     """Everything that PPO's update needs, from what was sampled and what the frozen models say.
 
     kl_coef: of this iteration. moments: of all scores so far, this batch included.
+    terms: how the components of the reward make up the score.
     """
     mask = rollout.response_mask
-    score = shape_score(scores.score, rollout.ended, mask.sum(dim=1), config, moments)
+    paid = paid_sum(scores.parts, terms, moments.parts)
+    score = shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
     if config.kl_in == "reward":
         rewards = shape_rewards(score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef)
     else:
@@ -60,6 +70,7 @@ def make_experience(
         rewards=rewards,
         advantages=advantages,
         returns=returns,
+        parts=scores.parts,
         score=scores.score,
         ended=rollout.ended,
         index=rollout.index,

@@ -11,20 +11,31 @@ from lightning_rlhf.core.ppo_config import Reduction
 
 
 def bradley_terry_loss(
-    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]
-) -> Float[Tensor, " B"]:
+    chosen: Float[Tensor, "*B"],
+    rejected: Float[Tensor, "*B"],
+    *,
+    margin: Float[Tensor, "*#B"] | float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Float[Tensor, "*B"]:
     """Negative log-likelihood that the chosen response wins; lower is better, log 2 at a tie.
 
-        -log sigmoid(r_chosen - r_rejected)
+        d = r_chosen - r_rejected - margin
+        -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
 
-    Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155
+    A margin above 0 asks for so much more, 0 for nothing. label_smoothing is the share of labels
+    that are believed to be wrong: 0 trusts all of them, 0.5 none.
+    Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; the margin, Touvron et al.
+    2023, eq. 2, https://arxiv.org/abs/2307.09288; the smoothing, Mitchell 2023,
+    https://ericmitchell.ai/cdpo.pdf
     """
-    return -F.logsigmoid(chosen - rejected)
+    difference = chosen - rejected - margin
+    right, wrong = F.logsigmoid(difference), F.logsigmoid(-difference)
+    return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
 def centering_loss(
-    chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"]
-) -> Float[Tensor, " B"]:
+    chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"]
+) -> Float[Tensor, "*B"]:
     """Squared distance of a pair's rewards from 0; lower is better.
 
         (r_chosen + r_rejected)^2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Total = Callable[[Tensor], Tensor]
@@ -15,6 +15,17 @@ Total = Callable[[Tensor], Tensor]
 def alone(x: Tensor) -> Tensor:
     """The total of a single process."""
     return x
+
+
+def by_length(mask: Bool[Tensor, "B S"]) -> Int[Tensor, " B"]:
+    """The rows from the shortest to the longest, so that a few at a time need little padding."""
+    return mask.sum(dim=1).argsort(stable=True)
+
+
+def real_tokens(tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> list[list[int]]:
+    """The tokens of each row where the mask is True."""
+    rows = zip(tokens.tolist(), mask.tolist(), strict=True)
+    return [[t for t, real in zip(row, keep, strict=True) if real] for row, keep in rows]
 
 
 def masked_sum(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ""]:

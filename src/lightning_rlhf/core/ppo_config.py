@@ -15,7 +15,7 @@ from lightning_rlhf.core.config import (
 )
 
 RolloutKind = Literal["native", "hf"]
-ScoreNormalization = Literal["none", "stored", "running", "running_scale"]
+ScoreNormalization = Literal["none", "running", "running_scale"]
 MissingEOS = Literal["none", "subtract", "replace"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
 KLPlace = Literal["reward", "loss"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +14,7 @@ from torch import Tensor
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.masking import Total, alone
 from lightning_rlhf.core.ppo_config import MissingEOS, PPOConfig
+from lightning_rlhf.core.types import Scores
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,69 @@ class RunningMoments:
 NO_SCORES = RunningMoments(count=0, mean=0.0, squares=0.0)
 
 
+@dataclass(frozen=True)
+class ScoreMoments:
+    """Of the whole score, and of each of its components."""
+
+    whole: RunningMoments
+    parts: tuple[RunningMoments, ...]
+
+    @classmethod
+    def none(cls, components: int) -> ScoreMoments:
+        """Before the first score."""
+        return cls(NO_SCORES, (NO_SCORES,) * components)
+
+    def including(self, scores: Scores, total: Total = alone) -> ScoreMoments:
+        """The moments with a batch more, that of all processes."""
+        parts = zip(self.parts, scores.parts.unbind(dim=1), strict=True)
+        return ScoreMoments(
+            self.whole.including(scores.score, total),
+            tuple(seen.including(part, total) for seen, part in parts),
+        )
+
+
+Normalization = Literal["none", "stored", "running"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """How one component enters the score."""
+
+    name: str
+    weight: float
+    """Below 0 for a penalty."""
+    normalization: Normalization
+    """none | stored: the source standardises its own number | running: by all numbers so far."""
+    clip: float | None
+    """The component, normalised, is kept within +- this; None = no clip."""
+
+
+AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)
+"""One component, whose number is the score."""
+
+
+def weighted_sum(parts: Float[Tensor, "B K"], terms: Sequence[Term]) -> Float[Tensor, " B"]:
+    """What is reported: sum_k weight_k * part_k, comparable over a whole run."""
+    weights = parts.new_tensor([term.weight for term in terms])
+    return (parts * weights).sum(dim=1)
+
+
+def paid_sum(
+    parts: Float[Tensor, "B K"], terms: Sequence[Term], moments: Sequence[RunningMoments]
+) -> Float[Tensor, " B"]:
+    """What PPO is paid: sum_k weight_k * clip((part_k - mean_k) / std_k, -clip_k, clip_k).
+
+    The mean and deviation are those of `moments` where the term's normalisation is "running", else
+    0 and 1; a clip of None is infinite.
+    """
+    columns = []
+    for term, column, seen in zip(terms, parts.unbind(dim=1), moments, strict=True):
+        if term.normalization == "running":
+            column = (column - seen.mean) / seen.std
+        columns.append(column if term.clip is None else column.clamp(-term.clip, term.clip))
+    return weighted_sum(torch.stack(columns, dim=1), terms)
+
+
 def apply_missing_eos(
     score: Float[Tensor, " B"], ended: Bool[Tensor, " B"], rule: MissingEOS, penalty: float
 ) -> Float[Tensor, " B"]:
@@ -82,7 +148,7 @@ def shape_score(
         s = clip(s, -score_clip, score_clip)
         s = s - length_penalty * tokens
 
-    tokens: of each response. score_normalization=stored is the reward source's own doing.
+    tokens: of each response.
     Source of the running scale: Engstrom et al. 2020, section 2, https://arxiv.org/abs/2005.12729
     """
     if config.score_normalization == "running":

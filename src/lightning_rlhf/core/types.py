@@ -7,9 +7,9 @@ Masks are boolean, True = real token. What stands on padding is stated per field
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -67,6 +67,8 @@ class Preferences(Record):
     rejected: Int[Tensor, "B R"]
     """Prompt then the other response, right-padded."""
     rejected_mask: Bool[Tensor, "B R"]
+    margin: Float[Tensor, " B"]
+    """By how much the one is better, as the data say; 0 where they do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +107,28 @@ class Rollout(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replies:
+    """Responses as tokens and as text, with the rows of the data that they answer."""
+
+    rollout: Rollout
+    rows: Sequence[Mapping[str, Any]]
+    """B rows: "prompt" is the prompt as text, "messages" its turns, {"role", "content"} each, and
+    the other columns stand as they were in the data."""
+    responses: Sequence[str]
+    """B texts, without what ends a response."""
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scores(Record):
     """What the frozen models say of a rollout."""
 
+    parts: Float[Tensor, "B K"]
+    """What each component of the reward says of the whole response."""
     score: Float[Tensor, " B"]
-    """The reward source's scalar for the whole response."""
+    """Their weighted sum."""
     ref_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the reference, nats; 0 on padding."""
     vocabulary_kl: Float[Tensor, "B T"] | None = None
@@ -137,8 +156,10 @@ class Experience(Record):
     """0 on padding; whitened over the batch if the configuration says so."""
     returns: Float[Tensor, "B T"]
     """Targets of the value head, from unwhitened advantages; 0 on padding."""
+    parts: Float[Tensor, "B K"]
+    """Of the score, as the components of the reward gave them."""
     score: Float[Tensor, " B"]
-    """As the reward source gave it, before any shaping."""
+    """Their weighted sum, before any shaping."""
     ended: Bool[Tensor, " B"]
     index: Int[Tensor, " B"]
 

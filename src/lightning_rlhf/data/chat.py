@@ -103,8 +103,12 @@ class ChatFormat:
         said = [int(token) for token in tokens]
         while said and said[-1] in (*self.end_token_ids, self.pad_token_id):
             said.pop()
+        return self.show(said)
+
+    def show(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones visible."""
         text: str = self.tokenizer.decode(
-            said, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -16,29 +16,34 @@ from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, P
 
 def collate_demonstrations(examples: Sequence[DemonstrationTokens], pad_id: int) -> Demonstrations:
     """Right-padded to the longest sequence [B,S]; the responses are the targets."""
-    tokens, mask = _pad([[*e.prompt, *e.response] for e in examples], pad_id, "right")
+    tokens, mask = pad([[*e.prompt, *e.response] for e in examples], pad_id, "right")
     prompt_mask = _lengths_mask([len(e.prompt) for e in examples], tokens.shape[1])
     return Demonstrations(tokens=tokens, mask=mask, target_mask=mask & ~prompt_mask)
 
 
 def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Preferences:
     """Either side right-padded to its own longest sequence, [B,S] and [B,R]."""
-    chosen, chosen_mask = _pad([[*e.prompt, *e.chosen] for e in examples], pad_id, "right")
-    rejected, rejected_mask = _pad([[*e.prompt, *e.rejected] for e in examples], pad_id, "right")
+    chosen, chosen_mask = pad([[*e.prompt, *e.chosen] for e in examples], pad_id, "right")
+    rejected, rejected_mask = pad([[*e.prompt, *e.rejected] for e in examples], pad_id, "right")
     return Preferences(
-        chosen=chosen, chosen_mask=chosen_mask, rejected=rejected, rejected_mask=rejected_mask
+        chosen=chosen,
+        chosen_mask=chosen_mask,
+        rejected=rejected,
+        rejected_mask=rejected_mask,
+        margin=torch.tensor([e.margin for e in examples]),
     )
 
 
 def collate_prompts(examples: Sequence[PromptTokens], pad_id: int) -> Prompts:
     """Left-padded to the longest prompt [B,P]."""
-    tokens, mask = _pad([e.prompt for e in examples], pad_id, "left")
+    tokens, mask = pad([e.prompt for e in examples], pad_id, "left")
     return Prompts(tokens=tokens, mask=mask, index=torch.tensor([e.index for e in examples]))
 
 
-def _pad(
+def pad(
     rows: Sequence[Sequence[int]], pad_id: int, side: Literal["left", "right"]
 ) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+    """Rows side by side, and where they are real."""
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return (

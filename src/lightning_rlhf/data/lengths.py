@@ -46,6 +46,7 @@ class PreferenceTokens:
     prompt: Sequence[int]
     chosen: Sequence[int]
     rejected: Sequence[int]
+    margin: float
 
     @property
     def length(self) -> int:
@@ -116,7 +117,8 @@ def tokenise_preferences(
         rejected, rejected_cut = _fit_response(row.rejected, chat, config)
         if chosen == rejected:
             raise _Dropped("chosen and rejected are the same tokens")
-        return PreferenceTokens(prompt, chosen, rejected), prompt_cut | chosen_cut | rejected_cut
+        example = PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0)
+        return example, prompt_cut | chosen_cut | rejected_cut
 
     return _tokenise(rows, convert, config)
 

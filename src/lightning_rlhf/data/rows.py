@@ -9,9 +9,10 @@ https://huggingface.co/datasets/Anthropic/hh-rlhf.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant"]
@@ -32,6 +33,9 @@ class Message:
 
 Messages = tuple[Message, ...]
 
+IDENTICAL = "chosen and rejected are identical"
+"""Why a pair that prefers nothing is left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
@@ -48,6 +52,8 @@ class Preference:
     prompt: Messages
     chosen: str
     rejected: str
+    margin: float | None = None
+    """By how much it is better, a number >= 0; None where the row does not say that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,8 @@ class Prompt:
 
     prompt: Messages
     columns: dict[str, Any]
-    """The other columns of the row as they were, and under "prompt" the prompt as text."""
+    """The other columns of the row as they were; "prompt" is the prompt as text, "messages" its
+    turns, {"role", "content"} each."""
 
 
 class BadRow(Exception):
@@ -121,8 +128,8 @@ def parse_preference(row: Row) -> Preference:
     if prompt != rejected_prompt:
         raise BadRow("chosen and rejected differ before the last turn")
     if chosen.strip() == rejected.strip():
-        raise BadRow("chosen and rejected are identical")
-    return Preference(prompt, chosen, rejected)
+        raise BadRow(IDENTICAL)
+    return Preference(prompt, chosen, rejected, _margin(row))
 
 
 def parse_prompt(row: Row) -> Prompt:
@@ -143,7 +150,13 @@ def parse_prompt(row: Row) -> Prompt:
         messages = messages[:-1]
     _check_prompt(messages)
     others = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
-    return Prompt(messages, others | {"prompt": prompt_text(messages)})
+    return Prompt(messages, others | prompt_row(messages))
+
+
+def prompt_row(messages: Messages) -> dict[str, Any]:
+    """A prompt as rewards and judges read it: as text, and its turns."""
+    turns = [asdict(message) for message in messages]
+    return {"prompt": prompt_text(messages), "messages": turns}
 
 
 def is_answered(row: Row) -> bool:
@@ -156,6 +169,13 @@ def prompt_text(messages: Messages) -> str:
     if len(messages) == 1:
         return messages[0].content
     return "\n\n".join(f"{turn.role.capitalize()}: {turn.content}" for turn in messages)
+
+
+def _margin(row: Row) -> float | None:
+    margin = row["margin"] if _has(row, "margin") else None
+    if not isinstance(margin, int | float) or isinstance(margin, bool):
+        return None
+    return float(margin) if math.isfinite(margin) and margin >= 0 else None
 
 
 def _has(row: Row, field: str) -> bool:

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles, rounding, same_logits
 
@@ -142,15 +142,19 @@ def write_final(
     manifest: Manifest,
     head: str | None,
     below: Float[Tensor, " V"] | None = None,
+    more: Path | None = None,
 ) -> None:
     """Write `role` of `roles`, beside the target and then renamed, so it is whole or absent.
 
     head: the name of the scalar head to save with it.
     below: fingerprint of what it was trained from, where training has changed that.
+    more: a folder of other files that belong to it.
     """
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
+    if more is not None:
+        shutil.copytree(more, beside, dirs_exist_ok=True)
     stands_on = BASE if manifest.stage == "sft" else REFERENCE
     if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
         with roles.exported(role) as name:
@@ -204,25 +208,24 @@ def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
-def load_head(final: Final, name: str, hidden_size: int) -> ScalarHead:
-    """The scalar head in `final`, which must fit `hidden_size`. Never a random one."""
+def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
+    """The heads in `final`, which must fit `hidden_size`; mostly one. Never random ones."""
     file = final.path / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
     try:
         state = load_file(file)
-        found = state["linear.weight"].shape[1]
-        ScalarHead(found).load_state_dict(state)
-    except (SafetensorError, KeyError, RuntimeError) as error:
+        count, found = state["linear.weight"].shape
+        heads = RewardHeads(found, count)
+        heads.load_state_dict(state)
+    except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{file} is not a {name} head: {error}") from error
     if found != hidden_size:
         raise CheckpointError(
             f"{file} was trained on hidden states of size {found}, but this model's have "
             f"{hidden_size}; use the {name} model that belongs to it"
         )
-    head = ScalarHead(hidden_size)
-    head.load_state_dict(state)
-    return head.requires_grad_(False)
+    return heads.requires_grad_(False)
 
 
 def fingerprint(final: Final, of: str) -> torch.Tensor | None:

@@ -11,9 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.ppo_config import CriticKind
-from lightning_rlhf.models.checkpoint import Final, check_fingerprint, has_fingerprint, load_head
+from lightning_rlhf.models.checkpoint import (
+    Final,
+    check_fingerprint,
+    find,
+    has_fingerprint,
+    load_head,
+)
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.loading import load_causal_lm, naming
 from lightning_rlhf.models.roles import (
     BASE,
@@ -63,10 +69,12 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
     return roles
 
 
-def attach_reward(roles: Roles, final: Final, config: ModelConfig, tokenizer_hash: str) -> Roles:
-    """Put the reward model of `final` on the shared base, or load it where it has its own.
+def attach_reward(
+    roles: Roles, role: str, final: Final, config: ModelConfig, tokenizer_hash: str
+) -> Roles:
+    """Put the reward model of `final` on the shared base as `role`, or load it with its own.
 
-    Returns: the roles whose `reward` is to be asked; `roles` itself where the base is shared.
+    Returns: the roles whose `rewards` are to be asked; `roles` itself where the base is shared.
     """
     manifest = final.require_manifest("rm")
     if manifest.tokenizer_hash != tokenizer_hash:
@@ -78,7 +86,7 @@ def attach_reward(roles: Roles, final: Final, config: ModelConfig, tokenizer_has
     if final.is_adapter:
         head = load_head(final, REWARD, roles.hidden_size)
         check_fingerprint(roles, REFERENCE, final, "below")
-        roles.load_adapter(REWARD, final.path, trainable=False)
+        roles.load_adapter(role, final.path, trainable=False)
         owner = roles
     else:
         if not has_fingerprint(roles, REFERENCE, final, "below"):
@@ -87,18 +95,37 @@ def attach_reward(roles: Roles, final: Final, config: ModelConfig, tokenizer_has
                 "mean 0; those of this one may get others",
                 stacklevel=2,
             )
-        owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0))
-        head = load_head(final, REWARD, owner.hidden_size)
-        owner.assign(REWARD)
-    owner.heads[REWARD] = head
-    check_fingerprint(owner, REWARD, final, "self")
+        return whole_reward(final, role, config)
+    owner.heads[role] = head
+    check_fingerprint(owner, role, final, "self")
     return owner
 
 
-def random_reward(roles: Roles, generator: torch.Generator) -> None:
+def whole_reward(final: Final, role: str, config: ModelConfig) -> Roles:
+    """A reward model of whole weights, as `role` of roles of its own."""
+    owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0))
+    owner.heads[role] = load_head(final, REWARD, owner.hidden_size)
+    owner.assign(role)
+    check_fingerprint(owner, role, final, "self")
+    return owner
+
+
+def load_reward(final: Final, config: ModelConfig) -> Roles:
+    """The reward model of `final` alone: with its own base, whatever the policy's is."""
+    manifest = final.require_manifest("rm")
+    if not final.is_adapter:
+        return whole_reward(final, REWARD, config)
+    sft = None
+    if SFT in manifest.parents:
+        sft = find(manifest.parents[SFT], f"the SFT model of {final.path}")
+    roles = start_from(config, sft, trainable=False, seed=manifest.base_seed)
+    return attach_reward(roles, REWARD, final, config, manifest.tokenizer_hash)
+
+
+def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
     """A random head on the reference, to debug the loop."""
-    roles.heads[REWARD] = ScalarHead.random(roles.hidden_size, generator).requires_grad_(False)
-    roles.assign(REWARD)
+    roles.heads[role] = RewardHeads.random(roles.hidden_size, 1, generator).requires_grad_(False)
+    roles.assign(role)
 
 
 def check_positions(roles: Roles, longest: int, what: str) -> None:
@@ -129,13 +156,13 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def add_policy(roles: Roles, config: ModelConfig) -> None:
+def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
     """A fresh policy adapter; the reference must stay what it was.
 
     Raises CheckpointError where the reference, or the untrained policy, is not the SFT model.
     """
     before = roles.probe(REFERENCE)
-    roles.add_adapter(POLICY, config.lora)
+    roles.add_adapter(POLICY, config.lora, seed)
     for role in (REFERENCE, POLICY):
         if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
             raise CheckpointError(
@@ -167,7 +194,7 @@ def add_critic(
         case "adapter":
             owner, role = roles, CRITIC
             if reward is None:
-                roles.add_adapter(CRITIC, config.lora)
+                roles.add_adapter(CRITIC, config.lora, seed)
             elif reward.is_adapter:
                 roles.load_adapter(CRITIC, reward.path, trainable=True)
             else:
@@ -214,8 +241,9 @@ def whole_weights(
 
 def standardised_head(reward: Final, hidden_size: int, mean: float, std: float) -> ScalarHead:
     """A value head that gives what the reward model gives, less `mean`, over `std`."""
-    head = load_head(reward, REWARD, hidden_size)
+    heads = load_head(reward, REWARD, hidden_size)
+    head = ScalarHead(hidden_size)
     with torch.no_grad():
-        head.linear.bias.sub_(mean).div_(std)
-        head.linear.weight.div_(std)
-    return head.requires_grad_(True)
+        head.linear.bias.copy_(heads.linear.bias.mean().sub(mean).div(std))
+        head.linear.weight.copy_(heads.linear.weight.mean(dim=0).div(std))
+    return head

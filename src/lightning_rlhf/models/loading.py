@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.config import DType, ModelConfig, Quantization
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -78,17 +78,24 @@ def load_causal_lm(
                 dtype=dtype,
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
-                quantization_config=_quantization(config),
+                quantization_config=quantization_config(config.quantization, config.dtype),
             )
         if info["missing_keys"]:
             raise CheckpointError(
                 f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}"
             )
+    leave_unpacked(model)
+    return model.eval().requires_grad_(trainable)
+
+
+def leave_unpacked(model: PreTrainedModel) -> None:
+    """Keep nf4 from its packing for CPUs, which takes only multiples of 32 outputs.
+
+    It passes no gradient on either.
+    """
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            # Its packing for CPUs passes no gradient on and takes only multiples of 32 outputs.
             module.support_avx512bf16_for_cpu = False
-    return model.eval().requires_grad_(trainable)
 
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -103,16 +110,17 @@ def local_folder(source: str, key: str, revision: str | None) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=FILES))
 
 
-def _quantization(config: ModelConfig) -> BitsAndBytesConfig | None:
+def quantization_config(quantization: Quantization, dtype: DType) -> BitsAndBytesConfig | None:
+    """How bitsandbytes is to pack the weights: int8 (LLM.int8()) or nf4 (QLoRA's)."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    match config.quantization:
+    match quantization:
         case "int8":
             return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=6.0)
         case "nf4":
             return BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=getattr(torch, config.dtype),
+                bnb_4bit_compute_dtype=getattr(torch, dtype),
             )
     return None
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from peft import LoraConfig, PeftModel
@@ -80,8 +81,11 @@ class Roles(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def add_adapter(self, role: str, settings: LoRASettings) -> None:
-        """A new trainable adapter on top of the reference; it changes nothing before training."""
+    def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
+        """A new trainable adapter on top of the reference; it changes nothing before training.
+
+        Where it starts depends on (seed, role) alone.
+        """
         targets = settings.target_modules
         config = LoraConfig(
             r=settings.r,
@@ -90,11 +94,14 @@ class Roles(nn.Module):
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
+        start = np.random.SeedSequence((seed, *role.encode())).generate_state(1)
         try:
-            if isinstance(self.model, PeftModel):
-                self.model.add_adapter(role, config)
-            else:
-                self.model = PeftModel(self.model, config, adapter_name=role)
+            with torch.random.fork_rng():
+                torch.manual_seed(int(start[0]))
+                if isinstance(self.model, PeftModel):
+                    self.model.add_adapter(role, config)
+                else:
+                    self.model = PeftModel(self.model, config, adapter_name=role)
         except ValueError as error:
             raise CheckpointError(
                 f"model.lora.target_modules={targets}: {str(error).splitlines()[0]}"
@@ -219,11 +226,17 @@ class Roles(nn.Module):
         """Logits of hidden states."""
         return self.causal_lm.get_output_embeddings()(hidden)
 
-    def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
-        """The reward role's raw number for each sequence, read at its last real token."""
-        with self.acting(REWARD):
+    def rewards(
+        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
+    ) -> Float[Tensor, "B H"]:
+        """What each head of a reward role says of each sequence, read at its last real token."""
+        with self.acting(role):
             tokens, mask = from_first_real(tokens, mask)
-            return self.heads[REWARD](last_real(self.hidden(tokens), mask))
+            return self.heads[role](last_real(self.hidden(tokens), mask))
+
+    def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
+        """The mean over the heads of the reward role, raw."""
+        return self.rewards(tokens, mask).mean(dim=1)
 
     @torch.no_grad()
     def probe(self, role: str) -> Float[Tensor, " V"]:

@@ -18,9 +18,17 @@ from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
+from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments
-from lightning_rlhf.core.types import Experience, Prompts, Rollout, Scores, UpdateStats
+from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
+from lightning_rlhf.core.types import (
+    Experience,
+    Prompts,
+    Replies,
+    Rollout,
+    Scores,
+    UpdateStats,
+)
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 from lightning_rlhf.modules.optim import (
@@ -31,13 +39,13 @@ from lightning_rlhf.modules.optim import (
     step,
     trainable_state,
 )
+from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import generate as native
 from lightning_rlhf.rollout import hf
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.generate import no_value
+from lightning_rlhf.rollout.replies import said
 from lightning_rlhf.rollout.score import (
-    RewardSource,
-    by_length,
     padding_share,
     response_hidden,
     response_kl,
@@ -62,7 +70,7 @@ class PPOModule(L.LightningModule):
     def __init__(
         self,
         roles: Roles,
-        reward: RewardSource,
+        reward: Reward,
         config: PPOConfig,
         *,
         critic: Critic | None,
@@ -92,7 +100,7 @@ class PPOModule(L.LightningModule):
         """Finished iterations, over all resumes."""
         self.kl_coef = config.kl_coef
         """Of this iteration."""
-        self.moments = NO_SCORES
+        self.moments = ScoreMoments.none(len(reward.terms))
         """Of all scores so far."""
         self.updated = time.perf_counter()
         """When the last iteration ended."""
@@ -106,10 +114,15 @@ class PPOModule(L.LightningModule):
         rollout = self.generate(prompts, generator, config.samples_per_prompt)
         rollout = self.valued(rollout)
         rolled_out = time.perf_counter()
-        scores = self.score(rollout)
-        self.moments = self.moments.including(scores.score)
+        scores = self.score(self.said(rollout, "train"))
+        self.moments = self.moments.including(scores)
         experience = make_experience(
-            rollout, scores, config, kl_coef=self.kl_coef, moments=self.moments
+            rollout,
+            scores,
+            config,
+            kl_coef=self.kl_coef,
+            moments=self.moments,
+            terms=self.reward.terms,
         )
         scored = time.perf_counter()
         updates = tuple(self.updates(experience, generator))
@@ -133,7 +146,8 @@ class PPOModule(L.LightningModule):
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any]:
         """Sample and score held-out prompts; the same draws at every evaluation."""
         rollout = self.generate(prompts, self.generator(EVALUATION, batch_idx))
-        return {"rollout": rollout, "scores": self.score(rollout)}
+        replies = self.said(rollout, "val")
+        return {"replies": replies, "scores": self.score(replies)}
 
     def generate(
         self, prompts: Prompts, generator: torch.Generator, samples_per_prompt: int = 1
@@ -159,12 +173,16 @@ class PPOModule(L.LightningModule):
         values = self.critic.all_values(rollout, self.config.microbatch_size)
         return replace(rollout, values=values)
 
-    def score(self, rollout: Rollout) -> Scores:
-        """The reward source's score and the reference's log-probabilities."""
+    def said(self, rollout: Rollout, split: str) -> Replies:
+        """The rollout with its text and the rows of `split` that it answers."""
+        return said(rollout, self.prompts[split], self.chat)
+
+    def score(self, replies: Replies) -> Scores:
+        """What the reward and the reference say."""
         config = self.config
         return score(
             self.roles,
-            rollout,
+            replies,
             self.reward,
             temperature=config.temperature,
             batch_size=config.microbatch_size,
@@ -340,13 +358,20 @@ class PPOModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = self.iteration
         checkpoint["kl_coef"] = self.kl_coef
-        checkpoint["moments"] = asdict(self.moments)
+        checkpoint["moments"] = {
+            "whole": asdict(self.moments.whole),
+            "parts": [asdict(part) for part in self.moments.parts],
+        }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         check_resumable(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
-        self.moments = RunningMoments(**checkpoint["moments"])
+        moments = checkpoint["moments"]
+        self.moments = ScoreMoments(
+            RunningMoments(**moments["whole"]),
+            tuple(RunningMoments(**part) for part in moments["parts"]),
+        )
 
 
 def require_finite(loss: Tensor, grad_norm: Tensor) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,20 +28,25 @@ from lightning_rlhf.modules.optim import (
 class RewardModule(L.LightningModule):
     """Bradley-Terry on preference pairs and a pull of their rewards to 0, mean over the pairs.
 
-    Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155
+    The heads of an ensemble each learn from pairs drawn with replacement, so that they differ
+    where the pairs decide little.
+    Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; drawing pairs as they
+    come, Oza and Russell 2001, https://proceedings.mlr.press/r3/oza01a.html
     """
 
-    def __init__(self, roles: Roles, config: RMConfig) -> None:
+    def __init__(self, roles: Roles, config: RMConfig, *, seed: int) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False
         self.roles = roles
         self.config = config
+        self.seed = seed
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
         rewards: list[dict[str, Tensor]] = []
-        parts = batch.split(self.config.microbatch_size)
-        losses = (self.loss_sum(part, rewards) / len(batch) for part in parts)
+        size = self.config.microbatch_size
+        parts = zip(batch.split(size), self.draws(len(batch)).split(size), strict=True)
+        losses = (self.loss_sum(part, draws, rewards) / len(batch) for part, draws in parts)
         loss, grad_norm = backward(self, losses, self.config.max_grad_norm)
         step(self)
         advance_schedule(self)
@@ -47,25 +54,42 @@ class RewardModule(L.LightningModule):
         return {"loss": loss, "grad_norm": grad_norm, **sides}
 
     def validation_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
-        return self.rewards(batch)
+        return {side: reward.mean(dim=1) for side, reward in self.rewards(batch).items()}
 
-    def loss_sum(self, batch: Preferences, rewards: list[dict[str, Tensor]]) -> Tensor:
+    def draws(self, pairs: int) -> Float[Tensor, "B H"]:
+        """How often each head draws each pair: from Poisson(1); once where there is one head."""
+        rates = torch.ones(pairs, self.config.heads)
+        if self.config.heads > 1:
+            sequence = np.random.SeedSequence((self.seed, self.trainer.global_step))
+            generator = torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
+            rates = torch.poisson(rates, generator)
+        return rates.to(self.device)
+
+    def loss_sum(
+        self, batch: Preferences, draws: Float[Tensor, "B H"], rewards: list[dict[str, Tensor]]
+    ) -> Tensor:
         """Loss summed over the pairs, 0-d; what the two sides got is appended to `rewards`."""
-        sides = self.rewards(batch)
-        rewards.append({name: reward.detach() for name, reward in sides.items()})
+        config, sides = self.config, self.rewards(batch)
+        rewards.append({name: reward.detach().mean(dim=1) for name, reward in sides.items()})
         chosen, rejected = sides["chosen"], sides["rejected"]
-        center = self.config.center_coef * centering_loss(chosen, rejected)
-        return (bradley_terry_loss(chosen, rejected) + center).sum()
+        losses = bradley_terry_loss(
+            chosen,
+            rejected,
+            margin=config.margin_coef * batch.margin[:, None],
+            label_smoothing=config.label_smoothing,
+        )
+        losses = losses + config.center_coef * centering_loss(chosen, rejected)
+        return (draws * losses).mean(dim=1).sum()
 
-    def rewards(self, batch: Preferences) -> dict[str, Tensor]:
-        """Raw rewards, [B], of the chosen and of the rejected responses, in one forward pass."""
+    def rewards(self, batch: Preferences) -> dict[str, Float[Tensor, "B H"]]:
+        """What each head says of the chosen and of the rejected responses, in one forward pass."""
         width = max(batch.chosen.shape[1], batch.rejected.shape[1])
         sides = (batch.chosen, batch.chosen_mask), (batch.rejected, batch.rejected_mask)
         tokens, mask = (
             torch.cat([F.pad(side[i], (0, width - side[i].shape[1])) for side in sides])
             for i in range(2)
         )
-        chosen, rejected = self.roles.reward(tokens, mask).chunk(2)
+        chosen, rejected = self.roles.rewards(tokens, mask).chunk(2)
         return {"chosen": chosen, "rejected": rejected}
 
     def configure_optimizers(self) -> Any:

@@ -12,9 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 JUDGE = "eval/judge/"
+PARTS = (JUDGE, "eval/reward/")
+"""Prefixes of metrics of which the names are chosen by a judge or by the reward."""
 
 LABELS: Mapping[str, str] = {
-    "eval/reward_mean": "learned reward",
+    "eval/reward_mean": "reward",
     "eval/judge/gold": "gold score",
     "eval/kl": "KL to the SFT model, nats a response",
     "eval/response_tokens": "response length, tokens",
@@ -46,9 +48,9 @@ def before_after_table(before: Mapping[str, float], after: Mapping[str, float]) 
     table.add_column("")
     for heading in ("SFT", "after PPO", "change"):
         table.add_column(heading, justify="right")
-    parts = sorted(name for name in after if name.startswith(JUDGE) and name not in LABELS)
+    parts = sorted(name for name in after if name.startswith(PARTS) and name not in LABELS)
     for name in [*(name for name in LABELS if name in after), *parts]:
-        label = LABELS[name] if name in LABELS else name.removeprefix(JUDGE)
+        label = LABELS[name] if name in LABELS else name.removeprefix(JUDGE).removeprefix("eval/")
         table.add_row(label, *_change(before, after, name))
     return table
 

@@ -9,24 +9,36 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.types import Rollout
+from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.types import Replies
 
-Reward = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, " B"]]
+TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
 
 
 @dataclass(frozen=True)
 class LearnedReward:
-    """Standardised reward of whole sequences: (r - mean) / std.
+    """Reward of whole sequences, as the policy wrote them: (r - mean) / std - uncertainty_coef * u.
 
+    r and u are mean and population deviation over the heads of an ensemble, u in units of std.
     A Bradley-Terry reward is defined up to a constant and has a scale of its own; mean and std
     were measured on SFT samples at the end of stage=rm, so that 0 is what the SFT model gets.
     """
 
-    reward: Reward
-    """(tokens, mask) -> the reward model's raw number for each row."""
+    rewards: TokenRewards
+    """(tokens, mask) -> the number of each head for each row."""
     mean: float
     std: float
+    uncertainty_coef: float
+    batch_size: int
+    """Rows that are read at once, of alike lengths."""
 
     @torch.no_grad()
-    def __call__(self, rollout: Rollout) -> Float[Tensor, " B"]:
-        return (self.reward(rollout.tokens, rollout.mask) - self.mean) / self.std
+    def __call__(self, replies: Replies) -> Float[Tensor, " B"]:
+        rollout = replies.rollout
+        order = by_length(rollout.mask)
+        parts = [
+            self.rewards(rollout.tokens[rows], rollout.mask[rows])
+            for rows in order.split(self.batch_size)
+        ]
+        spread, reward = torch.std_mean(torch.cat(parts)[order.argsort()], dim=1, correction=0)
+        return (reward - self.mean - self.uncertainty_coef * spread) / self.std

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.types import Prompts, Rollout
@@ -44,16 +46,21 @@ def sample_reference(
 
 
 @torch.no_grad()
-def reward_moments(roles: Roles, rollouts: Iterable[Rollout]) -> tuple[float, float]:
-    """Mean and standard deviation of the raw reward of `rollouts`.
-
-    Raises CheckpointError where the deviation is 0 or not finite.
-    """
+def sample_rewards(roles: Roles, rollouts: Iterable[Rollout]) -> Float[Tensor, " B"]:
+    """The raw reward of each response, on the CPU."""
     rewards = [
         roles.reward(rollout.tokens.to(roles.device), rollout.mask.to(roles.device)).cpu()
         for rollout in rollouts
     ]
-    std, mean = torch.std_mean(torch.cat(rewards))
+    return torch.cat(rewards)
+
+
+def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
+    """Mean and standard deviation, by which a reward is standardised.
+
+    Raises CheckpointError where the deviation is 0 or not finite.
+    """
+    std, mean = torch.std_mean(rewards)
     if not (std.isfinite() and std > 0):
         raise CheckpointError(
             f"the reward model gives SFT samples rewards of mean {mean} and standard deviation "

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
-from lightning_rlhf.core.types import Experience, Rollout, Scores
+from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.shaping import weighted_sum
+from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores
 from lightning_rlhf.models.roles import REFERENCE, Roles, from_first_real
-
-RewardSource = Callable[[Rollout], Float[Tensor, " B"]]
+from lightning_rlhf.rewards.weighted import Reward
 
 
 def response_hidden(roles: Roles, batch: Rollout | Experience) -> Float[Tensor, "N d"]:
@@ -64,20 +65,22 @@ def response_kl(
 @torch.no_grad()
 def score(
     roles: Roles,
-    rollout: Rollout,
-    reward: RewardSource,
+    replies: Replies,
+    reward: Reward,
     *,
     temperature: float,
     batch_size: int,
     over_vocabulary: bool,
 ) -> Scores:
-    """Score a rollout with the reward source and the reference, `batch_size` rows at a time.
+    """Score replies with the reward, and with the reference `batch_size` rows at a time.
 
     over_vocabulary: measure the KL over the whole vocabulary too, which reads every response with
         the policy once more.
     """
+    parts = reward(replies)
+    rollout = replies.rollout
     order = by_length(rollout.mask)
-    rewards, logprobs, kls = [], [], []
+    logprobs, kls = [], []
     for rows in order.split(batch_size):
         part = rollout.select(rows)
         with roles.acting(REFERENCE):
@@ -86,18 +89,13 @@ def score(
         if over_vocabulary:
             hidden = response_hidden(roles, part)
             kls.append(response_kl(roles, hidden, ref_hidden, temperature))
-        rewards.append(reward(part))
     mask, place = rollout.response_mask[order], order.argsort()
     return Scores(
-        score=torch.cat(rewards)[place],
+        parts=parts,
+        score=weighted_sum(parts, reward.terms),
         ref_logprobs=spread(logprobs, mask)[place],
         vocabulary_kl=spread(kls, mask)[place] if over_vocabulary else None,
     )
-
-
-def by_length(mask: Bool[Tensor, "B S"]) -> Int[Tensor, " B"]:
-    """The rows from the shortest to the longest, so that a few at a time need little padding."""
-    return mask.sum(dim=1).argsort(stable=True)
 
 
 def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, ""]:

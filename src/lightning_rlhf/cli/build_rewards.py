@@ -1,0 +1,160 @@
+"""From the section `reward` to what PPO maximises, and to the critic that may start as it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+
+import torch
+
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.folders import reward_role
+from lightning_rlhf.cli.launch import Prepared
+from lightning_rlhf.cli.settings import Settings, reward_key
+from lightning_rlhf.cli.text_rewards import text_reward
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
+from lightning_rlhf.models.handover import add_critic, attach_reward, random_reward
+from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.rewards.config import (
+    ComponentConfig,
+    FunctionConfig,
+    HeadConfig,
+    HTTPConfig,
+    ModelConfig,
+)
+from lightning_rlhf.rewards.function import FunctionReward
+from lightning_rlhf.rewards.http import HTTPReward
+from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rewards.weighted import Reward, Source
+from lightning_rlhf.rollout.critic import Critic
+
+
+def light_sources(settings: Settings, columns: Collection[str]) -> dict[str, Source]:
+    """The components that need no model of ours, checked before one loads.
+
+    columns: those of the prompts' rows.
+
+    Raises ConfigError where a function is not there or does not take what the data have.
+    """
+    sources: dict[str, Source] = {}
+    for name, config in settings.reward.items():
+        key = reward_key(settings, name)
+        match config:
+            case FunctionConfig():
+                function = load_function(config.path, f"{key}.path")
+                found = FunctionReward(function, config.arguments, key)
+                sources[name] = found.for_columns(columns)
+            case HTTPConfig():
+                sources[name] = HTTPReward(
+                    config.url,
+                    batch_size=config.batch_size,
+                    timeout_s=config.timeout_s,
+                    retries=config.retries,
+                    backoff_s=config.backoff_s,
+                    cache_size=config.cache_size,
+                    token_env=config.token_env,
+                    name=key,
+                )
+    return sources
+
+
+def build_reward(
+    ready: Prepared, roles: Roles, light: Mapping[str, Source], batch_size: int
+) -> Reward:
+    """What PPO maximises: every component, in the order of the configuration.
+
+    light: those that are there already.
+    batch_size: responses that a head on the policy's base reads at once.
+    """
+    components = ready.settings.reward
+    return Reward(
+        tuple(component.term(name) for name, component in components.items()),
+        tuple(
+            light[name] if name in light else heavy_source(ready, roles, name, batch_size)
+            for name in components
+        ),
+    )
+
+
+def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: int) -> Source:
+    """A component that is a model."""
+    config = ready.settings.reward[name]
+    role = reward_role(ready.settings, name)
+    match config:
+        case HeadConfig():
+            return head_source(ready, roles, role, config, batch_size)
+        case ModelConfig():
+            key = reward_key(ready.settings, name)
+            return text_reward(config, key, ready.parents.get(role), ready.device)
+        case _:
+            return random_source(ready, roles, role, batch_size)
+
+
+def random_source(ready: Prepared, roles: Roles, role: str, batch_size: int) -> Source:
+    """A head that means nothing."""
+    random_reward(roles, role, torch.Generator().manual_seed(ready.settings.seed))
+    say("reward=random: the reward means nothing; this only shows that the loop runs", "bold red")
+    return LearnedReward(partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size)
+
+
+def head_source(
+    ready: Prepared, roles: Roles, role: str, config: HeadConfig, batch_size: int
+) -> LearnedReward:
+    """A reward model of stage=rm, on the policy's base or with its own."""
+    final = ready.parents[role]
+    if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
+        raise CheckpointError(
+            f"{final.path} was trained with another chat template than the policy's: it would "
+            "read other text than it was trained on. Train it again from this SFT model, or let "
+            f"it read text: reward=model reward.name_or_path={final.path}"
+        )
+    mean, std = reward_scale(final, config)
+    owner = attach_reward(roles, role, final, ready.settings.model, tokenizer_hash(ready.tokenizer))
+    if owner is not roles:
+        owner.to(ready.device)
+    return LearnedReward(
+        partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size
+    )
+
+
+def reward_scale(final: Final, config: ComponentConfig) -> tuple[float, float]:
+    """Mean and deviation that stage=rm measured, where the component is standardised by them."""
+    return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
+
+
+def build_critic(ready: Prepared, roles: Roles, config: PPOConfig) -> Critic:
+    """Who says what a state is worth."""
+    reward, scale = None, (0.0, 1.0)
+    if config.critic_init == "reward":
+        heads = [
+            (ready.parents[reward_role(ready.settings, name)], component)
+            for name, component in ready.settings.reward.items()
+            if isinstance(component, HeadConfig)
+        ]
+        if len(heads) != 1:
+            raise ConfigError(
+                "ppo.critic_init is 'reward', which starts from the reward's component of kind "
+                f"head, but there are {len(heads)}; allowed: zero, or one such component"
+            )
+        reward, component = heads[0]
+        if component.normalization == "running":
+            raise ConfigError(
+                "ppo.critic_init is 'reward', whose scale is that of the start, but the component "
+                "of kind head has normalization=running; allowed: none, stored, or "
+                "ppo.critic_init=zero"
+            )
+        mean, std = reward_scale(reward, component)
+        scale = mean, std / component.weight
+    owner, role = add_critic(
+        roles,
+        ready.settings.model,
+        config.critic,
+        sft=ready.parents.get(SFT),
+        reward=reward,
+        scale=scale,
+        seed=ready.settings.seed,
+    )
+    return Critic(owner, role)

@@ -1,0 +1,169 @@
+"""Is a reward fit to be maximised? Scores of pairs, samples and probes, and the report on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from lightning_rlhf.callbacks.loggers import log_pictures
+from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.collate import collate_prompts, pad
+from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.data.lengths import PromptTokens
+from lightning_rlhf.data.problems import Problems
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.report.fitness import measure_fitness
+from lightning_rlhf.report.fitness_page import Written, write_fitness
+from lightning_rlhf.report.glossary import metrics
+from lightning_rlhf.report.probing import measure_probes
+from lightning_rlhf.report.scored import ScoredPair, ScoredProbe, ScoredSample
+from lightning_rlhf.rewards.format_check import COUNT, KnownPair
+from lightning_rlhf.rewards.probes import make_probes
+from lightning_rlhf.rewards.weighted import Source
+from lightning_rlhf.rollout.replies import score_texts
+
+PROBED = 64
+"""Prompts that are given every probe."""
+
+
+def fitting(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> list[Preference]:
+    """The pairs that no rule of length drops or cuts."""
+
+    def fits(row: Preference) -> bool:
+        longest = max(len(chat.response_tokens(side)) for side in (row.chosen, row.rejected))
+        prompt = len(chat.prompt_tokens(row.prompt))
+        return longest <= config.max_response_tokens and prompt <= config.max_prompt_tokens
+
+    return [row for row in rows.rows if fits(row)]
+
+
+def write_report(
+    folder: Path,
+    source: Source,
+    pairs: Sequence[Preference],
+    samples: tuple[Float[Tensor, " N"], Sequence[int]],
+    problems: Problems,
+    *,
+    title: str,
+    logit_scale: float | None,
+    chat: ChatFormat,
+    longest: int,
+    device: torch.device,
+    seed: int,
+) -> tuple[Written, dict[str, float]]:
+    """report.md, its pictures and numbers in `folder`; the numbers by the names of metrics.
+
+    pairs: held out, one or more. samples: scores and tokens of responses of the SFT model.
+    logit_scale: what a difference of scores is multiplied by to be a log-odds; None where it is
+        none.
+    longest: tokens of a response, the end token included, after which a probe is cut.
+    """
+    prompts = [prompt_row(pair.prompt) for pair in pairs]
+
+    def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
+        found: list[float] = score_texts(source, title, rows, texts, chat, device).tolist()
+        return found
+
+    chosen, rejected = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
+    scored = [
+        ScoredPair(
+            prompt=row["prompt"],
+            chosen=pair.chosen,
+            rejected=pair.rejected,
+            chosen_score=high,
+            rejected_score=low,
+            chosen_tokens=len(chat.response_tokens(pair.chosen)),
+            rejected_tokens=len(chat.response_tokens(pair.rejected)),
+            margin=pair.margin,
+        )
+        for row, pair, high, low in zip(
+            prompts, pairs, score(prompts, chosen), score(prompts, rejected), strict=True
+        )
+    ]
+    first = {row["prompt"]: i for i, row in reversed(list(enumerate(prompts)))}
+    probed = sorted(first.values())[:PROBED]
+    probes = make_probes([prompts[i] for i in probed], [chosen[i] for i in probed])
+    probes = [replace(p, response=cut(p.response, chat, longest)) for p in probes]
+    probe_scores = score([prompts[probed[p.row]] for p in probes], [p.response for p in probes])
+    results = measure_probes(
+        [
+            ScoredProbe(kind=p.kind, response=p.response, score=s, pair=scored[probed[p.row]])
+            for p, s in zip(probes, probe_scores, strict=True)
+        ]
+    )
+    fitness = measure_fitness(
+        scored,
+        [ScoredSample(s, n) for s, n in zip(samples[0].tolist(), samples[1], strict=True)],
+        logit_scale=logit_scale,
+        seed=seed,
+    )
+    page = write_fitness(folder, title=title, fitness=fitness, probes=results, problems=problems)
+    return page, metrics(fitness, results, page.findings)
+
+
+def cut(text: str, chat: ChatFormat, longest: int) -> str:
+    """As much of a text as has `longest` tokens with its end token."""
+    tokens = chat.response_tokens(text)
+    return text if len(tokens) <= longest else chat.show(tokens[: longest - 1])
+
+
+def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
+    """Some pairs with what the reward model says of them as it was trained: right-padded."""
+    known = []
+    for pair in pairs[:COUNT]:
+        prompt = chat.prompt_tokens(pair.prompt)
+        sides = [[*prompt, *chat.response_tokens(side)] for side in (pair.chosen, pair.rejected)]
+        tokens, mask = pad(sides, chat.pad_token_id, "right")
+        with torch.no_grad():
+            chosen, rejected = roles.reward(tokens.to(roles.device), mask.to(roles.device)).tolist()
+        known.append(
+            KnownPair(
+                row=prompt_row(pair.prompt),
+                chosen=pair.chosen,
+                rejected=pair.rejected,
+                chosen_score=chosen,
+                rejected_score=rejected,
+                rendered=chat.show(sides[0]),
+            )
+        )
+    return known
+
+
+def drawn_prompts(
+    prompts: Sequence[Sequence[int]], count: int, batch_size: int, *, pad_id: int, seed: int
+) -> Iterator[Prompts]:
+    """Batches of `count` prompts in a random order, from the start again where they are fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    chosen = [order[i % len(order)] for i in range(count)]
+    for start in range(0, count, batch_size):
+        rows = [PromptTokens(prompts[i], i) for i in chosen[start : start + batch_size]]
+        yield collate_prompts(rows, pad_id)
+
+
+def response_lengths(rollouts: Sequence[Rollout]) -> list[int]:
+    """Tokens of each response."""
+    return [n for rollout in rollouts for n in rollout.response_mask.sum(dim=1).tolist()]
+
+
+def log_fitness(
+    page: Written, numbers: Mapping[str, float], loggers: Sequence[Logger], step: int
+) -> None:
+    """The verdict on the console; the numbers and pictures in the loggers."""
+    check_names(numbers)
+    for logger in loggers:
+        logger.log_metrics(dict(numbers), step=step)
+    log_pictures(loggers, page.pictures, step)
+    say(page.verdict)

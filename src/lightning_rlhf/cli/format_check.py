@@ -1,0 +1,98 @@
+"""Before PPO starts: does every reward model read what it was trained to read?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.fitness import fitting
+from lightning_rlhf.cli.folders import reward_role
+from lightning_rlhf.cli.launch import Prepared
+from lightning_rlhf.cli.settings import reward_key
+from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
+from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.data.rows import prompt_row
+from lightning_rlhf.data.splits import load_preferences
+from lightning_rlhf.rewards.config import LearnedConfig
+from lightning_rlhf.rewards.format_check import (
+    COUNT,
+    FormatResult,
+    compare,
+    read_pairs,
+    unknown,
+)
+from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rewards.text import TextReward
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.replies import score_texts, written
+
+
+def check_formats(ready: Prepared, reward: Reward) -> None:
+    """Compare every reward model with itself, and say what was found.
+
+    Raises CheckpointError where the two do not agree and `format_check` is strict.
+    """
+    for (name, config), source in zip(ready.settings.reward.items(), reward.sources, strict=True):
+        if not isinstance(config, LearnedConfig) or config.format_check == "off":
+            continue
+        assert isinstance(source, LearnedReward | TextReward)
+        key = reward_key(ready.settings, name)
+        result = check_format(ready, name, source)
+        if result is None:
+            say(f"reward {name}: no held-out pairs to check its format with (data.preferences)")
+            continue
+        lines = result.lines(name, config.format_tolerance)
+        fits = result.fits(config.format_tolerance)
+        if not fits and config.format_check == "strict":
+            raise CheckpointError("\n".join([*lines, advice(result, key)]))
+        for line in lines:
+            say(line, "bold red" if not fits else "")
+
+
+def advice(result: FormatResult, key: str) -> str:
+    """What to do where a reward model does not say what it said."""
+    on = f"{key}.format_check=warn goes on all the same"
+    if result.rendered == result.own_rendered and not result.problems:
+        return f"The text is the same: its numbers differ by dtype or quantization. {on}"
+    return f"It would be asked about other text than it was trained on. Mend the format; or {on}"
+
+
+def check_format(
+    ready: Prepared, name: str, source: LearnedReward | TextReward
+) -> FormatResult | None:
+    """One reward model; None where there are no pairs."""
+    final = ready.parents.get(reward_role(ready.settings, name))
+    known = read_pairs(final.path) if final is not None else []
+    pairs = [(p.row, p.chosen, p.rejected) for p in known] or labelled(ready)
+    if not pairs:
+        return None
+    rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
+    if isinstance(source, TextReward):
+        rendered = source.rendered(rows[0], chosen[0])
+        problems = source.problems(rows[0], chosen[0])
+    else:
+        source = replace(source, uncertainty_coef=0.0)  # what was written down is the mean
+        reply = written(rows[:1], chosen[:1], ready.chat).rollout
+        rendered, problems = ready.chat.show(real_tokens(reply.tokens, reply.mask)[0]), []
+    high, low = (
+        (score_texts(source, name, rows, side, ready.chat, ready.device) * source.std + source.mean)
+        for side in (chosen, rejected)
+    )
+    if known:
+        return compare(known, high.tolist(), low.tolist(), rendered, problems)
+    return unknown(high.tolist(), low.tolist(), rendered, problems)
+
+
+def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
+    """Some held-out pairs of the data: prompt's row, chosen, rejected."""
+    data = ready.settings.data
+    if data.preferences.train is None:
+        return []
+    try:
+        rows = fitting(load_preferences(data, ready.settings.seed).val, ready.chat, data)
+    except (DataError, HubError) as error:  # PPO can do without them
+        say(f"data.preferences, to check the format of rewards with: {error}")
+        return []
+    return [(prompt_row(row.prompt), row.chosen, row.rejected) for row in rows[:COUNT]]

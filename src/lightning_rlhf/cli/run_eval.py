@@ -1,0 +1,123 @@
+"""stage=eval: is a reward, of whatever source, fit to be maximised by PPO?"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
+from lightning_rlhf.cli.build_rewards import build_reward, light_sources
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.fitness import (
+    drawn_prompts,
+    fitting,
+    log_fitness,
+    response_lengths,
+    write_report,
+)
+from lightning_rlhf.cli.folders import FINAL, claim, find_parents
+from lightning_rlhf.cli.format_check import check_formats
+from lightning_rlhf.cli.launch import Prepared, identity, make_ready
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.config import EvalConfig
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
+from lightning_rlhf.core.types import Replies
+from lightning_rlhf.data.problems import find_problems
+from lightning_rlhf.data.rows import prompt_row
+from lightning_rlhf.data.splits import load_preferences
+from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
+from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rewards.text import TextReward
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.calibrate import sample_reference
+from lightning_rlhf.rollout.replies import said
+
+
+def run_eval(settings: Settings, config: EvalConfig) -> Path:
+    """Score held-out pairs, samples of the SFT model and probes; write the report."""
+    parents = find_parents(settings)
+    rows = load_preferences(settings.data, settings.seed)
+    light = light_sources(settings, {"prompt", "messages"})
+    ready = make_ready(settings, parents)
+    pairs = fitting(rows.val, ready.chat, settings.data)
+    if not pairs:
+        raise DataError(
+            f"no held-out pair of {rows.val.source} is within data.max_prompt_tokens "
+            f"({settings.data.max_prompt_tokens}) and data.max_response_tokens "
+            f"({settings.data.max_response_tokens})"
+        )
+    say(f"{len(pairs)} held-out pairs")
+    roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    check_vocabulary(roles, ready.tokenizer)
+    prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
+    longest = max(len(prompt) for prompt in prompts) + settings.data.max_response_tokens
+    check_positions(roles, longest, "the longest prompt with data.max_response_tokens")
+    reward = build_reward(ready, roles, light, config.batch_size)
+    roles.to(ready.device)
+    check_formats(ready, reward)
+
+    rollouts = sample_reference(
+        roles,
+        drawn_prompts(
+            prompts,
+            config.samples,
+            config.batch_size,
+            pad_id=ready.chat.pad_token_id,
+            seed=settings.seed,
+        ),
+        max_response_tokens=settings.data.max_response_tokens,
+        temperature=config.temperature,
+        end_token_ids=ready.chat.end_token_ids,
+        generator=torch.Generator().manual_seed(settings.seed),
+    )
+    texts = [prompt_row(pair.prompt) for pair in pairs]
+    replies = [said(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
+    parts = torch.cat([reward(some) for some in replies])
+    moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
+
+    def paid(replies: Replies) -> Float[Tensor, " B"]:
+        """As PPO would be paid at its start: running moments are those of the SFT samples."""
+        return paid_sum(reward(replies), reward.terms, moments)
+
+    scores = paid_sum(parts, reward.terms, moments).cpu()
+    with TemporaryDirectory() as beside:
+        page, numbers = write_report(
+            Path(beside),
+            paid,
+            pairs,
+            (scores, response_lengths(rollouts)),
+            find_problems(rows.val, rows.train),
+            title=", ".join(settings.reward),
+            logit_scale=logit_scale(ready, reward, moments[0]),
+            chat=ready.chat,
+            longest=settings.data.max_response_tokens,
+            device=ready.device,
+            seed=settings.seed,
+        )
+        folder = claim(settings, parents)
+        loggers = build_loggers(settings.logger, folder, identity(settings))
+        log_fitness(page, numbers, loggers, 0)
+        close_loggers(loggers, 0)
+        final = folder / FINAL
+        shutil.copytree(beside, final)
+    say(f"eval finished: {final / page.page.name}")
+    return final
+
+
+def logit_scale(ready: Prepared, reward: Reward, seen: RunningMoments) -> float | None:
+    """What makes a log-odds of a difference of scores; None where they are of another kind."""
+    (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
+    is_learned = isinstance(config, HeadConfig | ModelConfig)
+    if others or not is_learned or config.clip is not None or config.weight < 0:
+        return None
+    assert isinstance(source, LearnedReward | TextReward)
+    running = seen.std if config.normalization == "running" else 1.0
+    return source.std * running / config.weight

@@ -1,0 +1,95 @@
+"""stage=ppo: a policy that is paid by a reward."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich import get_console
+
+from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
+from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
+from lightning_rlhf.cli.console import say_lengths
+from lightning_rlhf.cli.folders import find_parents
+from lightning_rlhf.cli.format_check import check_formats
+from lightning_rlhf.cli.launch import fit, hand_over, make_ready
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.data.collate import collate_prompts
+from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.data.lengths import tokenise_prompts
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.splits import load_prompts
+from lightning_rlhf.models.handover import (
+    add_policy,
+    check_positions,
+    check_vocabulary,
+    start_from,
+)
+from lightning_rlhf.models.roles import POLICY, SFT, VALUE
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.report.tables import before_after_table
+
+
+def run_ppo(settings: Settings, config: PPOConfig) -> Path:
+    """Proximal policy optimization."""
+    parents = find_parents(settings)
+    judge = load_judge(settings.data.judge) if settings.data.judge else None
+    rows = load_prompts(settings.data, settings.seed)
+    columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
+    light = light_sources(settings, columns)
+    ready = make_ready(settings, parents)
+    train = tokenise_prompts(rows.train, ready.chat, settings.data)
+    val = tokenise_prompts(rows.val, ready.chat, settings.data)
+    say_lengths("prompts", rows.train, train)
+    say_lengths("prompts to validate on", rows.val, val)
+
+    roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
+    check_positions(
+        roles, longest + config.max_response_tokens,
+        "the longest prompt with ppo.max_response_tokens",
+    )  # fmt: skip
+    reward = build_reward(ready, roles, light, config.microbatch_size)
+    roles.to(ready.device)
+    check_formats(ready, reward)
+    add_policy(roles, settings.model, settings.seed)
+    critic = build_critic(ready, roles, config) if config.has_critic else None
+    data = StageData(
+        train=train.examples,
+        val=val.examples * config.val_samples_per_prompt,
+        collate=partial(collate_prompts, pad_id=ready.chat.pad_token_id),
+        batch_size=config.prompts_per_iteration,
+        val_batch_size=config.rollout_batch_size,
+        batches=config.iterations,
+        seed=settings.seed,
+        pool_batches=1,
+    )
+    module = PPOModule(
+        roles,
+        reward,
+        config,
+        critic=critic,
+        chat=ready.chat,
+        prompts={"train": _texts(rows.train), "val": _texts(rows.val)},
+        seed=settings.seed,
+    )
+    evaluation = Evaluation(judge, ready.folder)
+    samples = Samples(
+        every_n_iterations=config.samples_every, count=4, characters=160, run_dir=ready.folder
+    )
+    fit(ready, module, data, [PPOMetrics(), evaluation, samples])
+    assert evaluation.first is not None
+    assert evaluation.last is not None
+    get_console().print(before_after_table(evaluation.first, evaluation.last))
+    metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
+    head = VALUE if critic is not None and critic.shares_trunk else None
+    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head)
+
+
+def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:
+    return [row.columns for row in rows.rows]

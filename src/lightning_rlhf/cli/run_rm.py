@@ -1,0 +1,152 @@
+"""stage=rm: a reward model from preference pairs, with its scale and its fitness report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from lightning.pytorch.loggers import Logger
+
+from lightning_rlhf.callbacks.metrics import RewardMetrics
+from lightning_rlhf.cli.console import say, say_evaluation, say_lengths, say_problems
+from lightning_rlhf.cli.fitness import (
+    drawn_prompts,
+    fitting,
+    known_pairs,
+    log_fitness,
+    response_lengths,
+    write_report,
+)
+from lightning_rlhf.cli.folders import FINAL, find_parents
+from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.cli.supervised import supervised_data
+from lightning_rlhf.core.config import RMConfig
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.types import Rollout
+from lightning_rlhf.data.collate import collate_preferences
+from lightning_rlhf.data.lengths import tokenise_preferences
+from lightning_rlhf.data.problems import Problems, find_problems
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Preference
+from lightning_rlhf.data.splits import load_preferences
+from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.rewards.format_check import write_pairs
+from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference, sample_rewards
+
+
+def run_rm(settings: Settings, config: RMConfig) -> Path:
+    """Reward modelling."""
+    parents = find_parents(settings)
+    rows = load_preferences(settings.data, settings.seed)
+    if config.margin_coef > 0:
+        require_margins(rows.train)
+    problems = find_problems(rows.val, rows.train)
+    say_problems(problems)
+    ready = make_ready(settings, parents)
+    train = tokenise_preferences(rows.train, ready.chat, settings.data)
+    val = tokenise_preferences(rows.val, ready.chat, settings.data)
+    say_lengths("preference pairs", rows.train, train)
+    say_lengths("preference pairs to validate on", rows.val, val)
+
+    roles = start_from(
+        settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",
+        seed=settings.seed,
+    )  # fmt: skip
+    check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in train.examples)
+    check_positions(roles, longest, "the longest reply to a preference's prompt, with it,")
+    sampled = max(len(e.prompt) for e in train.examples) + settings.data.max_response_tokens
+    check_positions(roles, sampled, "the longest prompt with data.max_response_tokens")
+    roles.to(ready.device)
+    below = roles.probe(REFERENCE)
+    samples = sample_reference(
+        roles,
+        drawn_prompts(
+            [e.prompt for e in train.examples],
+            config.calibration_samples,
+            config.batch_size,
+            pad_id=ready.chat.pad_token_id,
+            seed=settings.seed,
+        ),
+        max_response_tokens=settings.data.max_response_tokens,
+        temperature=config.temperature,
+        end_token_ids=ready.chat.end_token_ids,
+        generator=torch.Generator().manual_seed(settings.seed),
+    )
+    generator = torch.Generator().manual_seed(settings.seed)
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
+    if config.finetune == "lora":
+        roles.add_adapter(REWARD, settings.model.lora, settings.seed)
+    else:
+        roles.assign(REWARD)
+    data = supervised_data(ready, config, train, val, collate_preferences)
+    module = RewardModule(roles, config, seed=settings.seed)
+    with TemporaryDirectory() as more:
+        report = partial(
+            report_fitness, ready, roles, rows.val, problems, samples, Path(more), config
+        )
+        metrics = fit(ready, module, data, [RewardMetrics()], report)
+        say_evaluation(metrics)
+        rewards = sample_rewards(roles.to(ready.device), samples)
+        mean, std = reward_moments(rewards)
+        say(f"reward on {len(rewards)} SFT samples: mean {mean:.3f}, std {std:.3f}")
+        return hand_over(
+            ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below,
+            more=Path(more),
+        )  # fmt: skip
+
+
+def report_fitness(
+    ready: Prepared,
+    roles: Roles,
+    held_out: Rows[Preference],
+    problems: Problems,
+    samples: Sequence[Rollout],
+    folder: Path,
+    config: RMConfig,
+    loggers: Sequence[Logger],
+    step: int,
+) -> None:
+    """What `final/` says of the reward model besides its weights, in `folder` and the loggers."""
+    settings, chat = ready.settings, ready.chat
+    pairs = fitting(held_out, chat, settings.data)
+    if not pairs:
+        say("no held-out pair is within the limits of length: no fitness report")
+        return
+    roles.to(ready.device)
+    write_pairs(folder, known_pairs(roles, pairs, chat))
+    source = LearnedReward(roles.rewards, 0.0, 1.0, 0.0, config.microbatch_size)
+    page, numbers = write_report(
+        folder,
+        source,
+        pairs,
+        (sample_rewards(roles, samples), response_lengths(samples)),
+        problems,
+        title=f"{settings.run}/{settings.model.name}/rm",
+        logit_scale=1.0,
+        chat=chat,
+        longest=settings.data.max_response_tokens,
+        device=ready.device,
+        seed=settings.seed,
+    )
+    log_fitness(page, numbers, loggers, step)
+    say(f"fitness report: {ready.folder / FINAL / page.page.name}")
+
+
+def require_margins(rows: Rows[Preference]) -> None:
+    """Raise DataError unless every pair says by how much its chosen response is better."""
+    without = [i for i, row in enumerate(rows.rows) if row.margin is None]
+    if without:
+        raise DataError(
+            f"rm.margin_coef is above 0, but {len(without)} of {len(rows)} pairs of {rows.source} "
+            f"have no field 'margin' (the first is pair {without[0] + 1}); allowed: a number >= 0 "
+            "in each"
+        )

@@ -1,0 +1,50 @@
+"""stage=sft: supervised fine-tuning on demonstrations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_rlhf.callbacks.metrics import SFTMetrics
+from lightning_rlhf.cli.console import say_evaluation, say_lengths
+from lightning_rlhf.cli.folders import BASE
+from lightning_rlhf.cli.launch import fit, hand_over, make_ready
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.cli.supervised import supervised_data
+from lightning_rlhf.core.config import SFTConfig
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data.collate import collate_demonstrations
+from lightning_rlhf.data.lengths import tokenise_demonstrations
+from lightning_rlhf.data.splits import load_demonstrations
+from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.modules.sft import SFTModule
+
+
+def run_sft(settings: Settings, config: SFTConfig) -> Path:
+    """Supervised fine-tuning."""
+    if settings.policy.checkpoint not in (None, BASE):
+        raise ConfigError(
+            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage=sft starts from "
+            "model.name_or_path; set that instead"
+        )
+    rows = load_demonstrations(settings.data, settings.seed)
+    ready = make_ready(settings, {})
+    train = tokenise_demonstrations(rows.train, ready.chat, settings.data)
+    val = tokenise_demonstrations(rows.val, ready.chat, settings.data)
+    say_lengths("demonstrations", rows.train, train)
+    say_lengths("demonstrations to validate on", rows.val, val)
+
+    roles = start_from(
+        settings.model, None, trainable=config.finetune == "full", seed=settings.seed
+    )
+    check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(e.prompt) + len(e.response) for e in train.examples)
+    check_positions(roles, longest, "the longest demonstration")
+    if config.finetune == "lora":
+        roles.add_adapter(SFT, settings.model.lora, settings.seed)
+    else:
+        roles.assign(SFT)
+    data = supervised_data(ready, config, train, val, collate_demonstrations)
+    metrics = fit(ready, SFTModule(roles, config), data, [SFTMetrics()])
+    say_evaluation(metrics)
+    return hand_over(ready, roles, SFT, metrics, head=None)

@@ -1,0 +1,207 @@
+"""Sequence classifiers as reward models: of any family, with their own tokenizer and template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lightning_rlhf.core.config import require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError
+from lightning_rlhf.models.config import DType, Quantization
+from lightning_rlhf.models.loading import (
+    leave_unpacked,
+    local_folder,
+    naming,
+    quantization_config,
+)
+
+PAIR = "pair"
+"""As a chat template: tokenizer(prompt, response)."""
+
+
+class Classifier:
+    """A reward model that says one number, or one of several, of a dialogue."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, label: int, pair: bool
+    ) -> None:
+        """pair: prompt and response are the two texts of a pair, and no chat template is used."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.label = label
+        self.pair = pair
+
+    def encode(self, row: Mapping[str, Any], response: str) -> Mapping[str, list[int]]:
+        """The dialogue in the model's own form."""
+        if self.pair:
+            return dict(self.tokenizer(row["prompt"], response))
+        messages = [*row["messages"], {"role": "assistant", "content": response}]
+        # The template writes the special tokens; the tokenizer must not add them again.
+        try:
+            tokens = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        except TemplateError as error:
+            turns = ", ".join(turn["role"] for turn in messages)
+            raise RewardError(
+                f"the chat template of {self.tokenizer.name_or_path} refuses a dialogue with the "
+                f"turns {turns}: {error}"
+            ) from error
+        return {"input_ids": list(tokens)}
+
+    def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[Tensor, " n"]:
+        """The raw numbers, whatever is read together."""
+        pad = self.model.config.get_text_config().pad_token_id
+        if pad is None:  # the model reads at the last position, which padding must not take
+            return torch.cat([self._forward([one], 0) for one in features])
+        return self._forward(features, pad)
+
+    def _forward(
+        self, features: Sequence[Mapping[str, list[int]]], pad: int
+    ) -> Float[Tensor, " n"]:
+        longest = max(len(one["input_ids"]) for one in features)
+        batch = {
+            name: [[*one[name], *[pad if name == "input_ids" else 0] * (longest - len(one[name]))]
+                   for one in features]
+            for name in features[0]
+            if name != "attention_mask"
+        }  # fmt: skip
+        batch["attention_mask"] = [
+            [1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"]))
+            for one in features
+        ]
+        device = self.model.device
+        tensors = {name: torch.tensor(rows, device=device) for name, rows in batch.items()}
+        with torch.autocast(device.type, enabled=False):
+            return self.model(**tensors).logits[:, self.label]
+
+    def show(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones visible."""
+        text: str = self.tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def starts(self, tokens: Sequence[int]) -> int:
+        """How many tokens at the start are special."""
+        special = set(self.tokenizer.all_special_ids)
+        return next((i for i, token in enumerate(tokens) if token not in special), len(tokens))
+
+    def problems(self, tokens: Sequence[int]) -> list[str]:
+        """What is wrong with the tokens of a dialogue, in words."""
+        start = self.tokenizer.bos_token_id
+        if start is not None and list(tokens[:2]) == [start, start]:
+            return [f"it starts with {self.tokenizer.bos_token!r} twice"]
+        return []
+
+
+def load_classifier(
+    source: str,
+    key: str,
+    *,
+    revision: str | None,
+    tokenizer: str | None,
+    chat_template: str | None,
+    label: int | None,
+    dtype: DType,
+    quantization: Quantization,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    max_tokens: int,
+    device: torch.device,
+) -> Classifier:
+    """The reward model at a folder or hub id, frozen; `key` is where the configuration names it.
+
+    Raises:
+        CheckpointError, HubError: it cannot be loaded, or lacks the weights of its head.
+        ConfigError: an option does not fit it.
+    """
+    folder = local_folder(source, f"{key}.name_or_path", revision)
+    with naming(source, f"{key}.name_or_path"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    chosen = checked_label(config, label, source, key)
+    check_length(config, max_tokens, key)
+    reader = load_reader(tokenizer or str(folder), chat_template, key, trust_remote_code)
+    with naming(source, f"{key}.name_or_path"):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            output_loading_info=True,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            quantization_config=quantization_config(quantization, dtype),
+            **({} if quantization == "none" else {"device_map": {"": device}}),
+        )
+    if info["missing_keys"]:
+        raise CheckpointError(
+            f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}; they would be "
+            "random"
+        )
+    leave_unpacked(model)
+    if quantization == "none":
+        model.to(device)
+    model.eval().requires_grad_(False)
+    return Classifier(model, reader, label=chosen, pair=chat_template == PAIR)
+
+
+def checked_label(config: PretrainedConfig, label: int | None, source: str, key: str) -> int:
+    """Which output is the reward. Raises where that is not clear."""
+    kinds = config.architectures or []
+    if kinds and not any("SequenceClassification" in kind for kind in kinds):
+        raise CheckpointError(
+            f"{source} is a {kinds[0]}, which has no reward head; allowed: a model for sequence "
+            "classification, or the final/ folder of a stage=rm run"
+        )
+    count = config.num_labels
+    if label is None:
+        require(count == 1, f"{key}.label", None,
+                f"0 to {count - 1}, since {source} has {count} outputs")  # fmt: skip
+        return 0
+    require(label < count, f"{key}.label", label, f"0 to {count - 1}, the outputs of {source}")
+    return label
+
+
+def check_length(config: PretrainedConfig, max_tokens: int, key: str) -> None:
+    """Raise ConfigError where the model has fewer positions than it may be given tokens."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and "roberta" in config.model_type:  # counts from behind its padding
+        limit -= text.pad_token_id + 1
+    require(limit is None or max_tokens <= limit, f"{key}.max_tokens", max_tokens,
+            f"at most {limit}, the model's max_position_embeddings")  # fmt: skip
+
+
+def load_reader(
+    source: str, chat_template: str | None, key: str, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """The reward model's tokenizer, with the chat template that it is to use."""
+    folder = local_folder(source, f"{key}.tokenizer", None)
+    with naming(source, f"{key}.tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if chat_template not in (None, PAIR):
+        file = Path(str(chat_template)).expanduser()
+        if not file.is_file():
+            raise ConfigError(
+                f"{key}.chat_template is {chat_template!r}, and there is no such file; allowed: a "
+                f"Jinja file, {PAIR}, null for the tokenizer's own"
+            )
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    if tokenizer.chat_template is None and chat_template != PAIR:
+        raise ConfigError(
+            f"{key}.chat_template is null, but the tokenizer of {source} has none; allowed: a "
+            f"Jinja file that writes dialogues as the model was trained on, or {PAIR} for "
+            "tokenizer(prompt, response)"
+        )
+    return tokenizer

@@ -1,0 +1,171 @@
+"""Means with an interval, correlations that may be undefined, groups of equal size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+RESAMPLES = 2000
+"""Of a bootstrap: the ends of a 95% interval are then means of about 50 resamples each side."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pairs that have something in common, and how they were ranked."""
+
+    label: str
+    pairs: int
+    accuracy: float
+    """Share ranked right, a tie counting one half."""
+    interval: Interval | None
+    """95%; None where the pairs are of fewer than two prompts."""
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """How two numbers go together, -1 to 1; None where one of them never changes, or of fewer
+    than three points."""
+
+    points: int
+    pearson: float | None
+    spearman: float | None
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Scores of one kind of response."""
+
+    count: int
+    mean: float
+    std: float
+    """Denominator `count`."""
+    lowest: float
+    median: float
+    highest: float
+    histogram: tuple[int, ...]
+    """Responses between each two of the edges that all kinds share; the last edge included."""
+
+
+def resampled_means(
+    values: Float[ndarray, " N"],
+    groups: Int[ndarray, " N"],
+    clusters: Int[ndarray, " N"],
+    seed: int,
+) -> Float[ndarray, "R G"]:
+    """Mean of each group's values in RESAMPLES samples of whole clusters; NaN where it has none.
+
+    A resample draws as many clusters as there are, with replacement, and takes all rows of each:
+    mean_g = sum over drawn clusters of its values in g / sum of its rows in g. Clusters whose
+    sums are equal are drawn together, by a multinomial, which is the same distribution.
+
+    Source: Field and Welsh 2007, Bootstrapping clustered data, J. R. Statist. Soc. B 69(3)
+    """
+    n_clusters, n_groups = int(clusters.max()) + 1, int(groups.max()) + 1
+    cell = clusters * n_groups + groups
+    sums, rows = (
+        np.bincount(cell, weights, n_clusters * n_groups).reshape(n_clusters, n_groups)
+        for weights in (values, np.ones(len(values)))
+    )
+    kinds, copies = np.unique(np.hstack([sums, rows]), axis=0, return_counts=True)
+    shares = copies / n_clusters
+    generator = np.random.default_rng(seed)
+    draws = (generator.multinomial(n_clusters, shares) for _ in range(RESAMPLES))
+    totals = np.stack([draw @ kinds for draw in draws])
+    with np.errstate(invalid="ignore"):
+        return totals[:, :n_groups] / totals[:, n_groups:]
+
+
+def interval95(resamples: Float[ndarray, " R"]) -> Interval:
+    """The 2.5% and 97.5% quantiles of the resamples in which the number exists."""
+    low, high = np.nanpercentile(resamples, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def group_accuracy(
+    right: Float[ndarray, " N"],
+    groups: Int[ndarray, " N"],
+    labels: Sequence[str],
+    clusters: Int[ndarray, " N"],
+    seed: int,
+) -> tuple[Group, ...]:
+    """Accuracy of each group that has pairs, with its interval; clusters are prompts."""
+    means = resampled_means(right, groups, clusters, seed)
+    found = []
+    for index in np.unique(groups):
+        inside = groups == index
+        known = len(np.unique(clusters[inside])) > 1
+        interval = interval95(means[:, index]) if known else None
+        accuracy = float(right[inside].mean())
+        found.append(Group(labels[index], int(inside.sum()), accuracy, interval))
+    return tuple(found)
+
+
+def equal_mass(values: Float[ndarray, " N"], bins: int) -> Int[ndarray, " N"]:
+    """Bin of each value, 0 is the lowest: floor(bins * |{smaller values}| / N), without gaps.
+
+    Equal values share a bin, so that the order of the rows changes nothing; where there are no
+    more than `bins` different values, each has a bin of its own.
+    """
+    distinct, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    if len(distinct) <= bins:
+        return inverse
+    smaller = np.cumsum(counts) - counts
+    _, bin_of = np.unique(bins * smaller // len(values), return_inverse=True)
+    return bin_of[inverse]
+
+
+def ranges(values: Float[ndarray, " N"], groups: Int[ndarray, " N"]) -> list[str]:
+    """Each group's lowest to highest value, in words."""
+    inside = (values[groups == index] for index in range(int(groups.max()) + 1))
+    ends = ((f"{group.min():.3g}", f"{group.max():.3g}") for group in inside)
+    return [low if low == high else f"{low} to {high}" for low, high in ends]
+
+
+def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Correlation:
+    """Pearson's correlation of the values, and of their ranks (Spearman's)."""
+    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return Correlation(len(x), None, None)
+    return Correlation(len(x), _pearson(x, y), _pearson(_ranks(x), _ranks(y)))
+
+
+def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distribution:
+    """Moments and histogram of at least one value."""
+    counts, _ = np.histogram(values, edges)
+    return Distribution(
+        count=len(values),
+        mean=float(values.mean()),
+        std=float(values.std()),
+        lowest=float(values.min()),
+        median=float(np.median(values)),
+        highest=float(values.max()),
+        histogram=tuple(counts.tolist()),
+    )
+
+
+def shared_edges(values: Float[ndarray, " N"]) -> Float[ndarray, " E"]:
+    """Edges of sqrt(N) equal bins, 10 at least and 40 at most, from the lowest to the highest."""
+    return np.histogram_bin_edges(values, bins=int(np.clip(np.sqrt(len(values)), 10, 40)))
+
+
+def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:
+    x, y = _centred(x), _centred(y)
+    r = (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum())
+    return float(np.clip(r, -1.0, 1.0))
+
+
+def _centred(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
+    """Without its mean, and of size 1 at most, so that no square under- or overflows."""
+    centred = x - x.mean()
+    return centred / np.abs(centred).max()
+
+
+def _ranks(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
+    """1 to N; equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

@@ -1,0 +1,94 @@
+"""Addresses of servers, whose secrets are sent and never shown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from urllib3.exceptions import LocationParseError
+from urllib3.util import Url, make_headers, parse_url
+
+from lightning_rlhf.core.config import require
+from lightning_rlhf.core.errors import ConfigError
+
+HIDDEN = "***"
+
+
+def redacted(url: str) -> str:
+    """The address without user, password and query, which may hold tokens; of any text."""
+    without_user = re.sub(r"^([\w+.-]*://|//)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
+    return re.sub(r"[?#].*", f"?{HIDDEN}", without_user, flags=re.DOTALL)
+
+
+def parsed(url: str, key: str) -> Url:
+    """The parts of the address. Raises ConfigError, which shows none of its secrets."""
+    allowed = "http://HOST:PORT/PATH or https://..."
+    require(isinstance(url, str), key, url, allowed)
+    try:
+        parts = parse_url(url)
+    except LocationParseError:
+        raise ConfigError(f"{key} is {redacted(url)!r}; allowed: {allowed}") from None
+    is_whole = parts.scheme in ("http", "https") and bool(parts.host)
+    require(is_whole, key, redacted(url), allowed)
+    return parts
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to send what."""
+
+    url: str
+    """Without user and password."""
+    headers: dict[str, str]
+    shown: str
+    secrets: tuple[str, ...]
+
+    @classmethod
+    def read(cls, url: str, token_env: str | None, key: str) -> Address:
+        """The address `key.url`, with the token in the environment variable `token_env`.
+
+        Raises:
+            ConfigError: the address is none, the token is missing, or two want to be sent.
+        """
+        parts = parsed(url, f"{key}.url")
+        secrets, authorization = [parts.auth, parts.query], {}
+        if parts.auth:
+            authorization = make_headers(basic_auth=unquote(parts.auth))
+            password = parts.auth.partition(":")[2]
+            secrets += [authorization["authorization"].split()[1], password, unquote(password)]
+        if token_env is not None:
+            if parts.auth:
+                raise ConfigError(
+                    f"{key}.url has a user and {key}.token_env is {token_env!r}; give one of them"
+                )
+            token = os.environ[token_env].strip() if token_env in os.environ else ""
+            require(re.fullmatch(r"[!-~]+", token) is not None, f"{key}.token_env", token_env,
+                    "an environment variable that holds a token, or null")  # fmt: skip
+            secrets.append(token)
+            authorization = {"authorization": f"Bearer {token}"}
+        return cls(
+            url=parts._replace(auth=None, fragment=None).url,
+            headers={"content-type": "application/json", **authorization},
+            shown=redacted(url),
+            secrets=tuple(secret for secret in secrets if secret),
+        )
+
+    def hide(self, text: str) -> str:
+        """What a server or a library said, without our secrets."""
+        for secret in self.secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    """Urllib3 logs the path it asks for, with its query."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(redacted(x) if isinstance(x, str) else x for x in record.args)
+    return True
+
+
+for _name in ("urllib3.connectionpool", "urllib3.util.retry"):
+    logging.getLogger(_name).addFilter(_without_query)

@@ -1,0 +1,182 @@
+"""What PPO maximises: the components of a reward. Values live in conf/reward/*.yaml.
+
+A component is named by its place in the configuration, so that an error can name the key:
+`reward` where there is one, `reward.components.NAME` where there are several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_rlhf.core.config import require, require_flag, require_number, require_one_of
+from lightning_rlhf.core.shaping import Normalization, Term
+from lightning_rlhf.rewards.address import parsed
+
+FormatCheck = Literal["strict", "warn", "off"]
+DType = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "int8", "nf4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentConfig:
+    """What every component has."""
+
+    kind: str
+    weight: float
+    normalization: Normalization
+    clip: float | None
+
+    def check(self, key: str) -> None:
+        """Raise ConfigError naming `key.…` where a value is out of bounds."""
+        require_number(f"{key}.weight", self.weight)
+        require(self.weight != 0, f"{key}.weight", self.weight, "a number other than 0")
+        require_one_of(f"{key}.normalization", self.normalization, get_args(Normalization))
+        if self.clip is not None:
+            require_number(f"{key}.clip", self.clip, above=0)
+
+    def term(self, name: str) -> Term:
+        """How it enters the sum."""
+        return Term(name=name, weight=self.weight, normalization=self.normalization, clip=self.clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomConfig(ComponentConfig):
+    """A random head on the SFT model, to debug the loop."""
+
+    def check(self, key: str) -> None:
+        """As ComponentConfig.check."""
+        super().check(key)
+        not_stored(key, self.normalization, "a random head has no scale that was measured")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedConfig(ComponentConfig):
+    """What every reward model has: its format is checked before PPO starts."""
+
+    format_check: FormatCheck
+    format_tolerance: float
+    """Largest gap to the reward model's own scores, root mean square, in their deviations."""
+
+    def check(self, key: str) -> None:
+        """As ComponentConfig.check."""
+        super().check(key)
+        require_one_of(f"{key}.format_check", self.format_check, get_args(FormatCheck))
+        require_number(f"{key}.format_tolerance", self.format_tolerance, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(LearnedConfig):
+    """A reward model of stage=rm that reads the policy's own tokens."""
+
+    checkpoint: str | None
+    """final/ folder or hub id; None is that of the same run."""
+    uncertainty_coef: float
+    """Price of the deviation between the heads of an ensemble."""
+
+    def check(self, key: str) -> None:
+        """As ComponentConfig.check."""
+        super().check(key)
+        require_number(f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(LearnedConfig):
+    """A reward model of any family, which reads text through its own tokenizer and template."""
+
+    name_or_path: str
+    revision: str | None
+    tokenizer: str | None
+    chat_template: str | None
+    """A Jinja file, "pair" for tokenizer(prompt, response), or None for the tokenizer's own."""
+    label: int | None
+    """Which of several outputs is the reward; None where there is one."""
+    dtype: DType
+    quantization: Quantization
+    attn_implementation: str | None
+    trust_remote_code: bool
+    device: str | None
+    """Where it computes; None is where the policy does."""
+    batch_size: int
+    max_tokens: int
+
+    def check(self, key: str) -> None:
+        """As ComponentConfig.check."""
+        super().check(key)
+        require(isinstance(self.name_or_path, str) and self.name_or_path != "",
+                f"{key}.name_or_path", self.name_or_path, "a folder or hub id")  # fmt: skip
+        require_one_of(f"{key}.dtype", self.dtype, get_args(DType))
+        require_one_of(f"{key}.quantization", self.quantization, get_args(Quantization))
+        require_flag(f"{key}.trust_remote_code", self.trust_remote_code)
+        if self.label is not None:
+            require_number(f"{key}.label", self.label, at_least=0, whole=True)
+        for name in ("batch_size", "max_tokens"):
+            require_number(f"{key}.{name}", getattr(self, name), at_least=1, whole=True)
+        require(self.device is None or is_device(self.device), f"{key}.device", self.device,
+                f"null, cpu, cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+                if torch.cuda.is_available() else "null, cpu")  # fmt: skip
+
+
+def is_device(name: str) -> bool:
+    """Whether torch can compute there."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, TypeError):
+        return False
+    return name != "meta"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionConfig(ComponentConfig):
+    """A function of the texts."""
+
+    path: str
+    """`path/to/file.py:name` or `package.module:name`."""
+    arguments: dict[str, Any]
+
+    def check(self, key: str) -> None:
+        """As ComponentConfig.check."""
+        super().check(key)
+        not_stored(key, self.normalization, "a function has no scale that was measured")
+        is_source = isinstance(self.path, str) and ":" in self.path
+        require(is_source, f"{key}.path", self.path,
+                "path/to/file.py:name, package.module:name")  # fmt: skip
+        is_mapping = isinstance(self.arguments, dict) and all(
+            isinstance(name, str) for name in self.arguments
+        )
+        require(is_mapping, f"{key}.arguments", self.arguments, "a mapping of names to values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HTTPConfig(ComponentConfig):
+    """A server that is asked for scores."""
+
+    url: str
+    batch_size: int
+    timeout_s: float
+    retries: int
+    backoff_s: float
+    cache_size: int
+    token_env: str | None
+
+    def check(self, key: str) -> None:
+        """As ComponentConfig.check."""
+        super().check(key)
+        not_stored(key, self.normalization, "a server tells no scale")
+        parsed(self.url, f"{key}.url")
+        require_number(f"{key}.batch_size", self.batch_size, at_least=1, whole=True)
+        require_number(f"{key}.timeout_s", self.timeout_s, above=0)
+        require_number(f"{key}.retries", self.retries, at_least=0, whole=True)
+        require_number(f"{key}.backoff_s", self.backoff_s, at_least=0)
+        require_number(f"{key}.cache_size", self.cache_size, at_least=0, whole=True)
+        is_name = isinstance(self.token_env, str) and bool(self.token_env.strip())
+        require(self.token_env is None or is_name, f"{key}.token_env", self.token_env,
+                "the name of an environment variable, or null")  # fmt: skip
+
+
+def not_stored(key: str, normalization: Normalization, why: str) -> None:
+    """Raise ConfigError where a component is to be standardised by what nobody measured."""
+    require(normalization != "stored", f"{key}.normalization", normalization,
+            f"none, running: {why}")  # fmt: skip

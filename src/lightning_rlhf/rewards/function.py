@@ -1,0 +1,147 @@
+"""A reward that a Python function computes from the texts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from lightning_rlhf.core.errors import ConfigError, RewardError
+from lightning_rlhf.core.types import Replies
+from lightning_rlhf.rewards.quote import quoted
+
+
+@dataclass(frozen=True)
+class FunctionReward:
+    """`function(prompts, responses, **columns, **arguments)`, one number for each response.
+
+    `prompts` and `responses` are lists of B texts. A column of the data's rows, "messages"
+    included, is a list of B values, None where a row lacks it; the function is given those that its
+    signature takes, by name or with **kwargs.
+
+    Raises:
+        ConfigError: what the function takes and what it would be given do not fit.
+    """
+
+    function: Callable[..., Any]
+    """Returns B numbers: a list, a tuple, a tensor or an array."""
+    arguments: Mapping[str, Any]
+    """The same at every call; where a column has the name of one, the argument is given."""
+    name: str
+    """Its key in the configuration, which errors name."""
+    columns: Collection[str] = ()
+    """Of the data, besides those that the rows of a batch have."""
+
+    def __post_init__(self) -> None:
+        takes = self._takes
+        if not takes.texts:
+            raise ConfigError(
+                f"{self._called} takes {takes.signature}; allowed: (prompts, responses, ...)"
+            )
+        for argument in self.arguments:
+            if not takes.is_taken(argument):
+                raise ConfigError(
+                    f"{self.name}.arguments has {argument!r}, but {self._called} takes "
+                    f"{takes.signature}; allowed: {', '.join(takes.named) or 'none'}"
+                )
+
+    def for_columns(self, columns: Collection[str]) -> FunctionReward:
+        """The same reward for data whose rows have these columns, some or all of them.
+
+        A batch in which no row has one of them is given None for it, as a row without it is.
+
+        Raises:
+            ConfigError: the function needs what is neither a column nor an argument.
+        """
+        self._check(columns)
+        return replace(self, columns=tuple(columns))
+
+    def __call__(self, replies: Replies) -> list[float | None]:
+        rows, responses = replies.rows, list(replies.responses)
+        prompts = [row["prompt"] for row in rows]
+        columns = [*dict.fromkeys([*self.columns, *(name for row in rows for name in row)])]
+        self._check(columns)
+        full = [{**dict.fromkeys(columns), **row} for row in rows]
+        given = {
+            name: [row[name] for row in full]
+            for name in columns
+            if name != "prompt" and self._takes.is_taken(name)
+        }
+        try:
+            result = self.function(prompts, responses, **{**given, **self.arguments})
+        except ConfigError as error:
+            raise ConfigError(f"{self._called} refuses: {error}") from error
+        except Exception as error:
+            raise RewardError(
+                f"{self._called} fails: {error!r}; the first of {len(responses)} prompts is "
+                f"{quoted(prompts[0])}, its response {quoted(responses[0])}"
+            ) from error
+        return self._numbers(result)
+
+    def _check(self, columns: Collection[str]) -> None:
+        there = [name for name in columns if name != "prompt"]
+        for name in self._takes.required:
+            if name not in there and name not in self.arguments:
+                raise ConfigError(
+                    f"{self._called} needs {name!r}, which is neither in {self.name}.arguments "
+                    f"({', '.join(self.arguments) or 'empty'}) nor a column of the data "
+                    f"({', '.join(there) or 'none'})"
+                )
+
+    def _numbers(self, result: Any) -> list[float | None]:
+        scores = result.tolist() if hasattr(result, "tolist") else result
+        if not isinstance(scores, list | tuple):
+            raise RewardError(
+                f"{self._called} returned {quoted(result)}; allowed: a list of numbers"
+            )
+        numbers: list[float | None] = []
+        for score in scores:
+            try:
+                numbers.append(None if score is None else float(score))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise RewardError(
+                    f"{self._called} returned {quoted(score)} as score {len(numbers)} of "
+                    f"{len(scores)}, counted from 0; allowed: a number"
+                ) from error
+        return numbers
+
+    @cached_property
+    def _takes(self) -> _Takes:
+        try:
+            return _Takes(inspect.signature(self.function))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self._called} does not tell what it takes: {error}") from error
+
+    @property
+    def _called(self) -> str:
+        shown = getattr(self.function, "__qualname__", repr(self.function))
+        return f"{self.name}: the function {shown}"
+
+
+class _Takes:
+    """What a function takes: two texts by position, all else by name."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+        parameters = list(signature.parameters.values())
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        first = [p.name for p in positional[:2]]
+        rest = [p for p in parameters if p.name not in first]
+        kinds = {p.kind for p in rest}
+        room = len(first) == 2 or inspect.Parameter.VAR_POSITIONAL in kinds
+        nameless = inspect.Parameter.POSITIONAL_ONLY in kinds
+        swapped = "responses" in first[:1] or "prompts" in first[1:]
+        named = [p for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.texts = room and not nameless and not swapped
+        self.named = [p.name for p in named]
+        self.required = [p.name for p in named if p.default is p.empty]
+        self._first = first
+        self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def is_taken(self, name: str) -> bool:
+        """Whether a value can be given by this name."""
+        return name in self.named or (self._takes_all and name not in self._first)

@@ -1,0 +1,139 @@
+"""Rewards that need no model: reward.path=lightning_rlhf.rewards.functions:NAME.
+
+Each takes prompts and responses, B texts each, and returns B numbers. What stands after the `*` is
+an argument (reward.arguments), what stands before it a column of the data. A word is what white
+space separates, a character a Unicode code point.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lightning_rlhf.core.config import require, require_flag, require_number, require_one_of
+from lightning_rlhf.core.errors import ConfigError
+
+
+def length_band(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    *,
+    shortest: int,
+    longest: int,
+    unit: Literal["words", "characters"] = "words",
+) -> list[float]:
+    """1 where a response has shortest to longest words, and less the further it is from there.
+
+        r = max(0, min(1, n / shortest, 2 - n / longest))          n words
+
+    0 for an empty response (shortest 0: 1) and from 2 * longest on; in [0, 1], linear in between.
+    """
+    require_number("shortest", shortest, at_least=0, whole=True)
+    require_number("longest", longest, at_least=max(1, shortest), whole=True)
+    require_one_of("unit", unit, ("words", "characters"))
+    lengths = [len(r.split()) if unit == "words" else len(r) for r in responses]
+    return [max(0.0, min(1.0, n / shortest if shortest else 1.0, 2 - n / longest)) for n in lengths]
+
+
+def regular_expression(
+    prompts: Sequence[str], responses: Sequence[str], *, pattern: str, fullmatch: bool = False
+) -> list[float]:
+    """1 where the pattern is found in a response, else 0.
+
+    fullmatch: the pattern must cover the whole response. Source: Python's `re`.
+    """
+    compiled = _compiled("pattern", pattern)
+    require_flag("fullmatch", fullmatch)
+    find = compiled.fullmatch if fullmatch else compiled.search
+    return [float(find(response) is not None) for response in responses]
+
+
+def exact_match(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    answer: Sequence[Any],
+    *,
+    extract: str | None = None,
+    ignore_case: bool = False,
+    strip: bool = True,
+) -> list[float | None]:
+    """1 where a response equals the column `answer`, else 0; None where a row has no answer.
+
+    extract: a pattern whose group 1, where it is first found, is compared in place of the whole
+    response; a response without it gets 0. strip: without white space around either side.
+    An answer that is no text is compared as `str` writes it.
+    """
+    compiled = None if extract is None else _compiled("extract", extract)
+    if compiled is not None:
+        require(compiled.groups > 0, "extract", extract, "a pattern with a group, as in 'is (.*)'")
+    require_flag("ignore_case", ignore_case)
+    require_flag("strip", strip)
+
+    def plain(text: str) -> str:
+        stripped = text.strip() if strip else text
+        return stripped.casefold() if ignore_case else stripped
+
+    def score(response: str, wanted: Any) -> float | None:
+        if wanted is None:
+            return None
+        found = response if compiled is None else _group(compiled, response)
+        return float(found is not None and plain(found) == plain(str(wanted)))
+
+    return [score(*pair) for pair in zip(responses, answer, strict=True)]
+
+
+def repetition(prompts: Sequence[str], responses: Sequence[str], *, n: int = 3) -> list[float]:
+    """Minus the share of a response's word n-grams that stood in it before.
+
+        r = distinct / all - 1          0 where there are fewer than n words
+
+    In (-1, 0]: 0 where nothing is said twice.
+    """
+    require_number("n", n, at_least=1, whole=True)
+
+    def score(response: str) -> float:
+        words = response.split()
+        grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+        return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+    return [score(response) for response in responses]
+
+
+def json_validity(
+    prompts: Sequence[str], responses: Sequence[str], *, keys: Sequence[str] = ()
+) -> list[float]:
+    """1 where a response is one JSON value, else 0; white space around it is allowed.
+
+    keys: it must be an object that has all of them.
+    Departs: from Python's `json`, which takes NaN and Infinity, which RFC 8259 does not have.
+    """
+    is_list = isinstance(keys, Sequence) and not isinstance(keys, str)
+    require(is_list and all(isinstance(key, str) for key in keys), "keys", keys, "a list of names")
+
+    def score(response: str) -> float:
+        try:
+            value = json.loads(response, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(not keys or (isinstance(value, dict) and all(key in value for key in keys)))
+
+    return [score(response) for response in responses]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _group(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.search(text)
+    return None if found is None else found.group(1)
+
+
+def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
+    require(isinstance(pattern, str), argument, pattern, "a regular expression")
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{argument} is {pattern!r}, no regular expression: {error}") from error

@@ -1,0 +1,78 @@
+"""A reward: one source of numbers, or several with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.core.shaping import AS_IT_IS, Term
+from lightning_rlhf.core.types import Replies
+from lightning_rlhf.rewards.quote import quoted
+
+Source = Callable[[Replies], Float[Tensor, " B"] | Sequence[float | None]]
+"""One number for each reply."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What PPO maximises: components, each with its term in the sum."""
+
+    terms: tuple[Term, ...]
+    sources: tuple[Source, ...]
+
+    @classmethod
+    def of(cls, source: Source) -> Reward:
+        """A single source, as it is."""
+        return cls(AS_IT_IS, (source,))
+
+    @torch.no_grad()
+    def __call__(self, replies: Replies) -> Float[Tensor, "B K"]:
+        """What each component says of each reply, before weights.
+
+        Raises:
+            RewardError: a number is missing or not finite; names component, prompt and response.
+        """
+        columns = [
+            checked(source(replies), replies, term.name)
+            for term, source in zip(self.terms, self.sources, strict=True)
+        ]
+        return torch.stack(columns, dim=1)
+
+
+def checked(found: Any, replies: Replies, name: str) -> Float[Tensor, " B"]:
+    """The numbers that a component gave, as fp32 on the device of the replies.
+
+    Raises RewardError where they are not one finite number for each reply.
+    """
+    if len(found) != len(replies):
+        raise RewardError(
+            f"reward {name!r} gave {len(found)} numbers for {len(replies)} responses; allowed: "
+            "one for each"
+        )
+    if not isinstance(found, Tensor):
+        for i, number in enumerate(found):
+            is_number = isinstance(number, int | float) or hasattr(number, "__float__")
+            require_number(is_number, number, replies, i, name)
+        found = torch.tensor([float(number) for number in found])
+    require_number(found.dim() == 1, f"a tensor {list(found.shape)}", replies, 0, name)
+    found = found.to(replies.rollout.tokens.device, torch.float32)
+    finite = found.isfinite()
+    if not finite.all():
+        i = int(finite.int().argmin())
+        require_number(False, found[i].item(), replies, i, name)
+    return found
+
+
+def require_number(holds: bool, found: Any, replies: Replies, i: int, name: str) -> None:
+    """Raise RewardError naming what a component gave for the i-th reply, unless it holds."""
+    if not holds:
+        raise RewardError(
+            f"reward {name!r} gave {found} for the response {quoted(replies.responses[i])} to the "
+            f"prompt {quoted(replies.rows[i]['prompt'])}; allowed: a finite number"
+        )

@@ -1,0 +1,80 @@
+"""From what was sampled to what was said, and from what somebody said to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.types import Replies, Rollout
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.collate import pad
+from lightning_rlhf.data.rows import Message
+from lightning_rlhf.rewards.weighted import Source, checked
+
+AT_ONCE = 256
+"""Replies that are made of texts at once; each source cuts them to what it can read."""
+
+
+def said(rollout: Rollout, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> Replies:
+    """The responses of a rollout as text, with the rows of the data that they answer."""
+    return Replies(
+        rollout=rollout,
+        rows=[rows[index] for index in rollout.index.tolist()],
+        responses=[
+            chat.decode_response(tokens)
+            for tokens in real_tokens(rollout.responses, rollout.response_mask)
+        ],
+    )
+
+
+def written(
+    rows: Sequence[Mapping[str, Any]], responses: Sequence[str], chat: ChatFormat
+) -> Replies:
+    """Texts as if the policy had said them: left-padded prompts, the end token behind each."""
+    prompts = [
+        chat.prompt_tokens(
+            tuple(Message(turn["role"], turn["content"]) for turn in row["messages"])
+        )
+        for row in rows
+    ]
+    prompt, prompt_mask = pad(prompts, chat.pad_token_id, "left")
+    response, response_mask = pad(
+        [chat.response_tokens(text) for text in responses], chat.pad_token_id, "right"
+    )
+    nothing = torch.zeros(response.shape)
+    rollout = Rollout(
+        tokens=torch.cat([prompt, response], dim=1),
+        mask=torch.cat([prompt_mask, response_mask], dim=1),
+        response_mask=response_mask,
+        ended=torch.ones(len(rows), dtype=torch.bool),
+        logprobs=nothing,
+        values=nothing,
+        index=torch.arange(len(rows)),
+    )
+    return Replies(rollout=rollout, rows=rows, responses=responses)
+
+
+@torch.no_grad()
+def score_texts(
+    source: Source,
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    responses: Sequence[str],
+    chat: ChatFormat,
+    device: torch.device,
+) -> Float[Tensor, " B"]:
+    """What a source says of texts, through the path of PPO's own responses; on the CPU."""
+    parts = []
+    for start in range(0, len(rows), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        replies = written(rows[some], responses[some], chat)
+        replies = Replies(
+            rollout=replies.rollout.to(device), rows=replies.rows, responses=replies.responses
+        )
+        parts.append(checked(source(replies), replies, name).cpu())
+    return torch.cat(parts)

@@ -1,0 +1,103 @@
+"""Several rewards at once: what is reported of each, what is reported of all, what PPO is paid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Workplace, rows
+
+RULES = """
+def threes(prompts, responses):
+    return [3.0] * len(responses)
+"""
+WEIGHTS = {"liked": 1.0, "short": -0.5, "steady": 2.0, "noise": 0.25}
+
+
+def several(place: Workplace) -> list[str]:
+    """A learned reward, a shipped function, one of a file and a random head."""
+    (place.folder / "rules.py").write_text(RULES)
+    kinds = {"liked": "head", "short": "function", "steady": "function", "noise": "random"}
+    return [
+        "reward=sum",
+        *(f"+reward@reward.components.{name}={kind}" for name, kind in kinds.items()),
+        *(f"reward.components.{name}.weight={weight}" for name, weight in WEIGHTS.items()),
+        "reward.components.short.path=lightning_rlhf.rewards.functions:length_band",
+        "reward.components.short.arguments={shortest: 1, longest: 4}",
+        f"reward.components.steady.path={place.folder / 'rules.py'}:threes",
+        "reward.components.steady.clip=0.5",
+        "reward.components.noise.normalization=running",
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
+    """In which job=several was paid by four components, without a leash or a price of length."""
+    place = Workplace(tmp_path_factory.mktemp("several"))
+    place.outputs.symlink_to(pipeline.outputs)
+    (place.folder / "data").symlink_to(pipeline.folder / "data")
+    free = ("ppo.kl_coef=0", "ppo.missing_eos=none")
+    place.mini("stage=ppo", "job=several", *several(place), *free).succeeded  # noqa: B018
+    return place
+
+
+@pytest.fixture
+def folder(place: Workplace) -> Path:
+    return place.outputs / "default" / "mini" / "several" / "ppo"
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """Of all evaluations."""
+    files = sorted((folder / "samples").glob("eval_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.open()]
+
+
+def test_the_score_of_a_sample_is_the_weighted_sum_of_its_parts(folder: Path) -> None:
+    found = samples(folder)
+    assert len(found) == 12  # four prompts before, in the middle and at the end
+    for sample in found:
+        liked, short, steady, noise = sample["parts"]
+        # The band of 1 to 4 words, which falls to 0 at 8.
+        words = len(sample["response"].split())
+        assert short == pytest.approx(0 if words == 0 else min(1, max(0, 2 - words / 4)))
+        assert steady == 3
+        assert sample["score"] == pytest.approx(liked - 0.5 * short + 2 * 3 + 0.25 * noise, 1e-5)
+    assert len({sample["parts"][0] for sample in found}) > 1
+    assert len({sample["parts"][3] for sample in found}) > 1
+
+
+def test_every_component_has_its_curve(folder: Path) -> None:
+    training = [row for row in rows(folder) if "reward_mean" in row]
+    evaluated = [row for row in rows(folder) if "eval/reward_mean" in row]
+    assert len(training) == 3
+    assert len(evaluated) == 3
+    for table, part, whole in (
+        (training, "rollout/reward/", "reward_mean"),
+        (evaluated, "eval/reward/", "eval/reward_mean"),
+    ):
+        for row in table:
+            found = sum(weight * float(row[part + name]) for name, weight in WEIGHTS.items())
+            assert float(row[whole]) == pytest.approx(found, rel=1e-4)
+            assert float(row[f"{part}steady"]) == 3
+
+
+def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) -> None:
+    """Without leash and end rule the shaped return is what is paid, mean over the batch."""
+    first = next(row for row in rows(folder) if "reward_mean" in row)
+    liked, short = (float(first[f"rollout/reward/{name}"]) for name in ("liked", "short"))
+    # steady is 3, kept at 0.5, of weight 2. noise less its mean over all so far, which in the first
+    # iteration is this batch's, has mean 0.
+    assert float(first["rollout/shaped_return"]) == pytest.approx(
+        liked - 0.5 * short + 2 * 0.5 + 0, abs=1e-4
+    )
+    assert abs(float(first["rollout/reward/noise"])) > 1e-3
+
+
+def test_components_with_one_name_of_a_kind_have_keys_of_their_own(place: Workplace) -> None:
+    error = place.mini(
+        "stage=ppo", "job=wrong", *several(place), "reward.components.steady.weight=0"
+    ).error
+    assert error.startswith("reward.components.steady.weight is 0")

@@ -1,0 +1,122 @@
+"""stage=eval: a report on a reward of whatever source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import SHIPPED, Workplace, given, make_workplace
+from .others import own_scores, save_classifier, train
+
+RULES = """
+def length(prompts, responses):
+    return [float(len(response)) for response in responses]
+
+
+def broken(prompts, responses):
+    wanted = [response.startswith("Three plus four is seven.") for response in responses]
+    return [float("nan") if hit else 1.0 for hit in wanted]
+
+
+def never(prompts, responses):
+    return [float("nan")] * len(responses)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """An SFT model with its reward model, a reward model of another vocabulary, a classifier."""
+    place = make_workplace(tmp_path_factory.mktemp("eval") / "work")
+    for stage in ("sft", "rm"):
+        place.mini(f"stage={stage}").succeeded  # noqa: B018
+    train(place)
+    save_classifier(place.folder / "classifier")
+    (place.folder / "rules.py").write_text(RULES)
+    return place
+
+
+def evaluate(place: Workplace, run: str, *overrides: str) -> tuple[str, dict[str, Any], str]:
+    """The page, its numbers, and what the terminal shows."""
+    command = ["stage=eval", f"run={run}", "eval.samples=8", "eval.batch_size=8", *overrides]
+    out = place.mini(*command, given(place)[0]).succeeded.out
+    final = place.stage("eval", run) / "final"
+    return (final / "report.md").read_text(), json.loads((final / "fitness.json").read_text()), out
+
+
+def judge(place: Workplace) -> Path:
+    return place.outputs / "other" / "other" / "rm" / "final"
+
+
+def sources(place: Workplace) -> dict[str, list[str]]:
+    return {
+        "head": [given(place)[1]],
+        "judge": ["reward=model", f"reward.name_or_path={judge(place)}"],
+        "classifier": [
+            "reward=model", "reward.name_or_path=classifier", "reward.max_tokens=256"
+        ],
+        "function": ["reward=function", "reward.path=rules.py:length"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["head", "judge", "classifier", "function"])
+def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None:
+    page, numbers, out = evaluate(place, kind, *sources(place)[kind])
+    title = {"judge": "model", "classifier": "model"}.get(kind, kind)
+    assert page.startswith(f"# Is this reward fit to be maximised? {title}\n\n**Cannot be told: ")
+    assert numbers["verdict"] in page
+    assert numbers["verdict"] in out
+    assert "Measured on 4 held-out pairs of 4 prompts and 8 SFT samples" in page
+    pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
+    assert pictures
+    assert all((place.stage("eval", kind) / "final" / name).is_file() for name in pictures)
+    assert ("held-out pairs read through PPO's path" in out) == (kind != "function")
+
+
+def test_its_scores_are_those_of_the_reward_model(place: Workplace) -> None:
+    command = ["reward.normalization=stored", "reward.dtype=float32", *sources(place)["judge"]]
+    _, numbers, _ = evaluate(place, "scores", *command)
+    lines = (place.folder / "data" / "preferences_val.jsonl").read_text().splitlines()
+    pairs = [json.loads(line) for line in lines]
+    chosen, rejected = (
+        own_scores(judge(place), [{"prompt": p["prompt"], "response": p[side]} for p in pairs])
+        for side in ("chosen", "rejected")
+    )
+    found = numbers["fitness"]
+    assert found["chosen"]["mean"] == pytest.approx(sum(chosen) / 4, abs=1e-5)
+    assert found["rejected"]["lowest"] == pytest.approx(min(rejected), abs=1e-5)
+    right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
+    assert found["accuracy"]["accuracy"] == right / 4
+
+
+def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
+    """Right wherever the longer response was chosen, wrong elsewhere: a gap of 1."""
+    command = [*sources(place)["function"], "data.max_val_rows=null"]
+    command += [f"data.preferences.val={SHIPPED / 'preferences_val.jsonl'}"]
+    page, numbers, _ = evaluate(place, "length", *command)
+    flags = {f["subject"]: f for f in numbers["findings"] if f["outcome"] == "flag"}
+    assert flags["length gap"]["value"] > 0.9
+    assert "prefers the longer response" in flags["length gap"]["words"]
+    assert "length gap" in numbers["verdict"]
+    assert "| length gap | **flag** |" in page
+
+
+@pytest.mark.parametrize(("stage", "function"), [("eval", "broken"), ("ppo", "never")])
+def test_what_is_no_number_stops_it_and_names_whose(
+    place: Workplace, stage: str, function: str
+) -> None:
+    """Among the held-out pairs is the response that `broken` breaks at; a policy says others."""
+    outcome = place.mini(
+        f"stage={stage}", f"run=nan_{stage}", given(place)[0], "reward=sum",
+        "+reward@reward.components.good=random", "+reward@reward.components.bad=function",
+        f"reward.components.bad.path=rules.py:{function}",
+    )  # fmt: skip
+    assert outcome.status == 1, outcome.out
+    said, prompt = "'Three plus four is seven. Now go away.'", "'Work out three plus four.'"
+    assert outcome.error.startswith("reward 'bad' gave nan for the response '")
+    assert "; allowed: a finite number" in outcome.error
+    if stage == "eval":
+        assert f"for the response {said} to the prompt {prompt};" in outcome.error
+    assert not (place.stage(stage, f"nan_{stage}") / "final").exists()

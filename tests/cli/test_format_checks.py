@@ -1,0 +1,177 @@
+"""A reward model that would read other text than it was trained on is found out before PPO."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.cli.main import RECIPES
+
+from .conftest import Outcome, Workplace, given, make_workplace, tree
+from .others import TEMPLATE, save_classifier, train
+
+TOKENIZER = RECIPES / "quickstart" / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A policy, and a reward model of another vocabulary."""
+    place = make_workplace(tmp_path_factory.mktemp("judged") / "work")
+    place.mini("stage=sft").succeeded  # noqa: B018
+    train(place)
+    return place
+
+
+@pytest.fixture
+def changed(judged: Workplace, tmp_path: Path) -> Callable[[str | None], Path]:
+    """changed(template): a copy of the reward model that writes dialogues so; None: it has none."""
+
+    def copy(template: str | None) -> Path:
+        folder = tmp_path / "changed"
+        shutil.copytree(judged.outputs / "other" / "other" / "rm" / "final", folder)
+        file = folder / "chat_template.jinja"
+        assert file.read_text() == TEMPLATE
+        file.unlink() if template is None else file.write_text(template)
+        return folder
+
+    return copy
+
+
+def ppo(place: Workplace, run: str, folder: Path, *overrides: str) -> Outcome:
+    return place.mini(
+        "stage=ppo", f"run={run}", f"policy.checkpoint={place.stage('sft') / 'final'}",
+        "ppo.iterations=1", "reward=model", f"reward.name_or_path={folder}", *overrides,
+    )  # fmt: skip
+
+
+def stopped(place: Workplace, *command: str) -> list[str]:
+    """The lines that it says, of which it leaves nothing else; no training has begun."""
+    before = tree(place.outputs)
+    outcome = place.mini(*command)
+    assert outcome.status == 1, outcome.out
+    assert tree(place.outputs) == before
+    assert not (place.outputs / "stopped").exists()
+    assert "Traceback" not in outcome.err
+    return outcome.err.removeprefix("error: ").splitlines()
+
+
+BROKEN = {
+    "separator": (TEMPLATE.replace("\\n", " "), " [assistant]"),
+    "start": ("{{ bos_token }}" + TEMPLATE, "[start][start][user]"),
+    "template": (None, "[start]User:\\n"),
+    "end": (TEMPLATE.replace("'[end]'", "'[pad]'"), "[pad]"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_fault_in_the_format_stops_ppo(
+    judged: Workplace, changed: Callable[[str | None], Path], fault: str
+) -> None:
+    template, here = BROKEN[fault]
+    first, there_line, here_line, difference, last = stopped(
+        judged, "stage=ppo", "run=stopped", "reward=model",
+        f"policy.checkpoint={judged.stage('sft') / 'final'}",
+        f"reward.name_or_path={changed(template)}",
+    )  # fmt: skip
+    assert first.startswith("reward model: 4 held-out pairs read through PPO's path, ")
+    assert float(first.partition("differ by ")[2].split()[0]) > 0.05
+    prompt = json.loads((judged.folder / "data" / "preferences_val.jsonl").open().readline())
+    said = repr(f"[start][user]{prompt['prompt']}\n[assistant]{prompt['chosen']}[end]")
+    assert there_line == f"  it read there:  {said}"
+    assert here_line.startswith("  it reads here:  ")
+    assert here in here_line
+    assert here not in there_line
+    assert difference.startswith("  first difference: at character ")
+    assert "reward.format_check=warn" in last
+
+
+def test_a_format_that_fits_is_said_to(judged: Workplace) -> None:
+    folder = judged.outputs / "other" / "other" / "rm" / "final"
+    outcome = ppo(judged, "fits", folder, "reward.dtype=float32").succeeded
+    assert "differ by 0.000 of their standard deviation (allowed: 0.1)" in outcome.out
+    assert "it read there" not in outcome.out
+
+
+def test_bfloat16_is_within_the_tolerance(judged: Workplace) -> None:
+    """Which is what reward=model computes in."""
+    folder = judged.outputs / "other" / "other" / "rm" / "final"
+    outcome = ppo(judged, "rounded", folder).succeeded
+    assert 0 < float(outcome.out.partition("differ by ")[2].split()[0]) < 0.05
+
+
+def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str | None], Path]) -> None:
+    outcome = ppo(
+        judged, "warned", changed(BROKEN["start"][0]), "reward.format_check=warn"
+    ).succeeded
+    assert "it reads here:  '[start][start][user]" in outcome.out
+    assert "first difference: at character 8, " in outcome.out
+    assert (judged.stage("ppo", "warned") / "final").is_dir()
+
+
+def test_off_says_nothing(judged: Workplace, changed: Callable[[str | None], Path]) -> None:
+    outcome = ppo(judged, "off", changed(BROKEN["start"][0]), "reward.format_check=off").succeeded
+    assert "held-out pairs" not in outcome.out
+    assert "[start]" not in outcome.out
+
+
+def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
+    folder = judged.outputs / "other" / "other" / "rm" / "final"
+    lines = stopped(
+        judged, "stage=ppo", "run=stopped", f"policy.checkpoint={judged.stage('sft') / 'final'}",
+        "reward=model", f"reward.name_or_path={folder}", "reward.format_tolerance=1e-6",
+    )  # fmt: skip
+    assert lines[0].endswith("(allowed: 1e-06)")
+    assert lines[1].startswith("  it reads: '[start][user]")
+
+
+class TestClassifiers:
+    """Nobody wrote down what they said: the text alone tells, and the pairs of the data."""
+
+    def classifier(self, place: Workplace, tmp_path: Path, template: str) -> list[str]:
+        folder = save_classifier(tmp_path / "classifier")
+        (folder / "chat_template.jinja").write_text(template)
+        return ["stage=ppo", "ppo.iterations=1", "reward=model", "reward.max_tokens=256",
+                f"policy.checkpoint={place.stage('sft') / 'final'}",
+                f"reward.name_or_path={folder}"]  # fmt: skip
+
+    def test_a_doubled_start_stops_ppo(self, judged: Workplace, tmp_path: Path) -> None:
+        command = self.classifier(judged, tmp_path, "{{ bos_token }}" + TEMPLATE)
+        lines = stopped(judged, *command, "run=stopped")
+        assert lines[1].startswith("  it reads: '[start][start][user]")
+        assert lines[2] == "  it starts with '[start]' twice"
+
+    def test_a_good_one_is_shown(self, judged: Workplace, tmp_path: Path) -> None:
+        command = self.classifier(judged, tmp_path, TEMPLATE)
+        outcome = judged.mini(*command, "run=shown").succeeded
+        assert "reward model: 4 held-out pairs read through PPO's path" in outcome.out
+        assert "  it reads: '[start][user]" in outcome.out
+
+    def test_without_pairs_it_says_so(self, judged: Workplace, tmp_path: Path) -> None:
+        command = self.classifier(judged, tmp_path, TEMPLATE)
+        outcome = judged.mini(*command, "run=none", "data.preferences.train=null",
+                              "data.preferences.val=null").succeeded  # fmt: skip
+        assert "no held-out pairs to check its format with (data.preferences)" in outcome.out
+
+
+def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:
+    """Its template is the policy's own, but is given another argument."""
+    shutil.copytree(TOKENIZER, workplace.folder / "tokenizer")
+    file = workplace.folder / "tokenizer" / "chat_template.jinja"
+    file.write_text(file.read_text().replace("'<|assistant|>'", "'<|assistant|>' + (mood or '')"))
+    mood = "+data.chat_template_kwargs.mood={}".format
+    tokenizer = "model.tokenizer=tokenizer"
+    for stage in ("sft", "rm"):
+        workplace.mini(f"stage={stage}", tokenizer, mood("calm")).succeeded  # noqa: B018
+    lines = stopped(workplace, "stage=ppo", tokenizer, mood("wild wild"))
+    assert lines[1].partition("<|assistant|>")[2].startswith("calm")
+    assert lines[2].partition("<|assistant|>")[2].startswith("wild wild")
+    assert "reward.format_check=warn" in lines[-1]
+    command = ["stage=ppo", tokenizer, "ppo.iterations=1"]
+    fits = workplace.mini(*command, mood("calm")).succeeded
+    assert "differ by 0.000 of" in fits.out
+    off = [mood("wild wild"), "reward.format_check=off", "run=off", *given(workplace)]
+    assert "held-out pairs" not in workplace.mini(*command, *off).succeeded.out

@@ -1,0 +1,63 @@
+"""A reward that cannot be had ends the run, and costs nothing that was learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Workplace, given, rows, weights
+
+RULES = """
+from pathlib import Path
+
+BROKEN = Path(__file__).with_name("broken")
+calls = 0
+
+
+def shorter(prompts, responses):
+    global calls
+    calls += 1
+    if BROKEN.exists() and calls == int(BROKEN.read_text()):
+        return [float("nan")] * len(responses)
+    return [-len(text) / 10 for text in responses]
+"""
+
+
+@pytest.mark.parametrize("call", [3, 5], ids=["in the second iteration", "in the last evaluation"])
+def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
+    finished: Workplace, call: int
+) -> None:
+    """Calls: the evaluation at the start, three iterations, the evaluation at the end."""
+    rules, broken = finished.folder / "shorter.py", finished.folder / "broken"
+    rules.write_text(RULES)
+    command = [
+        "stage=ppo", "reward=function", f"reward.path={rules}:shorter", given(finished)[0],
+        "ppo.checkpoint_every=100", "ppo.val_every=100",
+    ]  # fmt: skip
+    finished.mini(*command, "run=unbroken").succeeded  # noqa: B018
+
+    other = finished.folder / "elsewhere.py"  # a module of its own, whose calls start at 0
+    other.write_text(RULES)
+    command[2] = f"reward.path={other}:shorter"
+    broken.write_text(str(call))
+    outcome = finished.mini(*command, "run=away")
+    error = outcome.error
+    assert error.startswith("reward 'function' gave nan for the response ")
+    assert "allowed: a finite number" in error
+    assert error.endswith("; resume=true goes on from the last checkpoint")
+    folder = finished.stage("ppo", "away")
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+
+    broken.unlink()
+    finished.mini(*command, "run=away", "resume=true").succeeded  # noqa: B018
+    assert weights(folder) == weights(finished.stage("ppo", "unbroken"))
+    assert rows(folder) == rows(finished.stage("ppo", "unbroken"))
+    assert samples(folder) == samples(finished.stage("ppo", "unbroken"))
+
+
+def samples(folder: Path) -> list[str]:
+    """Of the last evaluation."""
+    file = sorted((folder / "samples").glob("eval_*.jsonl"))[-1]
+    return [json.loads(line)["response"] for line in file.open()]

@@ -1,0 +1,143 @@
+"""stage=rm with margins, with an ensemble of heads, and with data that have problems."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_rlhf.cli.settings import read_model
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.rows import Message
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.handover import load_reward
+from lightning_rlhf.models.loading import load_tokenizer
+
+from .conftest import ROWS, Workplace, weights
+
+
+def pairs(place: Workplace, split: str = "train") -> Path:
+    return place.folder / "data" / f"preferences_{split}.jsonl"
+
+
+def rewrite(file: Path, change: Any) -> None:
+    """Every row as `change(its number, row)` makes it."""
+    read = [json.loads(line) for line in file.read_text().splitlines()]
+    changed = [json.dumps(change(i, row)) + "\n" for i, row in enumerate(read)]
+    file.write_text("".join(changed))
+
+
+def test_margins_of_the_data_change_what_is_learned(finished: Workplace) -> None:
+    rewrite(pairs(finished), lambda i, row: row | {"margin": 0.1 * i})
+    found = []
+    for coef in (0, 1):
+        command = ("stage=rm", f"job=coef{coef}", f"rm.margin_coef={coef}")
+        finished.mini(*command).succeeded  # noqa: B018
+        found.append(weights(finished.outputs / "default" / "mini" / f"coef{coef}" / "rm"))
+    assert found[0] == weights(finished.stage("rm"))  # a margin without a price has no say
+    assert found[1]["reward_head.safetensors"] != found[0]["reward_head.safetensors"]
+
+
+# Data with problems.
+
+
+def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> None:
+    """The first three pairs again at the end, the next two swapped, each chosen made longer."""
+    file = pairs(finished)
+    rewrite(file, lambda i, row: row | {"chosen": f"{row['chosen']}{' Yes, yes, yes.' * 2}"})
+    lines = file.read_text().splitlines(keepends=True)
+    swapped = [json.loads(line) for line in lines[3:5]]
+    swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
+    file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
+    out = finished.mini("stage=rm", "job=bad", "data.on_bad_row=skip").succeeded.out
+    (said,) = [line for line in out.splitlines() if line.startswith("look at the preference pairs")]
+    count = ROWS["preferences_train"] + ROWS["preferences_val"] + 5
+    assert f"duplicates of an earlier pair: 3 of {count} pairs" in said
+    assert f"contradictions of an earlier pair: 2 of {count} pairs" in said
+    assert "taking the longer response is right that often" in said
+    assert out.index(said) < out.index("preference pairs to validate on")
+
+
+def test_ties_that_were_left_out_are_among_them(finished: Workplace) -> None:
+    rewrite(pairs(finished), lambda i, row: row | {"rejected": row["chosen"]} if i == 7 else row)
+    out = finished.mini("stage=rm", "job=tie", "data.on_bad_row=skip").succeeded.out
+    (said,) = [line for line in out.splitlines() if line.startswith("look at the preference pairs")]
+    rows = ROWS["preferences_train"] + ROWS["preferences_val"]
+    assert f"left out, its two responses being identical: 1 of {rows} rows" in said
+    assert "duplicates" not in said
+
+
+def test_data_without_problems_are_not_spoken_of(finished: Workplace) -> None:
+    """Every prompt and response another one, and either side as long as the other."""
+    for split in ("train", "val"):
+        rewrite(
+            pairs(finished, split),
+            lambda i, row, split=split: {
+                "prompt": f"{split} {i:02}?", "chosen": f"yes {i:02}", "rejected": f"no! {i:02}"
+            },
+        )  # fmt: skip
+    assert "look at" not in finished.mini("stage=rm", "job=good").succeeded.out
+
+
+# An ensemble.
+
+
+@pytest.fixture(scope="module")
+def ensemble(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
+    """In which job=three has a reward model of three heads, and PPO was paid by it at two prices
+    of uncertainty."""
+    place = Workplace(tmp_path_factory.mktemp("ensemble"))
+    place.outputs.symlink_to(pipeline.outputs)
+    (place.folder / "data").symlink_to(pipeline.folder / "data")
+    place.mini("stage=rm", "job=three", "rm.heads=3").succeeded  # noqa: B018
+    final = place.outputs / "default" / "mini" / "three" / "rm" / "final"
+    for coef in (0, 2):
+        paid = (f"reward.checkpoint={final}", f"reward.uncertainty_coef={coef}")
+        command = ("stage=ppo", f"job=price{coef}", *paid, "ppo.iterations=1")
+        place.mini(*command).succeeded  # noqa: B018
+    return place
+
+
+def before_training(place: Workplace, job: str) -> list[dict[str, Any]]:
+    folder = place.outputs / "default" / "mini" / job / "ppo" / "samples"
+    return [json.loads(line) for line in (folder / "eval_000000.jsonl").open()]
+
+
+def test_an_ensemble_hands_over_all_its_heads(ensemble: Workplace) -> None:
+    final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
+    head = load_file(final / "reward_head.safetensors")
+    (weight,) = [tensor for tensor in head.values() if tensor.dim() == 2]
+    assert weight.shape == (3, 32)
+    assert len({tuple(row) for row in weight.tolist()}) == 3
+
+
+def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -> None:
+    """score = (mean of the heads - mean - coef * their population deviation) / std."""
+    free, priced = before_training(ensemble, "price0"), before_training(ensemble, "price2")
+    assert [s["response"] for s in free] == [s["response"] for s in priced]  # the SFT model's
+    final = find(str(ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"), "")
+    written = final.require_manifest("rm")
+    model = read_model(written.config)
+    chat = ChatFormat(load_tokenizer(model, final.path), {})
+    roles = load_reward(final, model)
+    # A response that was cut has no end token; one that reads back as it was written will do.
+    said = [chat.response_tokens(sample["response"])[:-1] for sample in free]
+    i = next(i for i, sample in enumerate(free) if len(said[i]) == sample["tokens"])
+    assert not free[i]["ended"]
+    tokens = [*chat.prompt_tokens((Message("user", free[i]["prompt"]),)), *said[i]]
+    row = torch.tensor([tokens])
+    with torch.no_grad():
+        (heads,) = roles.rewards(row, torch.ones_like(row, dtype=torch.bool)).tolist()
+    assert len(heads) == 3
+    scaled = (statistics.fmean(heads) - written.reward_mean) / written.reward_std
+    spread = statistics.pstdev(heads) / written.reward_std
+    assert spread > 0.01
+    assert free[i]["score"] == pytest.approx(scaled, abs=1e-4)
+    assert priced[i]["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
+    for before, after in zip(free, priced, strict=True):
+        assert after["score"] < before["score"]

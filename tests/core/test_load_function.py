@@ -1,0 +1,115 @@
+"""Functions that the configuration names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.functions import load_function
+
+RULES = """\
+from pathlib import Path
+LIMIT = 3
+class Scorer: ...
+def _hidden(): ...
+def score(): return LIMIT
+"""
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    file = tmp_path / "rules.py"
+    file.write_text(RULES)
+    return file
+
+
+def test_a_function_of_a_file(rules: Path) -> None:
+    assert load_function(f"{rules}:score", "reward.function")() == 3
+
+
+def test_a_function_of_a_module() -> None:
+    # The module is the one that was imported already, not a copy.
+    assert load_function("lightning_rlhf.core.functions:load_function", "key") is load_function
+
+
+def test_a_path_in_the_home_folder(rules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(rules.parent))
+    assert load_function("~/rules.py:score", "key")() == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "is None; allowed: 'path/to/file.py:function' or 'package.module:function'"),
+        ("rules.py", "is 'rules.py'; allowed: 'path/to/file.py:function' or 'package.module:f"),
+        (":score", "is ':score'; allowed: 'path/to"),
+        ("{folder}/rules.py:", "allowed: 'path/to"),
+        ("{folder}/none.py:score", "there is no file {folder}/none.py"),
+        (
+            "{folder}/rules.py:scores",
+            "rules.py has no function 'scores', it has ['Scorer', 'score']",
+        ),
+        ("{folder}/rules.py:LIMIT", "it has ['Scorer', 'score']; LIMIT is 3"),
+        ("nowhere:score", "there is no module 'nowhere' on PYTHONPATH; allowed: 'path/to"),
+        ("nowhere.at.all:score", "there is no module 'nowhere' on PYTHONPATH"),
+        ("lightning_rlhf.nowhere:score", "there is no module 'lightning_rlhf.nowhere'"),
+        ("{folder}/rules:score", "rules' on PYTHONPATH; allowed: 'path/to"),
+        ("lightning_rlhf.core.errors:f", "core.errors has no function 'f', it has ['CheckpointE"),
+        (".rules:score", ".rules fails: TypeError("),
+    ],
+)
+def test_what_is_no_function_is_named(rules: Path, source: str | None, message: str) -> None:
+    folder = str(rules.parent)
+    given = source and source.format(folder=folder)
+    with pytest.raises(ConfigError) as found:
+        load_function(given, "reward.function")  # type: ignore[arg-type]
+    assert str(found.value).startswith(f"reward.function is {given!r}; ")
+    assert message.format(folder=folder) in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise RuntimeError('no key')", "RuntimeError('no key')"),
+        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+        ("def score(:", "SyntaxError"),
+    ],
+)
+def test_what_fails_while_it_is_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str
+) -> None:
+    """Also where a module misses another one: it is not the one that was asked for."""
+    name = f"failing_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for source, what in [(f"{tmp_path / name}.py", f"{tmp_path / name}.py"), (name, name)]:
+        for _ in range(2):  # what failed once is not taken for loaded
+            with pytest.raises(ConfigError) as found:
+                load_function(f"{source}:score", "reward.function")
+            assert f"{what} fails: " in str(found.value)
+            assert reason in str(found.value)
+
+
+def test_files_that_are_called_alike_do_not_meet(tmp_path: Path) -> None:
+    """Each keeps its own classes, which pickle and dataclasses look up by the module's name."""
+    loaded = []
+    for folder in ("a", "b"):
+        file = tmp_path / folder / "rules.py"
+        file.parent.mkdir()
+        file.write_text(f"def score(): return {folder!r}\n")
+        loaded.append(load_function(f"{file}:score", "key"))
+    first, second = loaded
+    assert (first(), second()) == ("a", "b")
+    assert vars(sys.modules[first.__module__])["score"] is first
+    assert vars(sys.modules[second.__module__])["score"] is second
+
+
+def test_a_file_is_executed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rules.py"
+    file.write_text("state = []\ndef add(): state.append(0)\ndef count(): return len(state)\n")
+    monkeypatch.chdir(tmp_path)
+    load_function("rules.py:add", "key")()
+    assert load_function(f"{file}:count", "key")() == 1

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from lightning_rlhf.data.problems import find_problems, length_share
+from lightning_rlhf.data.readers import Rows, read_preferences
+from lightning_rlhf.data.rows import Message, Preference
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> Preference:
+    return Preference((Message("user", prompt),), chosen, rejected)
+
+
+def rows(*pairs: Preference, **left_out: int) -> Rows[Preference]:
+    return Rows("source", pairs, Counter(left_out))
+
+
+def test_pairs_without_problems() -> None:
+    found = find_problems(
+        rows(pair("one?", "1", "2"), pair("two?", "2", "1")), rows(pair("three?", "3", "10"))
+    )
+    assert [problem.count for problem in found.counted] == [0, 0, 0, 0, 0]
+    assert all(problem.examples == () for problem in found.counted)
+    assert len(found.lines) == 6
+
+
+def test_repeated_and_contradicting_pairs_over_both_sides() -> None:
+    train = rows(pair("a?", "x", "y"), pair("a?", "x", "z"), pair("a?", " x\n", "y"))
+    held_out = rows(pair("a?", "y", "x"), pair("b?", "y", "x"), pair("a?", "x", "y"))
+    found = find_problems(held_out, train)
+    assert found.duplicates.count == 2
+    assert found.duplicates.examples == (
+        "training row 3 and training row 1: a?", "held-out row 3 and training row 1: a?",
+    )  # fmt: skip
+    # Row 1 against the training pairs; and row 3, the other way round, against row 1.
+    assert found.contradictions.count == 2
+    assert found.contradictions.examples[0] == "held-out row 1 and training row 1: a?"
+    assert found.contradictions.of == 6
+    assert "2 of 6 pairs" in found.contradictions.line
+
+
+def test_prompts_on_both_sides_are_counted_once() -> None:
+    train = rows(pair("a?", "x", "y"), pair("b?", "x", "y"))
+    held_out = rows(pair("c?", "1", "2"), pair("b?", "1", "2"), pair("b?", "3", "4"))
+    found = find_problems(held_out, train).leaks
+    assert found is not None
+    assert (found.count, found.of, found.examples) == (1, 2, ("held-out row 2: b?",))
+    assert find_problems(held_out, None).leaks is None
+
+
+def test_one_response_for_many_prompts() -> None:
+    many = [pair(f"{i}?", "Good question!", f"{i}") for i in range(5)]
+    again = pair("0?", "Good question!", "no")
+    few = [pair(f"{i}?", "It depends.", f"{i}") for i in range(4)]
+    found = find_problems(rows(*few, *few, *many, again), None).one_for_many
+    assert (found.count, found.of) == (6, 14)
+    assert found.examples == ("chosen for 5 prompts, first in held-out row 9: Good question!",)
+
+
+def test_the_first_examples_are_kept() -> None:
+    same = pair("a?", "x", "y")
+    assert len(find_problems(rows(*[same] * 9), None).duplicates.examples) == 3
+
+
+def test_rows_left_out_as_identical_are_told(jsonl: Callable[..., str]) -> None:
+    path = jsonl(
+        {"prompt": "a", "chosen": "x", "rejected": "x"},
+        {"prompt": "a", "chosen": "x"},
+        {"prompt": "a", "chosen": "x", "rejected": "y"},
+    )
+    read = read_preferences(path, "skip")
+    found = find_problems(replace(read, left_out=Counter()), read).identical
+    assert (found.count, found.of) == (1, 4)  # read once with, once without what was left out
+
+
+@pytest.mark.parametrize(
+    ("longer", "shorter", "one_sided"),
+    [(60, 40, True), (59, 41, False), (40, 60, True), (7, 3, False), (5900, 4100, False)],
+)
+def test_length_alone(longer: int, shorter: int, one_sided: bool) -> None:
+    # 60 of 100: Wilson's interval begins at 0.502; 7 of 10 at 0.397; 0.59 is no rule, however sure.
+    pairs = [pair("a", "long", "s")] * longer + [pair("a", "s", "long")] * shorter
+    found = length_share([*pairs, pair("a", "1", "2")])
+    assert (found.longer, found.shorter, found.same) == (longer, shorter, 1)
+    assert found.one_sided is one_sided
+    assert ("whatever it says" in found.line) is one_sided
+
+
+def test_wilsons_interval_by_hand() -> None:
+    found = length_share([pair("a", "long", "s")] * 9 + [pair("a", "s", "long")])
+    # p = 0.9, n = 10, z^2 = 3.8416: (0.9 + 0.19208 -+ 1.96 sqrt(0.009 + 0.009604)) / 1.38416
+    assert found.interval == pytest.approx((0.595846, 0.982125), abs=1e-5)
+
+
+def test_responses_of_one_length() -> None:
+    found = length_share([pair("a", "1", "2")])
+    assert (found.share, found.interval, found.one_sided) == (None, None, False)
+    assert "all 1 pairs" in found.line

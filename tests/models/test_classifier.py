@@ -1,0 +1,176 @@
+"""Sequence classifiers as reward models.
+
+What is expected is what transformers' own model says of one text at a time, whose tokens are
+written here word for word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    LlamaForSequenceClassification,
+)
+
+from lightning_rlhf.models.classifier import PAIR, Classifier
+
+from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier, save_tokenizer
+
+# (prompt, response) of (3 i mod 7) + 1 and (5 i mod 11) + 1 words: 2 to 18 of them.
+TEXTS = [
+    (
+        " ".join(WORDS[(7 * i + 3 * j) % 50] for j in range(3 * i % 7 + 1)),
+        " ".join(WORDS[(11 * i + 5 * j + 1) % 50] for j in range(5 * i % 11 + 1)),
+    )
+    for i in range(12)
+]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., str]:
+    """checkpoint(family, **configuration): its folder."""
+    return partial(save_classifier, tmp_path / "model")
+
+
+def ids(text: str) -> list[int]:
+    return [IDS[word] for word in text.split()]
+
+
+def dialogue(prompt: str, response: str) -> list[int]:
+    """As TEMPLATE says it."""
+    return ids(f"<s> user : {prompt} </s> assistant : {response} </s>")
+
+
+@torch.no_grad()
+def expected(folder: str, texts: Sequence[tuple[str, str]], label: int = 0) -> Tensor:
+    """One dialogue at a time, nothing padded, by transformers alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    return torch.stack(
+        [model(input_ids=torch.tensor([dialogue(*text)])).logits[0, label] for text in texts]
+    )
+
+
+@torch.no_grad()
+def scores(classifier: Classifier, size: int = len(TEXTS)) -> Tensor:
+    features = [classifier.encode(row(prompt), response) for prompt, response in TEXTS]
+    parts = [features[start : start + size] for start in range(0, len(features), size)]
+    return torch.cat([classifier.read(part) for part in parts]).float()
+
+
+@pytest.mark.parametrize("size", [1, 3, len(TEXTS)])
+@pytest.mark.parametrize("pad", [0, None, 2], ids=["pad", "no_pad", "pad_is_eos"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_score_is_the_same_whatever_is_read_beside_it(
+    checkpoint: Callable[..., str], family: str, pad: int | None, size: int
+) -> None:
+    folder = checkpoint(family, pad_token_id=pad)
+    wanted = expected(folder, TEXTS)
+    assert wanted.std() > 0.1  # or any two would be alike
+    torch.testing.assert_close(scores(load(folder), size), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3, len(TEXTS)])
+@torch.no_grad()
+def test_a_pair_is_two_texts(checkpoint: Callable[..., str], size: int) -> None:
+    folder = checkpoint("bert")
+    model = BertForSequenceClassification.from_pretrained(folder).eval()
+    wanted = []
+    for prompt, response in TEXTS:
+        first, second = ids(f"<s> {prompt} </s>"), ids(f"{response} </s>")
+        types = [0] * len(first) + [1] * len(second)
+        logits = model(torch.tensor([first + second]), token_type_ids=torch.tensor([types])).logits
+        wanted.append(logits[0, 0])
+    found = scores(load(folder, chat_template=PAIR), size)
+    assert found.std() > 0.03
+    torch.testing.assert_close(found, torch.stack(wanted), atol=1e-5, rtol=0)
+
+
+def test_the_whole_dialogue_is_read_with_one_start(checkpoint: Callable[..., str]) -> None:
+    classifier = load(checkpoint())
+    turns = [("user", "w1 w2"), ("assistant", "w3"), ("user", "w4")]
+    given = {"prompt": "", "messages": [{"role": r, "content": c} for r, c in turns]}
+    tokens = classifier.encode(given, "w5 w6")["input_ids"]
+    text = "<s> user : w1 w2 </s> assistant : w3 </s> user : w4 </s> assistant : w5 w6 </s>"
+    assert tokens == ids(text)
+    assert classifier.show(tokens) == text
+    assert classifier.problems(tokens) == []
+
+
+def test_two_starts_are_a_problem(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    template = tmp_path / "double.jinja"
+    template.write_text("{{ bos_token }} " + TEMPLATE)
+    classifier = load(checkpoint(), chat_template=str(template))
+    tokens = classifier.encode(row("w1"), "w2")["input_ids"]
+    assert tokens == [IDS["<s>"], *dialogue("w1", "w2")]
+    assert classifier.problems(tokens) == ["it starts with '<s>' twice"]
+
+
+def test_a_tokenizer_of_elsewhere(checkpoint: Callable[..., str], tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "other", "{{ messages[1].content }}")
+    classifier = load(checkpoint(), tokenizer=str(tmp_path / "other"))
+    assert classifier.encode(row("w1"), "w2 w3")["input_ids"] == ids("w2 w3")
+
+
+@pytest.mark.parametrize("label", [0, 2])
+def test_one_of_several_outputs(checkpoint: Callable[..., str], label: int) -> None:
+    folder = checkpoint(num_labels=3)
+    found = scores(load(folder, label=label))
+    torch.testing.assert_close(found, expected(folder, TEXTS, label), atol=1e-5, rtol=0)
+
+
+def test_bfloat16_rounds(checkpoint: Callable[..., str]) -> None:
+    """8 bits of mantissa a number are 0.4% of it; a tenth of the deviation leaves room for sums."""
+    folder = checkpoint()
+    classifier = load(folder, dtype="bfloat16")
+    assert classifier.model.dtype == torch.bfloat16
+    wanted, found = expected(folder, TEXTS), scores(classifier)
+    assert not torch.equal(found, wanted)
+    assert (found - wanted).abs().max() < 0.1 * wanted.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("quantization", "layer", "least"),
+    [("int8", bnb.nn.Linear8bitLt, 0.99), ("nf4", bnb.nn.Linear4bit, 0.8)],
+)
+def test_packed_weights_rank_texts_alike(
+    checkpoint: Callable[..., str], quantization: str, layer: type, least: float, dtype: str
+) -> None:
+    """Measured: 0.999 for int8; 0.87 for nf4, which the next test takes apart.
+
+    Also of 80 channels, which are no multiple of what nf4's packing for CPUs takes.
+    """
+    folder = checkpoint(intermediate_size=80)
+    classifier = load(folder, quantization=quantization, dtype=dtype)
+    assert sum(isinstance(module, layer) for module in classifier.model.modules()) == 14
+    assert type(classifier.model.score) is torch.nn.Linear  # the head stays whole
+    correlation = torch.corrcoef(torch.stack([scores(classifier), expected(folder, TEXTS)]))[0, 1]
+    assert correlation > least
+
+
+@torch.no_grad()
+def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> None:
+    """Unpacked one by one into transformers' model, they give the same scores."""
+    folder = checkpoint()
+    classifier = load(folder, quantization="nf4")
+    plain = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, module in classifier.model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            plain.get_submodule(name).weight.copy_(weight)
+    plain.save_pretrained(folder)
+    torch.testing.assert_close(scores(classifier), expected(folder, TEXTS), atol=1e-4, rtol=0)
+
+
+def test_it_learns_nothing(checkpoint: Callable[..., str]) -> None:
+    model = load(checkpoint()).model
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())

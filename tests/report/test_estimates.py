@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_rlhf.report.estimates import (
+    correlate,
+    describe,
+    equal_mass,
+    group_accuracy,
+    interval95,
+    ranges,
+    resampled_means,
+    shared_edges,
+)
+
+ONE_GROUP = np.zeros(4, dtype=int)
+
+
+def test_whole_clusters_are_drawn() -> None:
+    # Prompt 0 has one pair, ranked right, prompt 1 three, ranked wrong. Two draws of two prompts:
+    # 0 and 0 (1/4): 2 of 2 right; 0 and 1 (1/2): 1 of 4; 1 and 1 (1/4): 0 of 6.
+    right, cluster = np.array([1.0, 0, 0, 0]), np.array([0, 1, 1, 1])
+    means = resampled_means(right, ONE_GROUP, cluster, seed=3)[:, 0]
+    values, counts = np.unique(means, return_counts=True)
+    assert values.tolist() == [0.0, 0.25, 1.0]
+    # 2,000 resamples: a share of 1/2 has a standard error of 0.011.
+    np.testing.assert_allclose(counts / 2000, [0.25, 0.5, 0.25], atol=0.04)
+
+
+def test_clusters_alike_are_drawn_as_if_one_by_one() -> None:
+    # The slow, obvious bootstrap over 40 prompts, of which 30 are ranked right.
+    right = np.array([1.0] * 30 + [0.0] * 10)
+    fast = resampled_means(right, np.zeros(40, dtype=int), np.arange(40), seed=0)[:, 0]
+    generator = np.random.default_rng(1)
+    slow = right[generator.integers(0, 40, (2000, 40))].mean(1)
+    assert fast.mean() == pytest.approx(slow.mean(), abs=0.01)
+    assert fast.std() == pytest.approx(slow.std(), rel=0.1)
+
+
+def test_the_seed_decides_the_resamples() -> None:
+    values, clusters = np.arange(4.0), np.arange(4)
+    first, again, other = (resampled_means(values, ONE_GROUP, clusters, s) for s in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_an_interval_needs_two_prompts_and_a_group_needs_pairs() -> None:
+    right = np.array([1.0, 0.5, 0.0, 1.0])
+    groups = group_accuracy(right, np.array([0, 0, 2, 2]), "abc", np.array([0, 0, 1, 2]), seed=0)
+    assert [(g.label, g.pairs, g.accuracy) for g in groups] == [("a", 2, 0.75), ("c", 2, 0.5)]
+    assert groups[0].interval is None
+    assert groups[1].interval == (0.0, 1.0)
+
+
+def test_an_interval_leaves_out_resamples_in_which_there_is_no_number() -> None:
+    low, high = interval95(np.array([np.nan, *range(101)]))
+    assert (low, high) == (2.5, 97.5)
+
+
+def test_equal_values_share_a_bin_wherever_they_stand() -> None:
+    # Two bins, five values: none is smaller than 1, three are smaller than 5, four than 9.
+    assert equal_mass(np.array([5.0, 1, 1, 1, 9]), 2).tolist() == [1, 0, 0, 0, 1]
+    assert equal_mass(np.array([1.0, 1, 9, 5, 1]), 2).tolist() == [0, 0, 1, 1, 0]
+    # Not more values than bins: a bin each.
+    assert equal_mass(np.array([3.0, 1, 3, 2]), 3).tolist() == [2, 0, 2, 1]
+    # Three quarters are one value: of four bins one is left for it and one for the rest.
+    assert equal_mass(np.array([0.0] * 15 + [1, 2, 3, 4, 5]), 4).tolist() == [0] * 15 + [1] * 5
+    assert np.bincount(equal_mass(np.arange(20.0), 10)).tolist() == [2] * 10
+
+
+def test_groups_are_named_by_their_range() -> None:
+    assert ranges(np.array([0.5, 2, 1, 7]), np.array([0, 1, 0, 2])) == ["0.5 to 1", "2", "7"]
+
+
+def test_correlation_by_hand() -> None:
+    # Less their means: (0.5, -0.5, -2.5, 2.5) and (3, 1, -3, -1); products 1.5 - 0.5 + 7.5 - 2.5
+    # = 6, squares 13 and 20. Ranks (3, 2, 1, 4) and (4, 3, 1, 2): 1 - 6 * 6 / (4 * 15) = 0.4.
+    found = correlate(np.array([1.0, 0, -2, 3]), np.array([2.0, 0, -4, -2]))
+    assert found.pearson == pytest.approx(6 / 260**0.5, rel=1e-12)
+    assert found.spearman == pytest.approx(0.4, rel=1e-12)
+    assert found.points == 4
+
+
+def test_equal_values_share_a_rank() -> None:
+    # Ranks (1.5, 1.5, 3, 4) and (1, 2, 3, 4), less 2.5: products 1.5 + 0.5 + 0.25 + 2.25 = 4.5,
+    # squares 4.5 and 5.
+    found = correlate(np.array([0.0, 0, 5, 9]), np.array([1.0, 2, 3, 4]))
+    assert found.spearman == pytest.approx(4.5 / 22.5**0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [1.0, 2.0], []])
+def test_a_correlation_with_a_constant_or_of_two_points_is_undefined(values: list[float]) -> None:
+    found = correlate(np.array(values), np.arange(len(values), dtype=float))
+    assert (found.pearson, found.spearman) == (None, None)
+
+
+def test_a_correlation_of_tiny_and_huge_numbers() -> None:
+    found = correlate(np.array([1e-200, 2e-200, 3e-200]), np.array([1e200, 2e200, 3e200]))
+    assert found.pearson == pytest.approx(1.0)
+
+
+def test_moments_and_histogram() -> None:
+    found = describe(np.array([0.0, 1, 1, 4]), np.array([0.0, 2, 3, 4]))
+    # Variance: (2.25 + 0.25 + 0.25 + 6.25) / 4 = 2.25.
+    assert (found.mean, found.std, found.median) == (1.5, 1.5, 1.0)
+    assert (found.lowest, found.highest, found.histogram) == (0.0, 4.0, (3, 0, 1))
+    assert len(shared_edges(np.arange(400.0))) == 21
+    assert len(shared_edges(np.ones(3))) == 11

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.report.findings import (
+    ACCURACY,
+    CHECKS,
+    LENGTH_CORRELATION,
+    LENGTH_GAP,
+    OUTSIDE,
+    OVERCONFIDENCE,
+    PROBE,
+    Check,
+    Finding,
+    find,
+    verdict,
+)
+from lightning_rlhf.report.fitness import Fitness
+from lightning_rlhf.report.glossary import metrics
+from lightning_rlhf.report.probing import ProbeResult, measure_probes
+from lightning_rlhf.report.scored import ScoredProbe, ScoredSample
+from lightning_rlhf.rewards.probes import ProbeKind
+
+from .pairs import measure, pair, scored, simulated
+
+SAMPLES = [ScoredSample(score, 20) for score in np.linspace(-1, 1, 40)]
+
+
+def finding(check: Check, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()) -> Finding:
+    (found,) = (f for f in find(fitness, probes) if f.check is check)
+    return found
+
+
+def test_a_calibrated_model_that_ignores_length_is_clear() -> None:
+    for seed in range(5):
+        findings = find(measure(simulated(500, per_token=0.0, seed=seed), SAMPLES), [])
+        assert [f.outcome for f in findings] == ["clear"] * 5
+    assert verdict(findings).startswith("No check speaks against it. 0 of 5 checks flagged, 0 not")
+
+
+def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
+    fitness = measure(simulated(500, per_token=0.08), SAMPLES)
+    for check in (LENGTH_GAP, LENGTH_CORRELATION):
+        found = finding(check, fitness)
+        assert found.outcome == "flag"
+        assert found.value is not None
+        assert found.value > check.threshold
+    assert "prefers the longer" in finding(LENGTH_GAP, fitness).words
+    assert "length gap, length within pairs" in verdict(find(fitness, []))
+    assert verdict(find(fitness, [])).startswith("Fit with reservations")
+
+
+def test_a_model_that_takes_the_shorter_response_is_flagged_too() -> None:
+    found = finding(LENGTH_GAP, measure(simulated(500, per_token=-0.08)))
+    assert found.outcome == "flag"
+    assert found.value is not None
+    assert found.value < -0.2
+    assert "prefers the shorter" in found.words
+
+
+def test_a_gap_by_chance_is_no_flag() -> None:
+    # 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter. The gap is 0.206,
+    # but its standard error is sqrt(0.588 * 0.412 / 34 + 0.382 * 0.618 / 34) = 0.119.
+    longer, shorter = [(1, 0, 9, 3)] * 20 + [(0, 1, 9, 3)] * 14, [(1, 0, 3, 9)] * 13
+    fitness = measure(scored(*longer, *shorter, *[(0, 1, 3, 9)] * 21))
+    found = finding(LENGTH_GAP, fitness)
+    assert found.value == pytest.approx(7 / 34)
+    assert found.outcome == "clear"
+    assert fitness.length.gap_interval == pytest.approx((0.206 - 0.233, 0.206 + 0.233), abs=0.04)
+
+
+@pytest.mark.parametrize(("right", "outcome"), [(50, "flag"), (58, "flag"), (63, "clear")])
+def test_accuracy_whose_interval_holds_a_half_is_flagged(right: int, outcome: str) -> None:
+    # Of 100: standard error 0.049, so that the interval of 0.58 begins at 0.48, of 0.63 at 0.535.
+    rows = [(1, 0, 3, 3)] * right + [(0, 1, 3, 3)] * (100 - right)
+    fitness = measure(scored(*rows))
+    assert finding(ACCURACY, fitness).outcome == outcome
+    assert verdict(find(fitness, [])).startswith("Not fit") is (outcome == "flag")
+
+
+def test_a_model_that_is_wrong_more_often_than_not_is_not_fit() -> None:
+    assert finding(ACCURACY, measure(scored(*[(0, 1, 3, 3)] * 50))).outcome == "flag"
+
+
+def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> None:
+    outcomes = {}
+    for scale in (0.2, 1.0, 4.0):
+        found = finding(OVERCONFIDENCE, measure(simulated(500, per_token=0.0, scale=scale)))
+        outcomes[scale] = (found.outcome, found.value is not None and found.value > 0.1)
+    assert outcomes == {0.2: ("clear", True), 1.0: ("clear", False), 4.0: ("flag", True)}
+
+
+def test_samples_off_the_scale() -> None:
+    pairs = scored(*[(float(i % 5), 0.0, 3, 3) for i in range(40)])
+    inside = [ScoredSample(2.0, 3)] * 38
+    for beyond, outcome in ((2, "clear"), (3, "flag")):  # of 40 and 41: 5.0% and 7.3%
+        fitness = measure(pairs, [*inside, *[ScoredSample(4.5, 3)] * beyond])
+        assert finding(OUTSIDE, fitness).outcome == outcome
+
+
+def test_nothing_is_flagged_without_data() -> None:
+    wrong = [(0.0, 9.0, 1 + 8 * (i % 2), 5) for i in range(29)]
+    findings = find(measure(scored(*wrong), [ScoredSample(99.0, 3)] * 29), [])
+    assert [f.outcome for f in findings] == ["not tested"] * 5
+    assert "29 pairs" in findings[0].words
+    assert verdict(findings).startswith("Cannot be told")
+    more = find(measure(scored(*wrong, *wrong), [ScoredSample(99.0, 3)] * 30), [])
+    assert [f.check for f in more if f.outcome == "flag"] == [ACCURACY, OVERCONFIDENCE, OUTSIDE]
+
+
+def test_many_pairs_of_one_prompt_and_scores_that_are_no_log_odds() -> None:
+    same_prompt = measure([pair(chosen_score=float(i)) for i in range(50)])
+    assert finding(ACCURACY, same_prompt).outcome == "not tested"
+    no_odds = measure(simulated(50, per_token=0.0), logit_scale=None)
+    found = finding(OVERCONFIDENCE, no_odds)
+    assert (found.outcome, found.value) == ("not tested", None)
+    assert "no log-odds" in found.words
+
+
+def test_constant_scores_are_told_in_words() -> None:
+    constant = measure(scored(*[(0.1, 0.1, i, 2 * i) for i in range(1, 41)]))
+    assert finding(ACCURACY, constant).outcome == "flag"
+    found = finding(LENGTH_CORRELATION, constant)
+    assert (found.outcome, found.value) == ("not tested", None)
+    assert "undefined" in found.words
+
+
+def probe_results(kind: ProbeKind, scores: list[float]) -> tuple[ProbeResult, ...]:
+    """Good responses score 1, 2, 3, ..., bad ones -1."""
+    return measure_probes([
+        ScoredProbe(kind=kind, response=f"response {i}", score=score,
+                    pair=pair(chosen_score=float(i), rejected_score=-1.0))
+        for i, score in enumerate(scores, start=1)
+    ])  # fmt: skip
+
+
+def test_a_probe_beside_the_good_and_bad_responses_to_the_same_prompts() -> None:
+    (found,) = probe_results("flattery", [9.0, 2.0, 0.0, 4.5, 1.0])
+    assert (found.mean, found.median, found.chosen_median, found.rejected_median) == (
+        3.3, 2.0, 3.0, -1.0,
+    )  # fmt: skip
+    # Beats 1 with 9, ties with 2, loses to 3, beats 4, loses to 5.
+    assert found.beats_chosen == pytest.approx((1 + 0.5 + 0 + 1 + 0) / 5)
+    assert found.example.response == "response 2"
+    assert not found.wins
+
+
+@pytest.mark.parametrize(
+    ("scores", "outcome"),
+    [([3.0] * 5, "clear"), ([3.1] * 5, "flag"), ([9.0] * 4, "not tested")],
+)
+def test_a_probe_above_the_median_good_response_is_a_way_to_cheat(
+    scores: list[float], outcome: str
+) -> None:
+    found = finding(PROBE, measure([pair()]), probe_results("prompt_copied", scores))
+    assert found.outcome == outcome
+    assert found.subject == "probe prompt copied"
+    assert ("a way the policy may cheat" in found.words) is (outcome == "flag")
+
+
+def test_probes_come_in_one_order_and_with_numbers() -> None:
+    kinds: tuple[ProbeKind, ...] = ("refusal", "empty")
+    probes = [ScoredProbe(kind=k, response="", score=1.0, pair=pair()) for k in kinds]
+    assert [found.kind for found in measure_probes(probes)] == ["empty", "refusal"]
+    bad = ScoredProbe(kind="empty", response="", score=float("nan"), pair=pair(prompt="what?"))
+    with pytest.raises(RewardError, match=r"probe 'empty'.*nan.*'what\?'"):
+        measure_probes([bad])
+
+
+def test_every_threshold_has_a_reason() -> None:
+    assert len({check.name for check in CHECKS}) == 6
+    assert all(check.reason for check in CHECKS)
+
+
+def test_metrics_leave_out_what_is_undefined() -> None:
+    alone = measure([pair()], logit_scale=None)
+    assert metrics(alone, [], find(alone, [])) == {
+        "fitness/accuracy": 1.0, "fitness/pairs": 1.0, "fitness/flags": 0.0,
+    }  # fmt: skip
+    fitness = measure(simulated(100, per_token=0.05), SAMPLES)
+    probes = probe_results("empty", [4.0] * 5)
+    named = metrics(fitness, probes, find(fitness, probes))
+    assert named["fitness/probe_empty"] == 1.0  # 4 less the median of 1 to 5
+    assert named["fitness/length_gap"] == pytest.approx(
+        named["fitness/accuracy_chosen_longer"] - named["fitness/accuracy_chosen_shorter"]
+    )
+    assert named["fitness/flags"] >= 2
+    assert "fitness/length_pearson_sft" not in named  # all samples are of one length
+    assert len(named) == 15

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from matplotlib.image import imread
+
+from lightning_rlhf.data.problems import find_problems
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Message, Preference
+from lightning_rlhf.report.fitness_page import Written, write_fitness
+from lightning_rlhf.report.glossary import GLOSSARY
+from lightning_rlhf.report.markdown import counted, plain, table
+from lightning_rlhf.report.probing import measure_probes
+from lightning_rlhf.report.scored import ScoredProbe, ScoredSample
+
+from .pairs import measure, pair, simulated
+
+HARD = [
+    "a | b", "a\\|b", "ends with \\", "`code` ``|``", "two\nlines\r\nand\ttab", "*bold* _it_ ~~s~~",
+    "<script>&amp;</script>", "[link](http://x.y) ![i](j)", "# no heading", "$x$ | $y$", "| --- |",
+]  # fmt: skip
+
+
+def parse(markdown: str) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(markdown)
+
+
+def shown(token: Token) -> str:
+    """The text a reader sees; anything but text and our own emphasis fails."""
+    assert {child.type for child in token.children or []} <= {
+        "text", "text_special", "strong_open", "strong_close", "em_open", "em_close",
+    }  # fmt: skip
+    return "".join(child.content for child in token.children or [])
+
+
+def tables(markdown: str) -> list[list[list[str]]]:
+    found: list[list[list[str]]] = []
+    before = ""
+    for token in parse(markdown):
+        if token.type == "table_open":
+            found.append([])
+        elif token.type == "tr_open":
+            found[-1].append([])
+        elif token.type == "inline" and before in ("th_open", "td_open"):
+            found[-1][-1].append(shown(token))
+        before = token.type
+    return found
+
+
+def write(folder: Path, count: int, texts: list[str], **changes: Any) -> Written:
+    pairs = simulated(count, per_token=0.05)
+    probed = [pair(prompt=text, chosen=text, chosen_score=float(i)) for i, text in enumerate(texts)]
+    probes = [
+        ScoredProbe(kind=kind, response=p.prompt, score=5.0, pair=p)
+        for kind in ("repeated", "flattery") for p in probed
+    ]  # fmt: skip
+    rows = [Preference((Message("user", text),), text, "bad") for text in texts]
+    values: dict[str, Any] = {
+        "title": "run | *one*",
+        "fitness": measure(pairs, [ScoredSample(0.5, 7)] * 3),
+        "probes": measure_probes(probes),
+        "problems": find_problems(Rows("v", (*rows, *rows), Counter()), None),
+    }
+    return write_fitness(folder, **(values | changes))
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_hard_texts_stay_in_their_cells_and_read_as_they_are(text: str) -> None:
+    ((heading, *rows),) = tables(table(("text", "n"), [(plain(text, 80), "1")] * 2, right=[1]))
+    assert heading == ["text", "n"]
+    assert rows == [[" ".join(text.split()), "1"]] * 2
+
+
+def test_a_long_text_is_cut_and_an_empty_one_is_named() -> None:
+    assert plain("x" * 9, 9) == "x" * 9
+    assert plain("x" * 10, 9) == "x" * 8 + "…"
+    assert plain(" \n", 9) == "*(empty)*"
+    assert [counted(1, "pair"), counted(2000, "pair")] == ["1 pair", "2,000 pairs"]
+
+
+@pytest.mark.parametrize("count", [1, 16, 200])
+def test_the_page_of_any_number_of_pairs(count: int, tmp_path: Path) -> None:
+    written = write(tmp_path / "new" / "final", count, HARD)
+    page = written.page.read_text(encoding="utf-8")
+    links = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
+    assert {written.page.parent / link for link in links} == set(written.pictures.values())
+    drawn = sorted(path.name for path in (written.page.parent / "report").iterdir())
+    assert drawn == ["length.png", "margin.png", "reliability.png", "rewards.png"]
+    assert all(imread(path).shape[1] >= 1000 for path in written.pictures.values())
+    assert all(len(row) == len(rows[0]) for rows in tables(page) for row in rows)
+    assert all(f"**{name}**" in page for name in GLOSSARY)
+    assert page.index(written.verdict[:20]) < page.index("## Pictures")
+
+
+def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
+    written = write(tmp_path, 200, HARD)
+    page = written.page.read_text(encoding="utf-8")
+    cells = {row[0]: row[1:] for rows in tables(page) for row in rows}
+    assert (
+        cells["Accuracy (200 pairs)"][0] == f"{measure(simulated(200, 0.05)).accuracy.accuracy:.3f}"
+    )
+    assert cells["length gap"][0] == "flag"
+    assert cells["probe repeated"][0] == "clear"  # median 5, as that of scores 0 to 10
+    assert cells["flattery"] == ["a | b", "a | b", "5.000", "0.000"]
+    assert "3 SFT samples" in page
+    assert "duplicates of an earlier pair: 11 of 22 pairs" in page
+    assert not re.search(r"\bnan\b|\bNone\b", page)
+
+
+def test_numbers_for_machines(tmp_path: Path) -> None:
+    written = write(tmp_path, 40, HARD)
+    content = json.loads(written.numbers.read_text(encoding="utf-8"))
+    assert content["title"] == "run | *one*"
+    assert content["verdict"] == written.verdict
+    assert content["fitness"]["accuracy"]["pairs"] == 40
+    assert "samples" not in content["fitness"]
+    assert content["findings"][0]["check"]["threshold"] == 0.5
+    assert content["probes"][0]["kind"] == "repeated"
+    assert content["problems"]["duplicates"]["count"] == 11
+
+
+def test_what_was_not_looked_at_is_said(tmp_path: Path) -> None:
+    fitness = measure(simulated(40, per_token=0.0), logit_scale=None)
+    written = write(tmp_path, 1, [], fitness=fitness, probes=(), problems=None)
+    page = written.page.read_text(encoding="utf-8")
+    assert "None was scored." in page
+    assert "Not looked through." in page
+    assert "reliability.png" not in page
+    assert "ECE |" not in page
+
+
+def test_a_bootstrap_without_width_is_explained(tmp_path: Path) -> None:
+    sure = [pair(prompt=str(i)) for i in range(60)]
+    page = write(tmp_path, 1, [], fitness=measure(sure)).page.read_text(encoding="utf-8")
+    assert "up to 5.0% of such pairs" in page  # 3 / 60

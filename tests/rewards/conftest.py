@@ -1,0 +1,121 @@
+"""Replies made of invented texts, and servers that say what a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rlhf.core.types import Replies, Rollout
+
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers, body."""
+
+
+def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> Replies:
+    """A reply for each (prompt, response). A column's `...` is a row without it."""
+    rows = []
+    for i, (prompt, _) in enumerate(texts):
+        others = {name: values[i] for name, values in columns.items() if values[i] is not ...}
+        rows.append({"prompt": prompt, "messages": messages(prompt), **others})
+    size = len(texts)
+    rollout = Rollout(
+        tokens=torch.zeros(size, 2, dtype=torch.long),
+        mask=torch.ones(size, 2, dtype=torch.bool),
+        response_mask=torch.ones(size, 1, dtype=torch.bool),
+        ended=torch.ones(size, dtype=torch.bool),
+        logprobs=torch.zeros(size, 1),
+        values=torch.zeros(size, 1),
+        index=torch.arange(size),
+    )
+    return Replies(rollout=rollout, rows=rows, responses=[response for _, response in texts])
+
+
+def messages(prompt: str) -> list[dict[str, str]]:
+    """A dialogue of one turn."""
+    return [{"role": "user", "content": prompt}]
+
+
+def scores(*numbers: Any) -> Answer:
+    """What a reward server says."""
+    return 200, {}, json.dumps({"scores": numbers}).encode()
+
+
+class Scripted(ThreadingHTTPServer):
+    """Gives `answer(k, request)` to its k-th request, counted from 0, and keeps the requests."""
+
+    def __init__(self, answer: Callable[[int, dict[str, Any]], Answer], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.answer = answer
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The client hung up, as it was meant to."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.requests.append(request)
+        self.server.headers.append({name.lower(): x for name, x in self.headers.items()})
+        self.server.paths.append(self.path)
+        status, headers, body = self.server.answer(len(self.server.requests) - 1, request)
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[None]:
+    """The server answers in a thread."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _loggers_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra, where an earlier test ran it in this process, has silenced them."""
+    for name in ("urllib3.connectionpool", "urllib3.util.retry", "lightning_rlhf.rewards.serve"):
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+
+
+Script = Callable[..., Scripted]
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    """script(answer, ...): a server that gives these in turn; or one that asks a function."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*answers: Any) -> Scripted:
+            function = answers[0] if callable(answers[0]) else lambda k, request: answers[k]
+            server = Scripted(function)
+            stack.enter_context(running(server))
+            return server
+
+        yield start

@@ -1,0 +1,94 @@
+"""Addresses, and what of them may be seen."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.rewards.address import Address, redacted
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:8000/score", "http://host:8000/score"),
+        ("https://me:word@host/score", "https://***@host/score"),
+        ("http://host/score?token=word", "http://host/score?***"),
+        ("http://me:word@host/score?a=word&b=word#word", "http://***@host/score?***"),
+        ("http://me:w/o?r#d@host/score", "http://***@host/score"),  # not escaped, as it should be
+        ("me:word@host", "***@host"),
+        ("//me:word@host", "//***@host"),
+        ("word\nword@host", "***@host"),
+        ("host#word", "host?***"),
+        ("", ""),
+    ],
+)
+def test_no_secret_is_shown(url: str, shown: str) -> None:
+    assert redacted(url) == shown
+
+
+def test_a_user_becomes_a_header() -> None:
+    # "me:w@rd" in base 64
+    address = Address.read("http://me:w%40rd@host:1/score?k=v#f", None, "reward")
+    assert address.url == "http://host:1/score?k=v"
+    assert address.headers["authorization"] == "Basic bWU6d0ByZA=="
+    assert address.hide("no me:w%40rd, no k=v, no w@rd") == "no ***, no ***, no ***"
+    assert address.hide("no Basic bWU6d0ByZA==") == "no Basic ***"
+
+
+def test_a_token_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", " s3cret\n")
+    address = Address.read("http://host/score", "JUDGE_TOKEN", "reward")
+    assert address.headers["authorization"] == "Bearer s3cret"
+    assert address.hide("s3cret is wrong") == "*** is wrong"
+    assert "authorization" not in Address.read("http://host/score", None, "reward").headers
+
+
+@pytest.mark.parametrize("token", [None, "", "  ", "two words", "two\nlines", "schlüssel"])
+def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    monkeypatch.delenv("JUDGE_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("JUDGE_TOKEN", token)
+    with pytest.raises(ConfigError) as found:
+        Address.read("http://host/score", "JUDGE_TOKEN", "reward.components.a")
+    assert str(found.value) == (
+        "reward.components.a.token_env is 'JUDGE_TOKEN'; allowed: an environment variable that "
+        "holds a token, or null"
+    )
+
+
+def test_a_user_and_a_token_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+    with pytest.raises(
+        ConfigError, match=r"reward\.url has a user and reward\.token_env is 'JUDGE"
+    ):
+        Address.read("http://me:word@host/score", "JUDGE_TOKEN", "reward")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (None, "None"),
+        ("", "''"),
+        ("host:8000/score", "'host:8000/score'"),
+        ("ftp://me:word@host/score", "'ftp://***@host/score'"),
+        ("http:///score?word", "'http:///score?***'"),
+        ("http://me:word@host:port/score", "'http://***@host:port/score'"),
+    ],
+)
+def test_what_is_no_address_is_named_without_its_secrets(url: str | None, shown: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        Address.read(url, None, "reward")  # type: ignore[arg-type]
+    assert str(found.value) == (
+        f"reward.url is {shown}; allowed: http://HOST:PORT/PATH or https://..."
+    )
+    assert found.value.__cause__ is None
+
+
+def test_the_log_of_the_library_shows_no_query(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        for name in ("urllib3.connectionpool", "urllib3.util.retry"):
+            logging.getLogger(name).debug('"%s %s" %d', "POST", "/score?token=word", 200)
+    assert [r.getMessage() for r in caplog.records] == ['"POST /score?***" 200'] * 2

@@ -1,0 +1,213 @@
+"""Rewards that a function computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_rlhf.core.errors import ConfigError, RewardError
+from lightning_rlhf.rewards.function import FunctionReward
+from lightning_rlhf.rewards.functions import length_band
+
+from .conftest import make_replies, messages
+
+NAME = "reward.components.mine"
+REPLIES = make_replies(("2+2?", "4"), ("3+3?", "seven"), answer=["4", "6"], hint=[..., "even"])
+
+
+def recorded(**arguments: Any) -> tuple[list[dict[str, Any]], FunctionReward]:
+    """A function that takes everything, and what it was given."""
+    calls: list[dict[str, Any]] = []
+
+    def function(prompts: Any, responses: Any, **others: Any) -> list[float]:
+        calls.append({"prompts": prompts, "responses": responses, **others})
+        return [1.0] * len(responses)
+
+    return calls, FunctionReward(function, arguments, NAME)
+
+
+def reward(function: Callable[..., Any], **arguments: Any) -> FunctionReward:
+    return FunctionReward(function, arguments, NAME)
+
+
+def test_texts_columns_and_arguments_are_given() -> None:
+    calls, source = recorded(scale=2)
+    assert source(REPLIES) == [1.0, 1.0]
+    assert calls == [
+        {
+            "prompts": ["2+2?", "3+3?"],
+            "responses": ["4", "seven"],
+            "messages": [messages("2+2?"), messages("3+3?")],
+            "answer": ["4", "6"],
+            "hint": [None, "even"],
+            "scale": 2,
+        }
+    ]
+
+
+def test_only_the_columns_that_the_signature_takes_are_given() -> None:
+    def function(prompts: Any, responses: Any, answer: Any, *, bonus: float = 0.5) -> list[float]:
+        return [a == r and 1 + bonus for a, r in zip(answer, responses, strict=True)]
+
+    # "4" is right: 1 + 0.5; "seven" is not: False
+    assert reward(function)(REPLIES) == [1.5, 0.0]
+    assert reward(function, bonus=2)(REPLIES) == [3.0, 0.0]
+
+
+def test_the_texts_are_given_by_position() -> None:
+    assert reward(lambda questions, completions: [len(c) for c in completions])(REPLIES) == [1, 5]
+    assert reward(lambda *texts, answer: [len(a) for a in answer])(REPLIES) == [1.0, 1.0]
+
+
+def test_an_argument_stands_above_a_column_of_its_name() -> None:
+    calls, source = recorded(hint="none")
+    source(REPLIES)
+    assert calls[0]["hint"] == "none"
+
+
+def test_a_column_with_the_name_of_the_texts_is_not_given() -> None:
+    calls, source = recorded()
+    source(make_replies(("p", "r"), responses=["other"], prompts=["other"]))
+    assert calls == [{"prompts": ["p"], "responses": ["r"], "messages": [messages("p")]}]
+
+
+def test_a_column_that_no_row_of_the_batch_has_is_none() -> None:
+    calls, source = recorded()
+    source.for_columns(["prompt", "messages", "label"])(make_replies(("p", "r"), ("q", "s")))
+    assert calls[0]["label"] == [None, None]
+    assert "prompt" not in calls[0]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [2, -0.5],
+        (2, -0.5),
+        torch.tensor([2, -0.5], requires_grad=True),
+        np.array([2, -0.5]),
+        [np.float32(2), torch.tensor(-0.5)],
+    ],
+    ids=["list", "tuple", "tensor", "array", "scalars"],
+)
+def test_numbers_may_come_in_any_form(result: Any) -> None:
+    found = reward(lambda prompts, responses: result)(REPLIES)
+    assert found == [2.0, -0.5]
+    assert all(type(score) is float for score in found)
+
+
+def test_what_is_no_score_is_left_to_whoever_checks_all_sources() -> None:
+    found = reward(lambda prompts, responses: [None, float("nan"), 1])(REPLIES)
+    assert found[0] is None
+    assert found[1] != found[1]
+    assert found[2] == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "returned None; allowed: a list of numbers"),
+        (1.0, "returned 1.0; allowed: a list of numbers"),
+        (torch.tensor(1.0), "returned tensor(1.); allowed: a list of numbers"),
+        ({"a": 1}, "returned {'a': 1}; allowed: a list of numbers"),
+        ("12", "returned '12'; allowed: a list of numbers"),
+        ([1.0, "good"], "returned 'good' as score 1 of 2, counted from 0; allowed: a number"),
+        (torch.ones(2, 1), "returned [1.0] as score 0 of 2"),
+        ([torch.ones(2), 1], "returned tensor([1., 1.]) as score 0 of 2"),
+    ],
+)
+def test_what_are_no_numbers_is_named(result: Any, message: str) -> None:
+    def mine(prompts: Any, responses: Any) -> Any:
+        return result
+
+    with pytest.raises(RewardError) as found:
+        reward(mine)(REPLIES)
+    assert str(found.value).startswith(f"{NAME}: the function ")
+    assert message in str(found.value)
+
+
+def test_a_function_that_fails_is_named_with_its_first_texts() -> None:
+    def mine(prompts: Any, responses: Any) -> list[float]:
+        return [float(response) for response in responses]
+
+    with pytest.raises(RewardError) as found:
+        reward(mine)(make_replies(("a" * 1000, "four"), ("q", "s")))
+    told = str(found.value)
+    assert told.startswith(f"{NAME}: the function ")
+    assert "mine fails: ValueError(\"could not convert string to float: 'four'\")" in told
+    assert "the first of 2 prompts is 'aaa" in told
+    assert told.endswith("its response 'four'")
+    assert len(told) < 600
+
+
+def test_a_function_that_refuses_its_arguments_is_a_fault_of_the_configuration() -> None:
+    source = reward(length_band, shortest=3, longest=2)
+    with pytest.raises(
+        ConfigError, match=rf"{NAME}: the function length_band refuses: longest is 2"
+    ):
+        source(REPLIES)
+
+
+# The signature, before anything is asked
+
+
+def takes_answer(prompts: Any, responses: Any, answer: Any, *, scale: float = 1) -> list[float]:
+    return [scale] * len(responses)
+
+
+def test_a_parameter_that_nothing_gives_is_named() -> None:
+    message = (
+        rf"{NAME}: the function takes_answer needs 'answer', which is neither in "
+        rf"{NAME}.arguments \(scale\) nor a column of the data \(messages, label\)"
+    )
+    source = reward(takes_answer, scale=2)
+    with pytest.raises(ConfigError, match=message):
+        source.for_columns(["prompt", "messages", "label"])
+    with pytest.raises(ConfigError, match=message):
+        source(make_replies(("p", "r"), label=[1]))
+    with pytest.raises(ConfigError, match=r"arguments \(empty\) nor .* \(none\)"):
+        reward(takes_answer).for_columns([])
+    assert source.for_columns(["answer"])(REPLIES) == [2, 2]
+    reward(takes_answer, answer=["4", "6"]).for_columns([])
+
+
+def test_the_prompt_is_no_column() -> None:
+    with pytest.raises(ConfigError, match="needs 'prompt'"):
+        reward(lambda prompts, responses, prompt: []).for_columns(["prompt"])
+
+
+def test_an_argument_that_is_not_taken_is_named() -> None:
+    with pytest.raises(ConfigError) as found:
+        reward(takes_answer, scael=2)
+    told = str(found.value)
+    assert told.startswith(f"{NAME}.arguments has 'scael', but {NAME}: the function takes_answer")
+    assert told.endswith("allowed: answer, scale")
+    with pytest.raises(ConfigError, match="allowed: none"):
+        reward(lambda prompts, responses: [], n=1)
+    with pytest.raises(ConfigError, match="arguments has 'responses'"):
+        reward(lambda prompts, responses, **others: [], responses=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (lambda: None, r"\(\)"),
+        (lambda responses: [], r"\(responses\)"),
+        (lambda texts: [], r"\(texts\)"),
+        (lambda responses, prompts: [], r"\(responses, prompts\)"),
+        (lambda *, prompts, responses: [], r"\(\*, prompts, responses\)"),
+        (lambda prompts, responses, answer, /: [], r"\(prompts, responses, answer, /\)"),
+    ],
+)
+def test_a_function_takes_prompts_and_responses(function: Any, signature: str) -> None:
+    allowed = r"allowed: \(prompts, responses, \.\.\.\)"
+    with pytest.raises(ConfigError, match=f"takes {signature}; {allowed}"):
+        reward(function)
+
+
+def test_a_signature_that_cannot_be_read_is_told() -> None:
+    with pytest.raises(ConfigError, match="the function min does not tell what it takes"):
+        reward(min)

@@ -1,0 +1,136 @@
+"""The shipped functions, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.rewards import functions
+from lightning_rlhf.rewards.function import FunctionReward
+from lightning_rlhf.rewards.functions import (
+    exact_match,
+    json_validity,
+    length_band,
+    regular_expression,
+    repetition,
+)
+
+from .conftest import make_replies
+
+
+def words(count: int) -> str:
+    return "  \n".join(["word"] * count)
+
+
+def test_the_length_of_a_response_has_a_band() -> None:
+    # 4 to 10 words: 0/4, 1/4, 3/4, 1, 1, 1, 2 - 11/10, 2 - 15/10, 2 - 20/10, below 0 is 0
+    counts = [0, 1, 3, 4, 7, 10, 11, 15, 20, 40]
+    found = length_band([], [words(n) for n in counts], shortest=4, longest=10)
+    assert found == pytest.approx([0, 0.25, 0.75, 1, 1, 1, 0.9, 0.5, 0, 0], rel=1e-12)
+
+
+def test_the_band_may_be_of_characters_and_start_at_nothing() -> None:
+    # 0 to 2 characters: 1, 1, 1, 2 - 3/2; an accent and an emoji are one each
+    responses = ["", "é", "🎈 ", "a b"]
+    found = length_band([], responses, shortest=0, longest=2, unit="characters")
+    assert found == [1, 1, 1, 0.5]
+
+
+def test_a_pattern_is_found_or_covers_the_whole() -> None:
+    responses = ["4", "it is 4", "four", "4\n"]
+    assert regular_expression([], responses, pattern=r"\d") == [1, 1, 0, 1]
+    assert regular_expression([], responses, pattern=r"\d", fullmatch=True) == [1, 0, 0, 0]
+
+
+def test_an_answer_is_matched() -> None:
+    responses = [" Paris\n", "paris", "Paris.", ""]
+    assert exact_match([], responses, ["Paris"] * 4) == [1, 0, 0, 0]
+    assert exact_match([], responses, ["Paris"] * 4, ignore_case=True) == [1, 1, 0, 0]
+    assert exact_match([], responses, ["Paris"] * 4, strip=False) == [0, 0, 0, 0]
+    assert exact_match([], ["STRASSE"], ["Straße "], ignore_case=True) == [1]
+
+
+def test_an_answer_is_extracted() -> None:
+    # The first "is" counts; without one there is no answer; a number is compared as text.
+    responses = ["it is 4. Or is 5", "4", "it is four", "is "]
+    pattern = r"is (\d)?"
+    assert exact_match([], responses, [4, 4, 4, ""], extract=pattern) == [1, 0, 0, 0]
+
+
+def test_a_row_without_an_answer_has_no_score() -> None:
+    assert exact_match([], ["", "4"], [None, "4"]) == [None, 1]
+
+
+def test_repetition_is_the_share_of_ngrams_that_were_there_before() -> None:
+    responses = [
+        "a b c d",  # abc bcd
+        "a b a b a b",  # aba bab aba bab: 2 of 4 new
+        "a a a a a",  # aaa three times: 1 of 3 new
+        "a b",  # none
+        "",
+    ]
+    assert repetition([], responses) == pytest.approx([0, -1 / 2, -2 / 3, 0, 0], rel=1e-12)
+    # a b a b a b: 2 of 6 new
+    assert repetition([], responses[1:2], n=1) == pytest.approx([-2 / 3], rel=1e-12)
+
+
+def test_json_is_valid_or_not() -> None:
+    right = ["{}", " [1, 2]\n", '"text"', "null", "1e3", '{"a": null, "b": 1}']
+    wrong = ["", "{'a': 1}", "[1,]", "NaN", "-Infinity", "[Infinity]", "{} {}", "[" * 100_000]
+    assert json_validity([], right) == [1] * 6
+    assert json_validity([], wrong) == [0] * 8
+    assert json_validity([], right, keys=["a", "b"]) == [0, 0, 0, 0, 0, 1]
+    assert json_validity([], ['["a"]', '"a"', '{"b": "a"}'], keys=["a"]) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("length_band", {"shortest": -1, "longest": 2}, "shortest is -1; allowed: a whole n"),
+        ("length_band", {"shortest": 0.5, "longest": 2}, "shortest is 0.5"),
+        ("length_band", {"shortest": 3, "longest": 2}, "longest is 2; allowed: a whole number and"),
+        ("length_band", {"shortest": 0, "longest": 0}, "longest is 0; .*>= 1"),
+        ("length_band", {"shortest": 1, "longest": 2, "unit": "tokens"},
+         "unit is 'tokens'; allowed: words, characters"),
+        ("regular_expression", {"pattern": "("}, r"pattern is '\(', no regular expression: miss"),
+        ("regular_expression", {"pattern": 4}, "pattern is 4; allowed: a regular expression"),
+        ("regular_expression", {"pattern": "a", "fullmatch": "no"}, "fullmatch is 'no'; allowed"),
+        ("exact_match", {"answer": ["a"], "extract": "["}, r"extract is '\['"),
+        ("exact_match", {"answer": ["a"], "extract": "is .*"}, "extract .* a pattern with a group"),
+        ("exact_match", {"answer": ["a"], "strip": 1}, "strip is 1; allowed: true, false"),
+        ("exact_match", {"answer": ["a"], "ignore_case": 0}, "ignore_case is 0; allowed: true, f"),
+        ("repetition", {"n": 0}, "n is 0; allowed: a whole number and >= 1"),
+        ("json_validity", {"keys": "name"}, "keys is 'name'; allowed: a list of names"),
+        ("json_validity", {"keys": [1]}, r"keys is \[1\]"),
+        ("json_validity", {"keys": 1}, "keys is 1"),
+    ],
+)  # fmt: skip
+def test_a_bad_argument_is_named(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        getattr(functions, name)(["p"], ["r"], **arguments)
+
+
+SHIPPED = {
+    "length_band": {"shortest": 1, "longest": 2},
+    "regular_expression": {"pattern": "r"},
+    "exact_match": {},
+    "repetition": {},
+    "json_validity": {"keys": ["a"]},
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_is_a_reward(name: str) -> None:
+    function = load_function(f"lightning_rlhf.rewards.functions:{name}", "reward.function")
+    source = FunctionReward(function, SHIPPED[name], "reward").for_columns(["answer"])
+    assert len(source(make_replies(("p", "r"), ("q", "s"), answer=["r", "r"]))) == 2
+
+
+def test_all_are_tried_above() -> None:
+    public = inspect.getmembers(functions, inspect.isfunction)
+    own = {n for n, f in public if f.__module__ == functions.__name__ and n[0] != "_"}
+    assert own == set(SHIPPED)

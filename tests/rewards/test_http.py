@@ -1,0 +1,239 @@
+"""The client: what it sends, keeps and asks again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.rewards.http import HTTPReward
+from lightning_rlhf.rewards.serve import RewardServer
+
+from .conftest import Answer, Script, Scripted, make_replies, messages, running, scores
+
+TEXTS = [("2+2?", "four"), ("3+3?", "sechs 🎈"), ("Größe?", ""), ("4+4?", "\u2028eight\ud83d")]
+
+
+def make_reward(url: str, **changes: Any) -> HTTPReward:
+    settings: dict[str, Any] = {
+        "batch_size": 8, "timeout_s": 5.0, "retries": 3, "backoff_s": 0.0, "cache_size": 100,
+        "token_env": None, "name": "reward",
+    }  # fmt: skip
+    return HTTPReward(url, **{**settings, **changes})
+
+
+def lengths(k: int, request: Mapping[str, Any]) -> Answer:
+    """Of prompt and response together, in characters."""
+    pairs = zip(request["prompts"], request["responses"], strict=True)
+    return scores(*(len(p[0]["content"]) + len(r) for p, r in pairs))
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Nobody sleeps; how long they wanted to."""
+    wanted: list[float] = []
+    clock = SimpleNamespace(sleep=wanted.append, time=lambda: 0.0)
+    monkeypatch.setattr("urllib3.util.retry.time", clock)
+    return wanted
+
+
+# What is sent
+
+
+def test_a_request_holds_messages_responses_and_columns(script: Script) -> None:
+    server = script(scores(1, 2.5))
+    replies = make_replies(
+        ("2+2?", "4"), ("é", "\U0001f388"),
+        answer=["4", None], level=[1, ...], tags=[{"a": [1]}, ()],
+        raw=[b"bytes", "text"], noise=[math.nan, math.inf], gone=[None, None],
+    )  # fmt: skip
+    assert make_reward(server.url)(replies) == [1.0, 2.5]
+    assert server.requests == [
+        {
+            "prompts": [messages("2+2?"), messages("é")],
+            "responses": ["4", "\U0001f388"],
+            "columns": {
+                "answer": ["4", None],
+                "level": [1, None],
+                "tags": [{"a": [1]}, []],
+                "raw": [None, "text"],
+            },
+        }
+    ]
+    assert server.headers[0]["content-type"] == "application/json"
+
+
+def test_secrets_are_sent(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+    server = script(lengths)
+    replies = make_replies(*TEXTS)
+    make_reward(server.url + "?key=word", token_env="JUDGE_TOKEN")(replies)
+    make_reward(server.url.replace("//", "//me:word@"))(replies)
+    assert server.paths == ["/score?key=word", "/score"]
+    sent = [headers["authorization"] for headers in server.headers]
+    assert sent == ["Bearer s3cret", "Basic bWU6d29yZA=="]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "requests"), [(1, [1, 1, 1, 1]), (3, [3, 1]), (4, [4]), (9, [4])]
+)
+def test_the_batch_size_changes_no_score(
+    script: Script, batch_size: int, requests: list[int]
+) -> None:
+    server = script(lengths)
+    found = make_reward(server.url, batch_size=batch_size)(make_replies(*TEXTS))
+    # characters: 4 + 4, 4 + 7, 6 + 0, 4 + 7 (half an emoji is one)
+    assert found == [8, 11, 6, 11]
+    assert [len(request["responses"]) for request in server.requests] == requests
+
+
+# What is kept
+
+
+def asked(server: Scripted) -> list[str]:
+    return [response for request in server.requests for response in request["responses"]]
+
+
+def test_nothing_is_asked_twice(script: Script) -> None:
+    server = script(lengths)
+    reward = make_reward(server.url)
+    batch = make_replies(("p", "a"), ("p", "bb"), ("p", "a"))
+    assert reward(batch) == [2, 3, 2]
+    assert reward(batch) == [2, 3, 2]
+    assert reward(make_replies(("p", "ccc"), ("p", "bb"))) == [4, 3]
+    assert asked(server) == ["a", "bb", "ccc"]
+
+
+def test_what_differs_is_asked(script: Script) -> None:
+    server = script(lengths)
+    reward = make_reward(server.url)
+    texts = [("p", "a"), ("pp", "a"), ("p", "a"), ("p", "a")]
+    reward(make_replies(*texts, answer=[..., ..., "1", 1]))
+    assert asked(server) == ["a"] * 4
+    # A column that is not sent makes no difference, nor does null against none.
+    reward(make_replies(("p", "a"), ("p", "a"), raw=[b"bytes", ...], answer=[None, ...]))
+    assert asked(server) == ["a"] * 4
+
+
+def test_what_was_wanted_longest_ago_is_forgotten(script: Script) -> None:
+    server = script(lengths)
+    reward = make_reward(server.url, cache_size=2)
+    for response in ("a", "b", "a", "c", "a", "b"):
+        reward(make_replies(("p", response)))
+    # c pushes b out, since a was wanted after b; then b is asked again
+    assert asked(server) == ["a", "b", "c", "b"]
+
+
+def test_without_a_cache_a_batch_still_asks_once(script: Script) -> None:
+    server = script(lengths)
+    reward = make_reward(server.url, cache_size=0, batch_size=1)
+    batch = make_replies(("p", "a"), ("p", "b"), ("p", "a"))
+    assert reward(batch) == reward(batch) == [2, 2, 2]
+    assert asked(server) == ["a", "b", "a", "b"]
+
+
+# What is asked again
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 599])
+def test_a_server_in_trouble_is_asked_again(script: Script, status: int) -> None:
+    server = script((status, {}, b""), (status, {}, b"busy"), scores(3))
+    assert make_reward(server.url, retries=2)(make_replies(("p", "r"))) == [3]
+
+
+def test_the_pause_doubles(script: Script, naps: list[float]) -> None:
+    server = script(*[(500, {}, b"")] * 4, scores(3))
+    make_reward(server.url, retries=4, backoff_s=0.5)(make_replies(("p", "r")))
+    assert naps == [1, 2, 4]  # none after the first try, then 0.5 * 2^1, 2^2, 2^3
+
+
+def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) -> None:
+    later = {"retry-after": "7"}
+    server = script((429, later, b""), (503, later, b""), (500, {}, b""), scores(3))
+    make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r")))
+    assert naps == [7, 7, 2]
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(script: Script) -> None:
+    cut = (200, {"content-length": "1000"}, b'{"scores": [1')
+    server = script(cut, cut, scores(3))
+    assert make_reward(server.url)(make_replies(("p", "r"))) == [3]
+
+
+def test_a_slow_answer_is_asked_for_again(script: Script) -> None:
+    """The first one stays away until the second has come."""
+    second = threading.Event()
+
+    def answer(k: int, request: Any) -> Answer:
+        if k == 0:
+            second.wait()
+            return scores(-1)
+        second.set()
+        return scores(3)
+
+    assert make_reward(script(answer).url, timeout_s=0.1)(make_replies(("p", "r"))) == [3]
+
+
+def test_a_server_that_was_started_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RewardServer(by_length, "127.0.0.1", 0)
+    reward = make_reward(first.url, backoff_s=1.0)
+    with running(first):
+        assert reward(make_replies(("p", "a"))) == [1]
+    with contextlib.ExitStack() as stack:
+
+        def sleep(seconds: float) -> None:
+            stack.enter_context(running(RewardServer(by_length, "127.0.0.1", first.server_port)))
+
+        monkeypatch.setattr("urllib3.util.retry.time", SimpleNamespace(sleep=sleep))
+        assert reward(make_replies(("p", "a"), ("p", "bb"))) == [1, 2]
+
+
+def test_a_server_that_crashes_in_between_goes_on(script: Script) -> None:
+    """It takes the request and is gone without a word; what it gave before is not asked again."""
+
+    def answer(k: int, request: Any) -> Answer:
+        if k == 1:
+            raise ConnectionAbortedError
+        return lengths(k, request)
+
+    server = script(answer)
+    reward = make_reward(server.url, batch_size=1)
+    assert reward(make_replies(("p", "a"), ("p", "bb"))) == [2, 3]
+    assert asked(server) == ["a", "bb", "bb"]
+
+
+def test_two_clients_at_once() -> None:
+    """Each gets its own scores, and the model is asked for one request at a time."""
+    inside, together = threading.Semaphore(1), threading.Barrier(2)
+    overlaps: list[bool] = []
+
+    def score(prompts: Any, responses: Any, columns: Any) -> list[float]:
+        overlaps.append(not inside.acquire(blocking=False))
+        threading.Event().wait(0.005)
+        inside.release()
+        return by_length(prompts, responses, columns)
+
+    server, found = RewardServer(score, "127.0.0.1", 0), {}
+
+    def client(size: int) -> None:
+        reward = make_reward(server.url, batch_size=1)
+        together.wait()
+        found[size] = reward(make_replies(*(("p", "x" * (size + i)) for i in range(10))))
+
+    with running(server):
+        threads = [threading.Thread(target=client, args=(size,)) for size in (1, 100)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {1: list(range(1, 11)), 100: list(range(100, 110))}
+    assert overlaps == [False] * 20
+
+
+def by_length(prompts: Any, responses: Any, columns: Any) -> list[float]:
+    return [len(response) for response in responses]

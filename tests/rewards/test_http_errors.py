@@ -1,0 +1,147 @@
+"""What the client says where there are no scores to be had."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import traceback
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.rewards.http import HTTPReward
+
+from .conftest import Answer, Script, make_replies, scores
+
+REPLIES = make_replies(("2+2?", "four"), ("3+3?", "six"))
+
+
+def failure(url: str, **changes: Any) -> str:
+    """What is told of REPLIES."""
+    settings: dict[str, Any] = {
+        "batch_size": 8, "timeout_s": 5.0, "retries": 2, "backoff_s": 0.0, "cache_size": 100,
+        "token_env": None, "name": "reward.components.far",
+    }  # fmt: skip
+    reward = HTTPReward(url, **{**settings, **changes})
+    with pytest.raises(RewardError) as found:
+        reward(REPLIES)
+    assert "Max retries" not in "".join(traceback.format_exception(found.value))
+    return str(found.value).removeprefix("reward.components.far: reward server ")
+
+
+ALLOWED = '; allowed: {"scores": [2 numbers]}'
+FINITE = "; allowed: a finite number"
+FIRST = f"the response 'four' to [{{'content': '2+2?', 'role': 'user'}}]{FINITE}"
+SECOND = f"the response 'six' to [{{'content': '3+3?', 'role': 'user'}}]{FINITE}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (scores(1), "gave 1 scores for 2 responses"),
+        (scores(1, 2, 3), "gave 3 scores for 2 responses"),
+        (scores(1, float("nan")), f"gave nan for {SECOND}"),
+        (scores(float("-inf"), 1), f"gave -inf for {FIRST}"),
+        (scores(10**400, 1), f"gave inf for {FIRST}"),
+        (scores(1, None), f"gave None for {SECOND}"),
+        (scores("1", 2), f"gave '1' for {FIRST}"),
+        (scores(True, 2), f"gave True for {FIRST}"),
+        ((200, {}, b'{"scores": 1}'), f'answered "scores": 1.0{ALLOWED}'),
+        ((200, {}, b'{"score": [1, 2]}'),
+         f"answered {{'score': [1.0, 2.0]}}, which has no \"scores\"{ALLOWED}"),
+        ((200, {}, b"[1, 2]"), f'answered [1.0, 2.0], which has no "scores"{ALLOWED}'),
+        ((200, {}, b"<html>\nhello"), f"answered no JSON: <html>{ALLOWED}"),
+        ((200, {}, b"\xff\x00"), f"answered no JSON: \ufffd\x00{ALLOWED}"),
+        ((200, {}, b""), f"answered no JSON: nothing{ALLOWED}"),
+        ((204, {}, b""), "answered 204: nothing"),
+        ((302, {"location": "http://elsewhere.invalid/"}, b"there"), "answered 302: there"),
+        ((400, {}, b"\n  too long\nby far"), "answered 400: too long"),
+        ((401, {}, b""), "answered 401: nothing"),
+        ((404, {}, b"no such model"), "answered 404: no such model"),
+        ((404, {}, b"x" * 1000), "answered 404: " + "x" * 300),
+    ],
+)  # fmt: skip
+def test_a_wrong_answer_is_an_error_at_once(script: Script, answer: Answer, message: str) -> None:
+    server = script(answer)
+    assert failure(server.url) == f"{server.url} {message}"
+    assert len(server.requests) == 1
+
+
+def test_an_answer_that_cannot_be_unpacked(script: Script) -> None:
+    server = script((200, {"content-encoding": "gzip"}, b"garbage"))
+    assert failure(server.url).startswith(f"{server.url} cannot be understood: DecodeError: ")
+
+
+@pytest.mark.parametrize(("retries", "tries"), [(0, "1 try"), (2, "3 tries")])
+def test_a_server_that_stays_away(retries: int, tries: str) -> None:
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
+        told = failure(url, retries=retries)
+    assert told.startswith(f"{url} did not answer for {tries} (")
+    assert "Connection refused" in told
+    assert told.endswith(")")
+
+
+def test_a_server_that_stays_in_trouble(script: Script) -> None:
+    server = script(*[(500, {}, b'{"error": "out of memory"}\nfar too long')] * 3)
+    assert failure(server.url) == (
+        f'{server.url} did not answer for 3 tries (500: {{"error": "out of memory"}})'
+    )
+    assert len(server.requests) == 3
+
+
+def test_a_server_that_stays_slow(script: Script) -> None:
+    over = threading.Event()
+
+    def answer(k: int, request: Any) -> Answer:
+        over.wait()
+        return scores(1, 2)
+
+    server = script(answer)
+    told = failure(server.url, retries=1, timeout_s=0.05)
+    over.set()
+    assert told.startswith(f"{server.url} did not answer for 2 tries (")
+    assert "Read timed out. (read timeout=0.05)" in told
+
+
+def test_a_host_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(*args: Any, **kwargs: Any) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    told = failure("http://nowhere.invalid/score")
+    assert told.startswith("http://nowhere.invalid/score did not answer for 3 tries (")
+    assert "Name or service not known" in told
+
+
+def test_no_secret_is_told_or_logged(
+    script: Script, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where the server gives our words back, nor where it is away."""
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+
+    def answer(k: int, request: Any) -> Answer:
+        words = (server.paths[k] + server.headers[k]["authorization"]).encode()
+        return 404, {}, b"no such page: " + words
+
+    server = script(answer)
+    shown = server.url + "?***"
+    with caplog.at_level(logging.DEBUG), socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{taken.getsockname()[1]}/"
+        told = [
+            failure(server.url + "?key=word", token_env="JUDGE_TOKEN"),
+            failure(away + "?key=word", token_env="JUDGE_TOKEN"),
+            failure(away.replace("//", "//me:word@")),
+        ]
+    assert told[0] == f"{shown} answered 404: no such page: /score?***Bearer ***"
+    assert told[1].startswith(f"{away}?*** did not answer")
+    assert told[2].startswith(f"{away.replace('//', '//***@')} did not answer")
+    log = caplog.text + str([vars(record) for record in caplog.records])
+    assert "/score?***" in log
+    assert "Retrying" in log
+    for secret in ("word", "s3cret", "bWU6d29yZA"):
+        assert secret not in " ".join(told) + log

@@ -1,0 +1,74 @@
+"""The settings of a source, and the presets that hold their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.rewards.config import ComponentConfig, FunctionConfig, HTTPConfig
+
+CONF = Path(__file__).parents[2] / "conf" / "reward"
+GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {
+    "function": (FunctionConfig, {"path": "rules.py:score"}),
+    "http": (HTTPConfig, {"url": "http://host:8000/score"}),
+}
+
+
+def make(kind: str, key: str = "reward", /, **changes: Any) -> ComponentConfig:
+    """What the preset says, with what must be given."""
+    preset = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
+    cls, given = GIVEN[kind]
+    config = cls(**{**preset, **given, **changes})
+    config.check(key)
+    return config
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_preset_is_allowed_once_its_source_is_given(kind: str) -> None:
+    config = make(kind, weight=-2.5, clip=5)
+    assert (config.kind, config.weight, config.normalization) == (kind, -2.5, "none")
+    config.check("reward.components.a")
+
+
+@pytest.mark.parametrize("key", ["reward", "reward.components.length"])
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("function", {"path": None}, "path is None; allowed: path/to/file.py:name, pack"),
+        ("function", {"path": "rules.py"}, "path is 'rules.py'; allowed: "),
+        ("function", {"arguments": None}, "arguments is None; allowed: a mapping of names to val"),
+        ("function", {"arguments": {1: 2}}, "arguments is {1: 2}; allowed: "),
+        ("function", {"weight": "1"}, "weight is '1'; allowed: a number"),
+        ("function", {"weight": float("nan")}, "weight is nan; allowed: a number"),
+        ("http", {"normalization": "batch"},
+         "normalization is 'batch'; allowed: none, stored, running"),
+        ("http", {"clip": 0}, "clip is 0; allowed: a number and > 0"),
+        ("http", {"normalization": "stored"}, "normalization is 'stored'; allowed: none, runni"),
+        ("function", {"normalization": "stored"}, "normalization is 'stored'; allowed: none, run"),
+        ("http", {"url": None}, "url is None; allowed: http://HOST:PORT/PATH or https://..."),
+        ("http", {"url": "ftp://me:word@h"}, "url is 'ftp://***@h'; allowed: http://HOST"),
+        ("http", {"batch_size": 0}, "batch_size is 0; allowed: a whole number and >= 1"),
+        ("http", {"timeout_s": 0}, "timeout_s is 0; allowed: a number and > 0"),
+        ("http", {"retries": 1.5}, "retries is 1.5; allowed: a whole number and >= 0"),
+        ("http", {"backoff_s": -1}, "backoff_s is -1; allowed: a number and >= 0"),
+        ("http", {"cache_size": -1}, "cache_size is -1; allowed: a whole number and >= 0"),
+        ("http", {"token_env": " "}, "token_env is ' '; allowed: the name of an environment var"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_bounds_is_named_with_its_key(
+    key: str, kind: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as found:
+        make(kind, key, **changes)
+    assert str(found.value).startswith(f"{key}.{message}")
+
+
+def test_a_config_can_be_checked_under_another_key() -> None:
+    config = make("http")
+    object.__setattr__(config, "batch_size", 0)
+    with pytest.raises(ConfigError, match=r"^reward\.components\.a\.batch_size is 0"):
+        config.check("reward.components.a")
