@@ -228,6 +228,8 @@ def test_a_port_that_is_taken_is_named(server: RewardServer, scorer: Scorer) -> 
 
 
 PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from lightning_rlhf.rewards.serve import serve
 serve(lambda p, r, c: [1.0] * len(r), "127.0.0.1", 0, ready=lambda url: print(url, flush=True))
 print("closed")
@@ -247,5 +249,8 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals) -> None:
         connection.request("POST", "/score", json.dumps(request("r")))
         assert json.loads(connection.getresponse().read()) == {"scores": [1.0]}
         process.send_signal(sign)
-        out, err = process.communicate(timeout=60)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out, err) == (0, "closed\n", "")
