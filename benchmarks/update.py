@@ -140,7 +140,7 @@ def whole_updates(name: str, repeats: int, device: torch.device) -> dict[str, An
         expected: Tensor | None = None
         for variant, context in contexts.items():
             with context(), Memory() as memory:
-                backward(module, module.losses(experience, []), 1e9)
+                backward(module, module.losses(experience, [], module.config.microbatch_size), 1e9)
             gradient = gradient_of(module)
             expected = gradient if expected is None else expected
             found[variant] = {

@@ -49,9 +49,10 @@ def make_experience(**changes: Any) -> Experience:
 
 
 def make_updates() -> tuple[UpdateStats, ...]:
-    """Two optimizer steps whose every number is 1 and 3."""
+    """Two finite updates whose every other number is 1 and 3."""
     names = UpdateStats.__dataclass_fields__
-    return tuple(UpdateStats(**dict.fromkeys(names, torch.tensor(v))) for v in (1.0, 3.0))
+    finite = {"nonfinite": torch.tensor(0.0)}
+    return tuple(UpdateStats(**dict.fromkeys(names, torch.tensor(v)) | finite) for v in (1.0, 3.0))
 
 
 class FakePPO(LightningModule):

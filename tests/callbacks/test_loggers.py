@@ -145,6 +145,29 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     close_loggers(resumed, exit_code=0)
 
 
+def test_a_run_goes_on_offline_where_wandb_is_away(
+    monkeypatch: pytest.MonkeyPatch, fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
+    config = logger_config(options("wandb") | {"init_timeout_s": 1})
+    loggers = build_loggers(config, tmp_path, IDENTITY)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("W&B: offline, as W&B did not answer in 1 s (logger.init_timeout_s);")
+    fit(FakePPO(), [PPOMetrics()], loggers, batches=2)
+    close_loggers(loggers, exit_code=0)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    records = _wandb_records(folder)
+    assert next(r["run"] for r in records if r["type"] == "run")["run_id"]
+    assert [r for r in records if r["type"] == "history"]
+
+
+@pytest.mark.parametrize("key", ["init_timeout_s", "finish_timeout_s"])
+def test_a_wait_takes_time(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"logger.{key} is 0; allowed: a number and > 0"):
+        logger_config(options("wandb") | {key: 0})
+
+
 def _wandb_records(folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -90,6 +90,28 @@ def test_sft_metrics_are_exact_over_the_batches_since_the_last_row(
     assert column(tmp_path, "eval/perplexity")[4] == pytest.approx(math.exp(2 / 3))
 
 
+class Spoiled(FakeSFT):
+    """Batches 1 and 2 give no number, and their updates are not made."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        step = super().training_step(batch, batch_idx)
+        is_made = batch_idx not in (1, 2)
+        return step | {"is_made": is_made, "loss": step["loss"] + (0.0 if is_made else math.nan)}
+
+
+def test_updates_that_were_not_made_are_counted_and_in_no_mean(fit: Fit, tmp_path: Path) -> None:
+    # Batch k has k + 1 tokens of loss k. 0 of the first two, 3 of the last two count.
+    for every in ("1", "2"):
+        (tmp_path / every).mkdir()
+    fit(Spoiled(), [SFTMetrics()], [MetricsFile(tmp_path / "2")], batches=4, log_every_n_steps=2)
+    assert column(tmp_path / "2", "update/loss") == {2: 0.0, 4: 3.0}
+    assert column(tmp_path / "2", "update/nonfinite") == {2: 1.0, 4: 1.0}
+    fit(Spoiled(), [SFTMetrics()], [MetricsFile(tmp_path / "1")], batches=4, log_every_n_steps=1)
+    losses = column(tmp_path / "1", "update/loss")
+    assert [math.isnan(losses[k]) for k in (1, 2, 3, 4)] == [False, True, True, False]
+    assert column(tmp_path / "1", "update/nonfinite") == {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.0}
+
+
 def test_accumulated_micro_batches_change_no_loss(fit: Fit, tmp_path: Path) -> None:
     loggers = [MetricsFile(tmp_path)]
     options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2}

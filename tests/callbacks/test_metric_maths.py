@@ -85,7 +85,8 @@ def test_update_metrics_are_means_over_minibatches_but_for_the_largest_ratio_and
     assert metrics.pop("update/ratio_max") == 3.0
     counts = {metrics.pop(f"update/{name}") for name in ("steps", "skipped", "stopped")}
     assert counts == {0.0, 4.0}  # of 1 and 3 the sum; neither is 0, so no step was taken
-    assert len(metrics) == len(fields(UpdateStats)) - 3
+    assert metrics.pop("update/nonfinite") == 0.0
+    assert len(metrics) == len(fields(UpdateStats)) - 4
     assert set(metrics.values()) == {2.0}
 
 
@@ -100,6 +101,13 @@ def test_minibatches_are_counted_by_what_became_of_them() -> None:
         "skipped": 1.0,
         "stopped": 1.0,
     }
+    spoiled = UpdateStats(**dict.fromkeys(UpdateStats.__dataclass_fields__, one * math.nan))
+    spoiled = replace(spoiled, skipped=zero, stopped=zero, nonfinite=one)
+    with_spoiled = update_metrics(update_rows([*updates, spoiled]))
+    assert with_spoiled == metrics | {"update/nonfinite": 1.0}
+    nothing = update_metrics(update_rows([spoiled]))
+    assert (nothing["update/nonfinite"], nothing["update/steps"]) == (1.0, 0.0)
+    assert math.isnan(nothing["ppo_loss"])
     both = [replace(make_updates()[0], skipped=one, stopped=one)]
     assert update_metrics(update_rows(both))["update/steps"] == 0.0
 

@@ -43,6 +43,7 @@ STAGE: dict[str, Any] = {
     "adam_eps": 1e-8,
     "weight_decay": 0.0,
     "max_grad_norm": 1e9,
+    "max_nonfinite": 3,
     "lr_schedule": "constant",
     "warmup_fraction": 0.0,
     "microbatch_size": 2,

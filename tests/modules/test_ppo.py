@@ -177,7 +177,7 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
         moments=ScoreMoments.none(1),
     )
     shapes.clear()
-    list(module.losses(experience, []))
+    list(module.losses(experience, [], module.config.microbatch_size))
     assert shapes == [shape for pair in pairs for shape in (pair, pair)]  # policy and critic
 
 

@@ -177,7 +177,11 @@ def test_what_learns_apart_comes_with_a_loss_of_its_own(make_ppo: Make, kind: st
     """Each loss is gone backwards before the next is made, so that one's activations are held."""
     module = make_ppo(critic=kind)
     experience = off_policy(module)
-    losses = [loss for loss in module.losses(experience, []) if loss.requires_grad]
+    losses = [
+        loss
+        for loss in module.losses(experience, [], module.config.microbatch_size)
+        if loss.requires_grad
+    ]
     parts = len(experience) // module.config.microbatch_size
     assert len(losses) == parts * (1 if kind == "head" else 2)
     if kind != "head":

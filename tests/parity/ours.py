@@ -84,7 +84,7 @@ def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str
         patch.object(ppo, "response_hidden", response_hidden),
         patch.object(ppo, "response_logprobs", response_logprobs),
     ):
-        loss = sum(module.losses(experience, facts))
+        loss = sum(module.losses(experience, facts, module.config.microbatch_size))
     totals = {name: torch.stack([part[name] for part in facts]).sum() for name in facts[0]}
     return totals | {"loss": loss}
 

@@ -45,9 +45,10 @@ def ppo_view(pl_module: LightningModule) -> PPOView:
 
 
 def position(trainer: Trainer, pl_module: LightningModule) -> int:
-    """Finished iterations of PPO, finished optimizer steps of any other stage.
+    """Finished iterations; the optimizer steps of a module that does not count any.
 
-    Under manual optimization Lightning's `global_step` counts every inner step of an iteration.
+    Under manual optimization Lightning's `global_step` counts every inner step of an iteration,
+    and no update that was not made.
     """
     if hasattr(pl_module, "iteration"):
         return ppo_view(pl_module).iteration

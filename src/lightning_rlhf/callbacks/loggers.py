@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +49,14 @@ class WandbConfig(LoggerConfig):
     mode: WandbMode
     """auto is online if a key is found, else offline; the variable WANDB_MODE overrides it."""
 
+    init_timeout_s: float
+    """Without an answer by then the run is offline."""
+    finish_timeout_s: float
+    """What is not uploaded by then at the end stays in the run's folder."""
+
     def __post_init__(self) -> None:
+        for key in ("init_timeout_s", "finish_timeout_s"):
+            require_number(f"logger.{key}", getattr(self, key), above=0)
         if self.mode not in get_args(WandbMode):
             raise ConfigError(f"logger.mode is {self.mode!r}; allowed: {_listed(WandbMode)}")
         has_key = _wandb_key_present() or os.getenv("WANDB_IDENTITY_TOKEN_FILE")
@@ -158,9 +167,33 @@ def _wandb_key_present() -> bool:
 @rank_zero_only
 def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
     import wandb
+    from wandb.errors import AuthenticationError, CommError
 
-    mode = wandb_mode(config.mode)
-    run = wandb.init(
+    start = partial(_start_wandb, config, run_dir, identity)
+    mode, why = wandb_mode(config.mode), "WANDB_API_KEY and netrc hold no key"
+    try:
+        run = start(mode)
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"W&B refuses the key in WANDB_API_KEY or netrc: {error}. Give it anew with "
+            "`wandb login`, or logger.mode=offline"
+        ) from error
+    except CommError:
+        why = f"W&B did not answer in {config.init_timeout_s:g} s (logger.init_timeout_s)"
+        wandb.teardown()  # which still holds the id of the run that could not be started
+        run = start("offline")
+    run.define_metric(AXIS)
+    run.define_metric("*", step_metric=AXIS)
+    if run.offline:
+        reason = f", as {why}" if mode == "online" or not _wandb_key_present() else ""
+        print(f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`")
+    return run
+
+
+def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode: Any) -> Run:
+    import wandb
+
+    return wandb.init(
         project=config.project,
         entity=config.entity,
         name=identity.name,
@@ -173,14 +206,12 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
         mode=mode,
         resume="allow" if mode == "online" else None,
         reinit="finish_previous",
-        settings=wandb.Settings(silent=mode != "online"),
+        settings=wandb.Settings(
+            silent=mode != "online",
+            init_timeout=config.init_timeout_s,
+            finish_timeout=config.finish_timeout_s,
+        ),
     )
-    run.define_metric(AXIS)
-    run.define_metric("*", step_metric=AXIS)
-    if run.offline:
-        reason = "" if _wandb_key_present() else ", as WANDB_API_KEY and netrc hold no key"
-        print(f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`")
-    return run
 
 
 def _wandb_id(run_dir: Path) -> str:

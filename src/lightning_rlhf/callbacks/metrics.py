@@ -123,15 +123,22 @@ class SummedMetrics(Callback):
     ) -> None:
         self._train_sums, self._eval_sums, self._means = train_sums, eval_sums, means
         self._training: list[Tensor] = []
-        """Of the batches since the last row."""
+        """Of the batches since the last row; zeros where an update was not made."""
+        self._nonfinite = 0
+        """Updates that were not made since the last row."""
         self._logged_step = 0
 
     def state_dict(self) -> dict[str, Any]:
         training = [sums.cpu() for sums in self._training]
-        return {"training": training, "logged_step": self._logged_step}
+        return {
+            "training": training,
+            "nonfinite": self._nonfinite,
+            "logged_step": self._logged_step,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training, self._logged_step = state_dict["training"], state_dict["logged_step"]
+        self._nonfinite = state_dict["nonfinite"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
@@ -151,18 +158,22 @@ class SummedMetrics(Callback):
     ) -> None:
         # Under automatic optimization Lightning hands back the loss divided by this number.
         loss = outputs["loss"] * trainer.accumulate_grad_batches
-        self._training.append(self._train_sums({**outputs, "loss": loss}))
-        step = trainer.global_step
+        sums = self._train_sums({**outputs, "loss": loss})
+        not_made = "is_made" in outputs and not outputs["is_made"]
+        self._training.append(torch.zeros_like(sums) if not_made else sums)
+        self._nonfinite += not_made
+        step = position(trainer, pl_module)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
         if step == self._logged_step or not is_due:
             return
         metrics = self._means(_totals(trainer, self._training), "update")
         metrics["update/lr"] = self._lr
+        metrics["update/nonfinite"] = float(self._nonfinite)
         if "grad_norm" in outputs:
             metrics["update/grad_norm"] = outputs["grad_norm"].item()
         publish(trainer, pl_module, metrics)
-        self._training, self._logged_step = [], step
+        self._training, self._nonfinite, self._logged_step = [], 0, step
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validation: list[Tensor] = []

@@ -198,6 +198,13 @@ METRICS: dict[str, Metric] = {
         PPO,
         "now and then; 1 always means steps too large",
     ),
+    "update/nonfinite": Metric(
+        "updates since the last row that were not made, as the loss or the gradient is not finite",
+        "1",
+        "update",
+        EVERY,
+        "0",
+    ),
     "update/kl_coef": Metric(
         "weight of the KL in this iteration's rewards or loss", "1", "update", PPO, "-"
     ),

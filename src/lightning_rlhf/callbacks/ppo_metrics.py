@@ -67,14 +67,19 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U 13"]:
+def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U 14"]:
     """One row a minibatch."""
     return torch.stack([torch.stack([getattr(u, s).float() for s in STATS]) for u in updates])
 
 
-def update_metrics(rows: Float[Tensor, "U 13"]) -> dict[str, float]:
-    """Means over minibatches, the largest of `ratio_max`, and what became of the minibatches."""
-    column = dict(zip(STATS, rows.double().unbind(dim=1), strict=True))
+def update_metrics(rows: Float[Tensor, "U 14"]) -> dict[str, float]:
+    """Means over minibatches, the largest of `ratio_max`, and what became of the minibatches.
+
+    Minibatches whose loss or gradient is not finite are counted and in none of the means.
+    """
+    of_all = dict(zip(STATS, rows.double().unbind(dim=1), strict=True))
+    finite = rows[of_all["nonfinite"] == 0].double()
+    column = dict(zip(STATS, finite.unbind(dim=1), strict=True))
     mean = {name: values.mean().item() for name, values in column.items()}
     return {
         "entropy": mean["entropy"],
@@ -86,11 +91,12 @@ def update_metrics(rows: Float[Tensor, "U 13"]) -> dict[str, float]:
         "update/clip_fraction": mean["clip_fraction"],
         "update/value_clip_fraction": mean["value_clip_fraction"],
         "update/ratio_mean": mean["ratio_mean"],
-        "update/ratio_max": column["ratio_max"].max().item(),
+        "update/ratio_max": column["ratio_max"].max().item() if len(finite) else math.nan,
         "update/grad_norm": mean["grad_norm"],
         "update/steps": float(((column["stopped"] + column["skipped"]) == 0).sum()),
         "update/skipped": column["skipped"].sum().item(),
         "update/stopped": column["stopped"].sum().item(),
+        "update/nonfinite": of_all["nonfinite"].sum().item(),
     }
 
 

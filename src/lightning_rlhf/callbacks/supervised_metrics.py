@@ -32,7 +32,7 @@ def sft_eval_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
 def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
     """Loss in nats a target token and its exponential."""
     nll, tokens = sums
-    loss = nll / tokens
+    loss = nll / tokens if tokens else math.nan
     return {f"{phase}/loss": loss, f"{phase}/perplexity": math.exp(loss)}
 
 
@@ -46,11 +46,12 @@ def reward_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 5"]:
 
 def reward_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
     """Means over pairs; rm_loss = -log sigmoid(chosen - rejected)."""
-    pairs, loss, right, chosen, rejected = sums
+    pairs, *summed = sums
+    loss, right, chosen, rejected = (x / pairs if pairs else math.nan for x in summed)
     return {
-        f"{phase}/rm_loss": loss / pairs,
-        f"{phase}/accuracy": right / pairs,
-        f"{phase}/reward_chosen": chosen / pairs,
-        f"{phase}/reward_rejected": rejected / pairs,
-        f"{phase}/reward_margin": (chosen - rejected) / pairs,
+        f"{phase}/rm_loss": loss,
+        f"{phase}/accuracy": right,
+        f"{phase}/reward_chosen": chosen,
+        f"{phase}/reward_rejected": rejected,
+        f"{phase}/reward_margin": chosen - rejected,
     }

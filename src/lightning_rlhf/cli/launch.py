@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
+from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.cli.console import say
@@ -139,7 +140,7 @@ def fit(
                 saver.save(trainer)  # a reward may end the evaluation
             trainer.validate(module, datamodule=data, verbose=False)
         if at_end is not None:
-            at_end(loggers, trainer.global_step)
+            at_end(loggers, position(trainer, module))
         exit_code = 0
     except SystemExit as stop:
         if not isinstance(stop.__context__, KeyboardInterrupt):

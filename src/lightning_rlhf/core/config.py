@@ -76,6 +76,7 @@ class StageConfig:
     microbatch_size: int
     val_every: int
     checkpoint_every: int
+    max_nonfinite: int
 
     def check(self, stage: str) -> None:
         """Raise ConfigError naming `stage.key` where a value is out of bounds."""
@@ -86,7 +87,7 @@ class StageConfig:
         require_number(f"{stage}.max_grad_norm", self.max_grad_norm, above=0)
         require_one_of(f"{stage}.lr_schedule", self.lr_schedule, get_args(Schedule))
         require_number(f"{stage}.warmup_fraction", self.warmup_fraction, at_least=0, below=1)
-        for key in ("microbatch_size", "val_every", "checkpoint_every"):
+        for key in ("microbatch_size", "max_nonfinite", "val_every", "checkpoint_every"):
             require_number(f"{stage}.{key}", getattr(self, key), at_least=1, whole=True)
 
 

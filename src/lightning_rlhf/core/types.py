@@ -199,3 +199,5 @@ class UpdateStats:
     """1 where ppo.max_ratio forbade the optimizer step, else 0."""
     stopped: Tensor
     """1 where ppo.target_kl forbade it and ended the iteration's epochs, else 0."""
+    nonfinite: Tensor
+    """1 where it was not made because the loss or the gradient is not finite, else 0."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
@@ -31,12 +31,11 @@ from lightning_rlhf.core.types import (
 )
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+from lightning_rlhf.modules.learner import Learner
 from lightning_rlhf.modules.optim import (
     advance_schedule,
-    backward,
     build_optimizer,
     check_resumable,
-    step,
     trainable_state,
 )
 from lightning_rlhf.rewards.weighted import Reward
@@ -96,6 +95,7 @@ class PPOModule(L.LightningModule):
         self.stop = chat.stop_at(config.stop_strings)
         self.prompts = prompts
         self.seed = seed
+        self.learner = Learner("ppo", config)
         self.iteration = 0
         """Finished iterations, over all resumes."""
         self.kl_coef = config.kl_coef
@@ -134,7 +134,7 @@ class PPOModule(L.LightningModule):
             "experience": experience,
             "updates": updates,
             "kl_coef": kl_coef,
-            "padding": padding_share(rollout.mask, config.microbatch_size),
+            "padding": padding_share(rollout.mask, self.learner.microbatch.rows),
             "seconds": {
                 "rollout": rolled_out - started,
                 "score": scored - rolled_out,
@@ -170,8 +170,8 @@ class PPOModule(L.LightningModule):
         """The rollout with the values of a critic that is not on the policy's trunk."""
         if self.critic is None or self.critic.shares_trunk:
             return rollout
-        values = self.critic.all_values(rollout, self.config.microbatch_size)
-        return replace(rollout, values=values)
+        valued = partial(self.critic.all_values, rollout)
+        return replace(rollout, values=self.learner.microbatch.fitting(valued))
 
     def said(self, rollout: Rollout, split: str) -> Replies:
         """The rollout with its text and the rows of `split` that it answers."""
@@ -180,13 +180,15 @@ class PPOModule(L.LightningModule):
     def score(self, replies: Replies) -> Scores:
         """What the reward and the reference say."""
         config = self.config
-        return score(
-            self.roles,
-            replies,
-            self.reward,
-            temperature=config.temperature,
-            batch_size=config.microbatch_size,
-            over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
+        return self.learner.microbatch.fitting(
+            lambda size: score(
+                self.roles,
+                replies,
+                self.reward,
+                temperature=config.temperature,
+                batch_size=size,
+                over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
+            )
         )
 
     def updates(self, experience: Experience, generator: torch.Generator) -> Iterator[UpdateStats]:
@@ -207,31 +209,33 @@ class PPOModule(L.LightningModule):
     def update(self, minibatch: Experience) -> UpdateStats:
         """One optimizer step on the minibatch, in micro-batches, unless a limit forbids it."""
         parts: list[dict[str, Tensor]] = []
-        losses = self.losses(minibatch, parts)
-        loss, grad_norm = backward(self, losses, self.config.max_grad_norm)
+        losses = partial(self.losses, minibatch, parts)
+        loss, grad_norm = self.learner.gradient(self, losses)
         facts = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         ratio_max = facts.pop("ratio_max").max()
         means = {name: shares.sum() for name, shares in facts.items()}
         stopped = exceeds(means["approx_kl"], self.config.target_kl)
         skipped = exceeds(means["ratio_mean"], self.config.max_ratio)
-        if not (stopped or skipped):
-            require_finite(loss, grad_norm)
-            step(self)
+        is_made = not (stopped or skipped) and self.learner.step(self, loss, grad_norm)
         return UpdateStats(
             loss=loss,
             grad_norm=grad_norm,
             ratio_max=ratio_max,
             stopped=loss.new_tensor(stopped),
             skipped=loss.new_tensor(skipped),
+            nonfinite=loss.new_tensor(not (is_made or stopped or skipped)),
             **means,
         )
 
-    def losses(self, minibatch: Experience, facts: list[dict[str, Tensor]]) -> Iterator[Tensor]:
-        """The loss of each micro-batch, as its share of that of the whole minibatch.
+    def losses(
+        self, minibatch: Experience, facts: list[dict[str, Tensor]], size: int
+    ) -> Iterator[Tensor]:
+        """The loss of each micro-batch of `size`, as its share of that of the whole minibatch.
 
         A critic that is not on the policy's trunk has a loss of its own, behind the policy's.
-        What is to be known of each micro-batch is appended to `facts`, as shares likewise.
+        What is to be known of each micro-batch stands in `facts` in the end, as shares likewise.
         """
+        facts.clear()
         config = self.config
         minibatch = minibatch.select(by_length(minibatch.mask))
         tokens = minibatch.response_mask.sum()
@@ -240,7 +244,6 @@ class PPOModule(L.LightningModule):
             config.loss_reduction,
             max_response_tokens=config.max_response_tokens,
         )
-        size = config.microbatch_size
         for part, weight in zip(minibatch.split(size), weights.split(size), strict=True):
             mask = part.response_mask
             with torch.set_grad_enabled(self.iteration >= config.critic_warmup):
@@ -358,6 +361,7 @@ class PPOModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = self.iteration
         checkpoint["kl_coef"] = self.kl_coef
+        checkpoint["learner"] = self.learner.state_dict()
         checkpoint["moments"] = {
             "whole": asdict(self.moments.whole),
             "parts": [asdict(part) for part in self.moments.parts],
@@ -367,6 +371,7 @@ class PPOModule(L.LightningModule):
         check_resumable(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
+        self.learner.load_state_dict(checkpoint["learner"])
         moments = checkpoint["moments"]
         self.moments = ScoreMoments(
             RunningMoments(**moments["whole"]),
@@ -374,16 +379,6 @@ class PPOModule(L.LightningModule):
         )
 
 
-def require_finite(loss: Tensor, grad_norm: Tensor) -> None:
-    """Raise TrainingError before a step would make every parameter NaN."""
-    if not grad_norm.isfinite():
-        raise TrainingError(
-            f"an update has loss {loss:g} and a gradient of norm {grad_norm:g}, and was not made; "
-            "the last checkpoint is from before. A reward that is not finite does this, and so "
-            "does a learning rate that is too large"
-        )
-
-
 def exceeds(found: Tensor, limit: float | None) -> bool:
-    """Whether a 0-d tensor is above a limit, or NaN; without a limit it is not even read."""
-    return limit is not None and not bool(found <= limit)
+    """Whether a 0-d tensor is above a limit, as NaN is not; unread where there is no limit."""
+    return limit is not None and bool(found > limit)

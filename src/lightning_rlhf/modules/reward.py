@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -15,12 +16,11 @@ from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.learner import Learner
 from lightning_rlhf.modules.optim import (
     advance_schedule,
-    backward,
     build_optimizer,
     check_resumable,
-    step,
     trainable_state,
 )
 
@@ -41,17 +41,25 @@ class RewardModule(L.LightningModule):
         self.roles = roles
         self.config = config
         self.seed = seed
+        self.learner = Learner("rm", config)
+        self.iteration = 0
+        """Finished batches, over all resumes; an update that was not made counts too."""
 
-    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, Any]:
         rewards: list[dict[str, Tensor]] = []
-        size = self.config.microbatch_size
-        parts = zip(batch.split(size), self.draws(len(batch)).split(size), strict=True)
-        losses = (self.loss_sum(part, draws, rewards) / len(batch) for part, draws in parts)
-        loss, grad_norm = backward(self, losses, self.config.max_grad_norm)
-        step(self)
+        draws = self.draws(len(batch))
+
+        def losses(size: int) -> Iterator[Tensor]:
+            rewards.clear()
+            for part, drawn in zip(batch.split(size), draws.split(size), strict=True):
+                yield self.loss_sum(part, drawn, rewards) / len(batch)
+
+        loss, grad_norm = self.learner.gradient(self, losses)
+        is_made = self.learner.step(self, loss, grad_norm)
         advance_schedule(self)
+        self.iteration += 1
         sides = {side: torch.cat([r[side] for r in rewards]) for side in ("chosen", "rejected")}
-        return {"loss": loss, "grad_norm": grad_norm, **sides}
+        return {"loss": loss, "grad_norm": grad_norm, "is_made": is_made, **sides}
 
     def validation_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
         return {side: reward.mean(dim=1) for side, reward in self.rewards(batch).items()}
@@ -60,7 +68,7 @@ class RewardModule(L.LightningModule):
         """How often each head draws each pair: from Poisson(1); once where there is one head."""
         rates = torch.ones(pairs, self.config.heads)
         if self.config.heads > 1:
-            sequence = np.random.SeedSequence((self.seed, self.trainer.global_step))
+            sequence = np.random.SeedSequence((self.seed, self.iteration))
             generator = torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
             rates = torch.poisson(rates, generator)
         return rates.to(self.device)
@@ -99,5 +107,11 @@ class RewardModule(L.LightningModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return trainable_state(self)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["iteration"] = self.iteration
+        checkpoint["learner"] = self.learner.state_dict()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_resumable(self, checkpoint)
+        self.iteration = checkpoint["iteration"]
+        self.learner.load_state_dict(checkpoint["learner"])

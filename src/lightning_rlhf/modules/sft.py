@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -11,12 +12,11 @@ from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.learner import Learner
 from lightning_rlhf.modules.optim import (
     advance_schedule,
-    backward,
     build_optimizer,
     check_resumable,
-    step,
     trainable_state,
 )
 
@@ -33,15 +33,21 @@ class SFTModule(L.LightningModule):
         self.strict_loading = False
         self.roles = roles
         self.config = config
+        self.learner = Learner("sft", config)
+        self.iteration = 0
+        """Finished batches, over all resumes; an update that was not made counts too."""
 
-    def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Any]:
         tokens = batch.target_mask.sum()
-        parts = batch.split(self.config.microbatch_size)
-        losses = (self.nll_sum(part) / tokens for part in parts)
-        loss, grad_norm = backward(self, losses, self.config.max_grad_norm)
-        step(self)
+
+        def losses(size: int) -> Iterator[Tensor]:
+            return (self.nll_sum(part) / tokens for part in batch.split(size))
+
+        loss, grad_norm = self.learner.gradient(self, losses)
+        is_made = self.learner.step(self, loss, grad_norm)
         advance_schedule(self)
-        return {"loss": loss, "tokens": tokens, "grad_norm": grad_norm}
+        self.iteration += 1
+        return {"loss": loss, "tokens": tokens, "grad_norm": grad_norm, "is_made": is_made}
 
     def validation_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
         return {"nll_sum": self.nll_sum(batch), "tokens": batch.target_mask.sum()}
@@ -64,5 +70,11 @@ class SFTModule(L.LightningModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return trainable_state(self)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["iteration"] = self.iteration
+        checkpoint["learner"] = self.learner.state_dict()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_resumable(self, checkpoint)
+        self.iteration = checkpoint["iteration"]
+        self.learner.load_state_dict(checkpoint["learner"])

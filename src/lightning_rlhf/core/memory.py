@@ -1,0 +1,47 @@
+"""How many rows go through a model at once, and what is done where that is too many."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from lightning_rlhf.core.errors import TrainingError
+
+T = TypeVar("T")
+
+
+class BatchSize:
+    """Rows that go through a model at once; half as many where its device's memory runs out."""
+
+    def __init__(self, key: str, rows: int) -> None:
+        """`key` of the configuration holds `rows`."""
+        self.key = key
+        self.rows = rows
+
+    def fitting(self, work: Callable[[int], T]) -> T:
+        """`work(rows)`, again with half of the rows as long as the memory runs out.
+
+        It is stated once a halving. `work` starts anew each time, so that it must not leave
+        anything behind where it fails.
+        Raises: TrainingError where one row is too many.
+        """
+        while True:
+            try:
+                return work(self.rows)
+            except torch.OutOfMemoryError as error:
+                if self.rows == 1:
+                    raise TrainingError(
+                        f"one row at a time ({self.key}) is too much for the memory of the device: "
+                        f"{error} Shorter prompts and responses, a smaller model or a quantised "
+                        "one need less"
+                    ) from error
+            # Only behind the handler are the tensors of the failed pass gone.
+            self.rows //= 2
+            torch.cuda.empty_cache()
+            warnings.warn(
+                f"out of memory: {self.key} is {self.rows} from now on, which changes no result",
+                stacklevel=2,
+            )

@@ -1,0 +1,59 @@
+"""Optimizer steps through what goes wrong: memory that runs out, gradients that are no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import lightning as L
+from torch import Tensor
+
+from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.modules.optim import backward, step
+
+
+class Learner:
+    """How many rows a pass takes now, and how many updates in a row were not made."""
+
+    def __init__(self, stage: str, config: StageConfig) -> None:
+        self.stage = stage
+        self.config = config
+        self.microbatch = BatchSize(f"{stage}.microbatch_size", config.microbatch_size)
+        self.nonfinite = 0
+        """Updates in a row whose loss or gradient was not finite."""
+
+    def gradient(
+        self, module: L.LightningModule, losses: Callable[[int], Iterable[Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """As `backward`; `losses` are those of a whole batch, by the size of a micro-batch."""
+        return self.microbatch.fitting(
+            lambda size: backward(module, losses(size), self.config.max_grad_norm)
+        )
+
+    def step(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Move the parameters, unless one of the two 0-d tensors is not finite; whether it did.
+
+        Raises: TrainingError at the last of `max_nonfinite` updates in a row that were not made.
+        """
+        if (loss + grad_norm).isfinite():
+            self.nonfinite = 0
+            step(module)
+            return True
+        self.nonfinite += 1
+        if self.nonfinite == self.config.max_nonfinite:
+            raise TrainingError(
+                f"{self.nonfinite} updates in a row ({self.stage}.max_nonfinite) had a loss or a "
+                f"gradient that is not finite, the last a loss of {loss:g} and a gradient of norm "
+                f"{grad_norm:g}. None of them was made. A learning rate that is too large does "
+                "this, and so does a reward of enormous size"
+            )
+        return False
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain numbers for a checkpoint."""
+        return {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on as a run that was never stopped."""
+        self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]

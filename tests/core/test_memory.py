@@ -1,0 +1,87 @@
+"""Half of the rows where the memory runs out, and the same answer."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.memory import BatchSize
+
+
+class Device:
+    """Has room for so many rows."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.asked: list[int] = []
+
+    def work(self, rows: int) -> str:
+        self.asked.append(rows)
+        if rows > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return f"read {rows}"
+
+
+def test_what_fits_is_done_once() -> None:
+    device, size = Device(room=8), BatchSize("ppo.microbatch_size", 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert size.fitting(device.work) == "read 8"
+    assert device.asked == [8]
+
+
+def test_rows_are_halved_until_they_fit_and_stay_so() -> None:
+    device, size = Device(room=3), BatchSize("ppo.microbatch_size", 14)
+    with pytest.warns(UserWarning, match="out of memory") as told:
+        assert size.fitting(device.work) == "read 3"
+    assert device.asked == [14, 7, 3]
+    assert [str(w.message) for w in told] == [
+        f"out of memory: ppo.microbatch_size is {n} from now on, which changes no result"
+        for n in (7, 3)
+    ]
+    device.asked.clear()
+    assert size.fitting(device.work) == "read 3"
+    assert device.asked == [3]
+
+
+def test_one_row_that_is_too_much_ends_the_run() -> None:
+    size = BatchSize("sft.microbatch_size", 2)
+    with (
+        pytest.warns(UserWarning, match="microbatch_size is 1"),
+        pytest.raises(TrainingError, match=r"one row at a time \(sft\.microbatch_size\) .* 2\.00"),
+    ):
+        size.fitting(Device(room=0).work)
+
+
+def test_other_faults_pass() -> None:
+    def work(rows: int) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        BatchSize("ppo.microbatch_size", 8).fitting(work)
+
+
+def test_tensors_of_a_failed_pass_are_gone_before_the_next() -> None:
+    """Or the second would find the memory as full as the first left it."""
+
+    class Held:
+        count = 0
+
+        def __init__(self) -> None:
+            Held.count += 1
+
+        def __del__(self) -> None:
+            Held.count -= 1
+
+    def work(rows: int) -> int:
+        found, held = Held.count, Held()
+        if rows > 1:
+            raise torch.OutOfMemoryError("full")
+        del held
+        return found
+
+    with pytest.warns(UserWarning, match="out of memory"):
+        assert BatchSize("k", 4).fitting(work) == 0

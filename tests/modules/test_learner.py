@@ -1,0 +1,238 @@
+"""What goes wrong in an update: too little memory halves the micro-batch, NaN is not followed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
+from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.types import Record
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
+
+from .conftest import (
+    Outputs,
+    changed,
+    fit,
+    parameters,
+    prompts,
+    rm_config,
+    rm_roles,
+    sft_config,
+    sft_roles,
+    within_fit,
+)
+from .experiences import Make, on_policy
+from .test_reward import preferences
+from .test_sft import demonstrations
+
+Build = Callable[[int], L.LightningModule]
+
+
+@pytest.fixture(params=["sft", "rm", "ppo", "ppo with a critic of its own"])
+def stage(request: pytest.FixtureRequest, make_ppo: Make) -> tuple[Build, Record, int]:
+    """What builds the module for a size of its micro-batches, a batch, and the whole of it."""
+    match request.param:
+        case "sft":
+            return lambda n: SFTModule(sft_roles("qwen3"), sft_config(microbatch_size=n)), (
+                demonstrations()
+            ), 6  # fmt: skip
+        case "rm":
+            return lambda n: RewardModule(
+                rm_roles("qwen3"), rm_config(microbatch_size=n), seed=0
+            ), preferences(), 6  # fmt: skip
+        case _:
+            critic = "head" if request.param == "ppo" else "adapter"
+            return lambda n: make_ppo(
+                microbatch_size=n, minibatch_size=8, ppo_epochs=1, critic=critic
+            ), prompts(8), 8  # fmt: skip
+
+
+class Room:
+    """The memory of a device that so many rows of hidden states with a gradient fill."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.hidden = Roles.hidden
+        self.failed = 0
+
+    def read(self, roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
+        if torch.is_grad_enabled() and len(tokens) > self.rows:
+            self.failed += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.hidden(roles, tokens, *args)
+
+
+def test_too_little_memory_gives_what_smaller_micro_batches_give(
+    stage: tuple[Build, Record, int],
+) -> None:
+    build, batch, whole = stage
+    small, large = build(whole // 2), build(whole)
+    expected, found = Outputs(), Outputs()
+    rows = whole // 2 * (2 if isinstance(small, RewardModule) else 1)  # two sides a pair
+    fit(small, [batch, batch], [expected])
+    room = Room(rows)
+    with (
+        patch.object(Roles, "hidden", lambda *a: room.read(*a)),
+        pytest.warns(UserWarning, match="out of memory") as told,
+    ):
+        fit(large, [batch, batch], [found])
+    assert room.failed == 1  # the second batch starts with what was found to fit
+    said = [str(w.message) for w in told if "out of memory" in str(w.message)]
+    assert len(said) == 1
+    assert f".microbatch_size is {whole // 2} from now on" in said[0]
+    assert not changed(parameters(small), parameters(large))
+    for one, other in zip(expected.grads, found.grads, strict=True):
+        assert one
+        assert not changed(one, other)
+
+
+def test_memory_that_runs_out_behind_the_first_micro_batch_leaves_no_trace(make_ppo: Make) -> None:
+    small, large = make_ppo(microbatch_size=2), make_ppo(microbatch_size=4, minibatch_size=8)
+    small.config = replace(small.config, minibatch_size=8)
+    experience = on_policy(small)
+    expected = within_fit(small, lambda: small.update(experience))
+    losses, left = large.losses, iter([1])
+
+    def fails_once(*args: Any) -> Iterator[Tensor]:
+        for i, loss in enumerate(losses(*args)):
+            if i == 1 and next(left, None):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            yield loss
+
+    with patch.object(large, "losses", fails_once), pytest.warns(UserWarning, match="is 2 from"):
+        found = within_fit(large, lambda: large.update(experience))
+    assert next(left, None) is None
+    assert found == expected
+    assert not changed(parameters(small), parameters(large))
+
+
+def test_scoring_halves_too(make_ppo: Make) -> None:
+    module, batches = make_ppo(microbatch_size=8, minibatch_size=8), []
+    hidden = Roles.hidden
+
+    def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
+        batches.append(len(tokens))
+        if len(tokens) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return hidden(roles, tokens, *args)
+
+    rollout = module.generate(prompts(8), module.generator(0, 0))
+    replies = module.said(rollout, "train")
+    module.reward = replace(module.reward, sources=(lambda replies: torch.zeros(8),))
+    expected = module.score(replies).ref_logprobs
+    with patch.object(Roles, "hidden", read), pytest.warns(UserWarning, match="is 4 from now on"):
+        found = module.score(replies).ref_logprobs
+    assert batches == [8, 4, 4]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class Spoiled(Callback):
+    """Makes one trained weight NaN before some batches, and itself again behind them."""
+
+    def __init__(self, batches: set[int]) -> None:
+        self.batches = batches
+        self.before: list[dict[str, Tensor]] = []
+        self.after: list[dict[str, Tensor]] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.before.append(parameters(pl_module))
+        if batch_idx in self.batches:
+            self.name, self.weight = next(
+                (n, p) for n, p in pl_module.named_parameters() if p.requires_grad
+            )
+            self.held = self.weight.detach().clone()
+            with torch.no_grad():
+                self.weight.view(-1)[0] = math.nan
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if batch_idx in self.batches:
+            with torch.no_grad():
+                self.weight.copy_(self.held)
+        self.after.append(parameters(pl_module))
+
+
+@pytest.fixture(params=["sft", "rm"])
+def supervised(request: pytest.FixtureRequest) -> tuple[Any, Record]:
+    if request.param == "sft":
+        return SFTModule(sft_roles("qwen3"), sft_config()), demonstrations()
+    return RewardModule(rm_roles("qwen3"), rm_config(), seed=0), preferences()
+
+
+def test_an_update_that_is_not_finite_is_not_made_and_the_next_one_is(
+    supervised: tuple[Any, Record],
+) -> None:
+    module, batch = supervised
+    spoiled, outputs = Spoiled({1}), Outputs()
+    fit(module, [batch] * 3, [spoiled, outputs])
+    made = [bool(changed(b, a)) for b, a in zip(spoiled.before, spoiled.after, strict=True)]
+    assert made == [True, False, True]
+    assert [step["is_made"] for step in outputs.steps] == [True, False, True]
+    assert module.learner.nonfinite == 0
+    assert module.iteration == 3  # time goes on, on the x-axis too
+
+
+def test_the_run_ends_at_the_last_of_several_in_a_row(supervised: tuple[Any, Record]) -> None:
+    """max_nonfinite is 3: of the second to the fifth only the last two are behind each other."""
+    module, batch = supervised
+    fit(module, [batch] * 6, [Spoiled({1, 2, 4, 5})])
+    stage = module.learner.stage
+    with pytest.raises(TrainingError, match=rf"^3 updates in a row \({stage}.max_nonf.*nan"):
+        fit(module, [batch] * 6, [Spoiled({1, 2, 3})])
+
+
+def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None:
+    module, batch = supervised
+    fit(module, [batch] * 2, [Spoiled({0, 1})])
+    assert module.learner.nonfinite == 2
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    checkpoint["learner"]["microbatch_size"] = 1  # as if memory had run out
+    fit(module, [batch])
+    assert (module.learner.nonfinite, module.iteration) == (0, 3)
+    module.on_load_checkpoint(checkpoint)
+    assert (module.learner.nonfinite, module.learner.microbatch.rows) == (2, 1)
+    assert module.iteration == 2
+
+
+@pytest.mark.parametrize("limits", [{}, {"target_kl": 1e3}, {"max_ratio": 1e3}])
+@pytest.mark.parametrize("what", ["advantages", "old_logprobs", "returns"])
+def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
+    make_ppo: Make, what: str, limits: dict[str, float]
+) -> None:
+    """One response is spoiled, which is in one minibatch of each of two epochs."""
+    module = make_ppo(minibatch_size=4, ppo_epochs=2, **limits)
+    experience = on_policy(module)
+    spoiled = getattr(experience, what).clone()
+    spoiled[3, 0] = math.nan
+    experience, before = replace(experience, **{what: spoiled}), parameters(module)
+    updates = within_fit(module, lambda: list(module.updates(experience, module.generator(0, 1))))
+    assert sum(u.nonfinite.item() for u in updates) == 2
+    assert len(updates) == 4
+    assert all(p.isfinite().all() for p in parameters(module).values())
+    assert changed(before, parameters(module))
+    metrics = update_metrics(update_rows(updates))
+    assert metrics["update/nonfinite"] == 2
+    assert metrics["update/steps"] == 2
+    assert metrics["update/stopped"] == metrics["update/skipped"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_ppo_ends_where_no_minibatch_is_finite(make_ppo: Make) -> None:
+    module = make_ppo(minibatch_size=4, ppo_epochs=2)  # max_nonfinite is 3
+    experience, before = on_policy(module), parameters(module)
+    experience = replace(experience, advantages=experience.advantages * math.nan)
+    with pytest.raises(TrainingError, match=r"^3 updates in a row \(ppo.max_nonfinite\)"):
+        within_fit(module, lambda: list(module.updates(experience, module.generator(0, 1))))
+    assert not changed(before, parameters(module))
