@@ -44,7 +44,11 @@ class TestBeforeAModelLoads:
             (["stage=rm"], ["stage=rm", "stage=sft", "policy.checkpoint=", "=base"]),
             (
                 ["stage=ppo", "policy.checkpoint=base"],
-                ["stage=rm", "reward.checkpoint=", "reward=random"],
+                ["stage=ppo needs a reward", "stage=rm", "reward.checkpoint=", "reward=random"],
+            ),
+            (
+                ["stage=eval", "policy.checkpoint=base"],
+                ["stage=eval needs a reward", "stage=rm", "reward.checkpoint=", "reward=random"],
             ),
             (
                 ["stage=ppo", "ppo.minibatch_size=7"],

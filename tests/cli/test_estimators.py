@@ -124,18 +124,27 @@ def test_texts_end_responses(finished: Workplace) -> None:
 class TestCriticsThatDoNotFit:
     """Each is refused, names its key, and leaves nothing."""
 
+    @pytest.fixture
+    def no_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def load(*args: object, **kwargs: object) -> None:
+            raise AssertionError("a model was loaded")
+
+        monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+
     def refused(self, place: Workplace, *overrides: str) -> str:
         before = tree(place.outputs)
         error = place.mini("stage=ppo", "run=next", *overrides).error
         assert tree(place.outputs) == before
         return error
 
+    @pytest.mark.usefixtures("no_model")
     def test_a_reward_that_was_not_trained(self, finished: Workplace) -> None:
         error = self.refused(finished, "ppo.critic=adapter", "ppo.critic_init=reward",
                              "reward=random", given(finished)[0])  # fmt: skip
         assert "ppo.critic_init" in error
         assert "of kind head, but there are 0" in error
 
+    @pytest.mark.usefixtures("no_model")
     def test_a_reward_whose_scale_is_not_known_yet(self, finished: Workplace) -> None:
         error = self.refused(finished, "ppo.critic=adapter", "ppo.critic_init=reward",
                              "reward.normalization=running", *given(finished))  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from lightning_rlhf.cli.main import RECIPES
 
 from .conftest import Outcome, Workplace, given, make_workplace, tree
-from .others import TEMPLATE, save_classifier, train
+from .others import OTHER, TEMPLATE, save_classifier, train
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
 
@@ -91,16 +91,25 @@ def test_a_fault_in_the_format_stops_ppo(
 
 def test_a_format_that_fits_is_said_to(judged: Workplace) -> None:
     folder = judged.outputs / "other" / "other" / "rm" / "final"
-    outcome = ppo(judged, "fits", folder, "reward.dtype=float32").succeeded
+    outcome = ppo(judged, "fits", folder).succeeded
     assert "differ by 0.000 of their standard deviation (allowed: 0.1)" in outcome.out
     assert "it read there" not in outcome.out
 
 
 def test_bfloat16_is_within_the_tolerance(judged: Workplace) -> None:
-    """Which is what reward=model computes in."""
+    """Of a model that was trained in float32, and is asked in that without a word."""
     folder = judged.outputs / "other" / "other" / "rm" / "final"
-    outcome = ppo(judged, "rounded", folder).succeeded
+    outcome = ppo(judged, "rounded", folder, "reward.dtype=bfloat16").succeeded
     assert 0 < float(outcome.out.partition("differ by ")[2].split()[0]) < 0.05
+
+
+def test_a_whole_model_is_asked_in_what_it_was_trained_in(judged: Workplace) -> None:
+    """Full fine-tuning keeps float32, whatever model.dtype says of frozen weights."""
+    command = ["stage=rm", *OTHER, "model.tokenizer=other", "data.max_prompt_tokens=200"]
+    command += ["data.max_response_tokens=200", "job=whole", "rm.finetune=full"]
+    judged.mini(*command, "model.dtype=bfloat16").succeeded  # noqa: B018
+    folder = judged.outputs / "other" / "other" / "whole" / "rm" / "final"
+    assert "differ by 0.000 of" in ppo(judged, "whole", folder).succeeded.out
 
 
 def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str | None], Path]) -> None:
@@ -123,6 +132,7 @@ def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
     lines = stopped(
         judged, "stage=ppo", "run=stopped", f"policy.checkpoint={judged.stage('sft') / 'final'}",
         "reward=model", f"reward.name_or_path={folder}", "reward.format_tolerance=1e-6",
+        "reward.dtype=bfloat16",
     )  # fmt: skip
     assert lines[0].endswith("(allowed: 1e-06)")
     assert lines[1].startswith("  it reads: '[start][user]")

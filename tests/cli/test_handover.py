@@ -39,6 +39,14 @@ def copied(place: Workplace, stage: str, **changes: Any) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+
+
 def refused(place: Workplace, *overrides: str) -> str:
     """What the command says; it left nothing, so that it trained nothing."""
     before = tree(place.outputs)
@@ -50,6 +58,7 @@ def refused(place: Workplace, *overrides: str) -> str:
 # Refused.
 
 
+@pytest.mark.usefixtures("no_model")
 def test_a_reward_model_of_another_chat_template(finished: Workplace) -> None:
     """The same vocabulary and the same weights, but a policy that is spoken to in another way."""
     policy, reward = copied(finished, "sft"), final(finished, "rm")
@@ -88,6 +97,7 @@ def test_a_reward_model_as_policy(finished: Workplace, finetune: str, stage: str
         ("reward_mean", None),
     ],
 )
+@pytest.mark.usefixtures("no_model")
 def test_a_manifest_whose_scale_cannot_be_divided_by(
     finished: Workplace, key: str, value: float | None
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -36,7 +38,17 @@ def ppo(place: Workplace, run: str, *overrides: str) -> None:
 
 
 def of_judge(place: Workplace) -> list[str]:
-    return ["reward=model", f"reward.name_or_path={judge(place)}", "reward.dtype=float32"]
+    return ["reward=model", f"reward.name_or_path={judge(place)}"]
+
+
+@pytest.fixture
+def no_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is refused before: a policy may take minutes to load."""
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -53,25 +65,64 @@ def test_a_reward_model_of_another_vocabulary(judged: Workplace, batch_size: int
 def test_a_classifier_as_the_hub_has_them(judged: Workplace) -> None:
     folder = judged.folder / "classifier"
     more = ["reward=model", f"reward.name_or_path={folder}", "reward.max_tokens=256"]
-    ppo(judged, "classifier", *more, "reward.dtype=float32", "reward.normalization=none")
+    ppo(judged, "classifier", *more, "reward.normalization=none")
     said = samples(judged, "classifier")
     expected = classifier_scores(folder, said)
     assert statistics.pstdev(expected) > 0.1
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_classifier_has_no_scale_that_was_measured(judged: Workplace) -> None:
+@pytest.mark.usefixtures("no_model_loads")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("normalization=stored", "reward.normalization is 'stored', but classifier was not trained "
+         "by stage=rm, which measures mean and deviation; allowed: none, running"),
+        ("uncertainty_coef=1", "reward.uncertainty_coef is 1; allowed: 0, since classifier is no "
+         "ensemble of stage=rm"),
+        ("chat_template=./none.jinja", "reward.chat_template is './none.jinja', and there is no "
+         "such file; allowed: a Jinja file, pair, null for the tokenizer's own"),
+        ("tokenizer=./none", "reward.tokenizer=./none: no such folder; allowed: a folder with "
+         "config.json, weights and tokenizer, or a hub id"),
+        ("label=1", "reward.label is 1; allowed: 0 to 0, the outputs of classifier"),
+        ("max_tokens=257", "reward.max_tokens is 257; allowed: at most 256, the model's "
+         "max_position_embeddings"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_classifier(judged: Workplace, option: str, message: str) -> None:
     error = judged.mini(
         "stage=ppo", "run=scale", f"policy.checkpoint={judged.stage('sft') / 'final'}",
         "reward=model", "reward.name_or_path=classifier", "reward.max_tokens=256",
-        "reward.normalization=stored",
+        f"reward.{option}",
+    ).error  # fmt: skip
+    assert error == message
+
+
+@pytest.mark.usefixtures("no_model_loads")
+def test_random_weights_cannot_be_quantised(judged: Workplace) -> None:
+    error = judged.mini(
+        "stage=ppo", "run=own", f"policy.checkpoint={judged.stage('sft') / 'final'}",
+        *of_judge(judged), "reward.quantization=nf4",
     ).error  # fmt: skip
     assert error == (
-        "reward.normalization is 'stored', but classifier was not trained by stage=rm, which "
-        "measures mean and deviation; allowed: none, running"
+        f"reward.quantization is 'nf4'; allowed: none, since {judge(judged)} stands on "
+        "model.from_config, which has no weights to quantise"
     )
 
 
+@pytest.mark.usefixtures("no_model_loads")
+def test_a_scale_that_is_damaged(judged: Workplace, tmp_path: Path) -> None:
+    shutil.copytree(judge(judged), tmp_path / "final")
+    file = tmp_path / "final" / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"reward_std": None}))
+    error = judged.mini(
+        "stage=ppo", "run=own", f"policy.checkpoint={judged.stage('sft') / 'final'}",
+        "reward=model", f"reward.name_or_path={tmp_path / 'final'}", "reward.normalization=stored",
+    ).error  # fmt: skip
+    assert error.startswith(f"{file}: reward_std is None; allowed: ")
+
+
+@pytest.mark.usefixtures("no_model_loads")
 @pytest.mark.parametrize(
     ("key", "value"),
     [("tokenizer", "other"), ("label", 0), ("chat_template", "pair"), ("revision", "main")],
@@ -88,8 +139,7 @@ def test_a_final_brings_its_own(judged: Workplace, key: str, value: str | int) -
 def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> None:
     """The command in a process of its own, standardised by what its `final/` has."""
     folder = judge(judged) if source == "judge" else judged.folder / "classifier"
-    command = [*MODULE, "serve-reward", str(folder), "--port", "0", "reward.dtype=float32"]
-    command += ["reward.max_tokens=256"]
+    command = [*MODULE, "serve-reward", str(folder), "--port", "0", "reward.max_tokens=256"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command, cwd=judged.folder, env=environment, stdout=subprocess.PIPE, text=True
@@ -116,10 +166,18 @@ def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> No
         (["classifier", "dtype=float32"], "an option is 'dtype=float32'; allowed: reward.KEY="),
         (["classifier", "reward.batch_size=0"], "reward.batch_size is 0; allowed: "),
         (["classifier"], "reward.max_tokens is 2048; allowed: at most 256"),
+        (["classifier", "reward.weight=2"], "reward.weight is given, but a server does not read "
+         "it; give it to the run that asks, with reward=http"),
+        (["classifier", "reward.clip=1"], "reward.clip is given, but a server does not read it"),
+        (["classifier", "reward.kind=http"], "reward.kind is given, but a server does not read"),
+        (["classifier", "reward.name_or_path=data"], "reward.name_or_path is given, but a server"),
+        (["classifier", "reward.format_check=off"], "reward.format_check is given, but a server"),
+        (["classifier", "reward.normalization=running"], "reward.normalization is 'running'; "
+         "allowed: none, stored: "),
         (["./nowhere"], "reward.name_or_path=./nowhere: no such folder"),
         (["data"], "reward.name_or_path=data holds neither config.json"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_served_is_said(
     judged: Workplace, arguments: list[str], message: str
 ) -> None:
@@ -136,7 +194,7 @@ def test_a_policy_learns_what_a_model_of_another_vocabulary_likes(judged: Workpl
     outcome = judged.mini(
         "stage=ppo", "run=learn", "policy.checkpoint=base", "reward=model",
         "model.from_config.initializer_range=0.5", "reward.name_or_path=classifier",
-        "reward.max_tokens=256", "reward.dtype=float32", "reward.batch_size=64",
+        "reward.max_tokens=256", "reward.batch_size=64",
         "reward.normalization=none", "ppo.iterations=40", "ppo.rollout_batch_size=64",
         "ppo.minibatch_size=32", "ppo.microbatch_size=32", "ppo.max_response_tokens=2",
         "ppo.lr=3e-2", "ppo.kl_coef=0", "ppo.missing_eos=none", "ppo.val_every=40",

@@ -6,6 +6,7 @@ written here word for word.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,8 @@ def expected(folder: str, texts: Sequence[tuple[str, str]], label: int = 0) -> T
 def scores(classifier: Classifier, size: int = len(TEXTS)) -> Tensor:
     features = [classifier.encode(row(prompt), response) for prompt, response in TEXTS]
     parts = [features[start : start + size] for start in range(0, len(features), size)]
-    return torch.cat([classifier.read(part) for part in parts]).float()
+    (column,) = torch.cat([classifier.read(part) for part in parts]).float().unbind(dim=1)
+    return column
 
 
 @pytest.mark.parametrize("size", [1, 3, len(TEXTS)])
@@ -134,6 +136,23 @@ def test_bfloat16_rounds(checkpoint: Callable[..., str]) -> None:
     wanted, found = expected(folder, TEXTS), scores(classifier)
     assert not torch.equal(found, wanted)
     assert (found - wanted).abs().max() < 0.1 * wanted.std()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("says", [True, False])
+def test_without_a_dtype_it_is_kept_as_it_is_stored(
+    checkpoint: Callable[..., str], stored: torch.dtype, says: bool
+) -> None:
+    """A configuration that does not say how leaves transformers' old rule: float32."""
+    folder = checkpoint()
+    LlamaForSequenceClassification.from_pretrained(folder, dtype=stored).save_pretrained(folder)
+    file = Path(folder) / "config.json"
+    config = json.loads(file.read_text())
+    assert config["dtype"] == str(stored).removeprefix("torch.")
+    if not says:
+        del config["dtype"]
+    file.write_text(json.dumps(config))
+    assert load(folder, dtype=None).model.dtype == (stored if says else torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -30,7 +30,7 @@ class Letters:
     def read(self, features: Sequence[Features]) -> Tensor:
         self.had_gradients |= torch.is_grad_enabled()
         self.read_at_once.append([self.show(one["input_ids"]) for one in features])
-        return torch.tensor([sum(one["input_ids"]) for one in features], dtype=torch.bfloat16)
+        return torch.tensor([[sum(one["input_ids"])] for one in features], dtype=torch.bfloat16)
 
     def show(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
@@ -41,7 +41,10 @@ class Letters:
 
 def reward(letters: Letters, **changes: Any) -> TextReward:
     model = TextModel(letters.encode, letters.read, letters.show, letters.problems)
-    found = TextReward(model, mean=0, std=1, batch_size=2, max_tokens=9, name="reward.components.a")
+    found = TextReward(
+        model, mean=0, std=1, uncertainty_coef=0, batch_size=2, max_tokens=9,
+        name="reward.components.a",
+    )  # fmt: skip
     return replace(found, **changes)
 
 
@@ -69,6 +72,18 @@ def test_the_mean_becomes_zero_and_a_standard_deviation_one() -> None:
     # (306 - 174) / 8 = 16.5, 33 / 8 = 4.125, 98 / 8 = 12.25, 0, 66 / 8 = 8.25
     found = reward(Letters(), mean=174, std=8)(REPLIES)
     assert found.tolist() == [16.5, 4.125, 12.25, 0.0, 8.25]
+
+
+def test_heads_that_disagree_cost_their_deviation() -> None:
+    # Heads n and 3n have the mean 2n and the deviation n: (2n - 100 - 0.5 n) / 2, n as in SUMS.
+    letters = Letters()
+    two = TextModel(
+        letters.encode, lambda some: letters.read(some) * torch.tensor([1, 3]), letters.show
+    )
+    sums = [4, 2, 6, 1, 5]
+    digits = make_replies(*(("", chr(n)) for n in sums))
+    found = reward(letters, model=two, mean=100, std=2, uncertainty_coef=0.5)(digits)
+    assert found.tolist() == [(1.5 * (n + ord(">")) - 100) / 2 for n in sums]
 
 
 def test_rows_and_responses_must_be_as_many() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping
 from functools import partial
 
@@ -11,7 +12,7 @@ from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import reward_role
 from lightning_rlhf.cli.launch import Prepared
 from lightning_rlhf.cli.settings import Settings, reward_key
-from lightning_rlhf.cli.text_rewards import text_reward
+from lightning_rlhf.cli.text_rewards import check_text_reward, text_reward
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -32,17 +33,25 @@ from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
 
 
-def light_sources(settings: Settings, columns: Collection[str]) -> dict[str, Source]:
-    """The components that need no model of ours, checked before one loads.
+def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source]:
+    """The components that are no models; all others are checked before any model loads.
 
     columns: those of the prompts' rows.
 
-    Raises ConfigError where a function is not there or does not take what the data have.
+    Raises ConfigError or CheckpointError where a component cannot be what is asked of it.
     """
+    settings = ready.settings
+    if isinstance(settings.config, PPOConfig) and settings.config.critic_init == "reward":
+        critic_start(settings)
     sources: dict[str, Source] = {}
     for name, config in settings.reward.items():
-        key = reward_key(settings, name)
+        key, role = reward_key(settings, name), reward_role(settings, name)
         match config:
+            case HeadConfig():
+                check_template(ready, ready.parents[role])
+                reward_scale(ready.parents[role], config)
+            case ModelConfig():
+                check_text_reward(config, key, ready.parents.get(role))
             case FunctionConfig():
                 function = load_function(config.path, f"{key}.path")
                 found = FunctionReward(function, config.arguments, key)
@@ -95,7 +104,8 @@ def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: int) -> S
 
 def random_source(ready: Prepared, roles: Roles, role: str, batch_size: int) -> Source:
     """A head that means nothing."""
-    random_reward(roles, role, torch.Generator().manual_seed(ready.settings.seed))
+    own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
+    random_reward(roles, role, torch.Generator().manual_seed(own))
     say("reward=random: the reward means nothing; this only shows that the loop runs", "bold red")
     return LearnedReward(partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size)
 
@@ -105,12 +115,6 @@ def head_source(
 ) -> LearnedReward:
     """A reward model of stage=rm, on the policy's base or with its own."""
     final = ready.parents[role]
-    if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
-        raise CheckpointError(
-            f"{final.path} was trained with another chat template than the policy's: it would "
-            "read other text than it was trained on. Train it again from this SFT model, or let "
-            f"it read text: reward=model reward.name_or_path={final.path}"
-        )
     mean, std = reward_scale(final, config)
     owner = attach_reward(roles, role, final, ready.settings.model, tokenizer_hash(ready.tokenizer))
     if owner is not roles:
@@ -120,32 +124,44 @@ def head_source(
     )
 
 
+def check_template(ready: Prepared, final: Final) -> None:
+    """Raise CheckpointError unless a reward model was trained with the policy's chat template."""
+    if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
+        raise CheckpointError(
+            f"{final.path} was trained with another chat template than the policy's: it would "
+            "read other text than it was trained on. Train it again from this SFT model, or let "
+            f"it read text: reward=model reward.name_or_path={final.path}"
+        )
+
+
 def reward_scale(final: Final, config: ComponentConfig) -> tuple[float, float]:
     """Mean and deviation that stage=rm measured, where the component is standardised by them."""
     return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
+
+
+def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
+    """Name and settings of the component that the critic starts as; ConfigError without one."""
+    heads = [(name, part) for name, part in settings.reward.items() if isinstance(part, HeadConfig)]
+    if len(heads) != 1:
+        raise ConfigError(
+            "ppo.critic_init is 'reward', which starts from the reward's component of kind "
+            f"head, but there are {len(heads)}; allowed: zero, or one such component"
+        )
+    if heads[0][1].normalization == "running":
+        raise ConfigError(
+            "ppo.critic_init is 'reward', whose scale is that of the start, but the component "
+            "of kind head has normalization=running; allowed: none, stored, or "
+            "ppo.critic_init=zero"
+        )
+    return heads[0]
 
 
 def build_critic(ready: Prepared, roles: Roles, config: PPOConfig) -> Critic:
     """Who says what a state is worth."""
     reward, scale = None, (0.0, 1.0)
     if config.critic_init == "reward":
-        heads = [
-            (ready.parents[reward_role(ready.settings, name)], component)
-            for name, component in ready.settings.reward.items()
-            if isinstance(component, HeadConfig)
-        ]
-        if len(heads) != 1:
-            raise ConfigError(
-                "ppo.critic_init is 'reward', which starts from the reward's component of kind "
-                f"head, but there are {len(heads)}; allowed: zero, or one such component"
-            )
-        reward, component = heads[0]
-        if component.normalization == "running":
-            raise ConfigError(
-                "ppo.critic_init is 'reward', whose scale is that of the start, but the component "
-                "of kind head has normalization=running; allowed: none, stored, or "
-                "ppo.critic_init=zero"
-            )
+        name, component = critic_start(ready.settings)
+        reward = ready.parents[reward_role(ready.settings, name)]
         mean, std = reward_scale(reward, component)
         scale = mean, std / component.weight
     owner, role = add_critic(

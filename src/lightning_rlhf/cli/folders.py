@@ -251,15 +251,15 @@ def is_folder(source: str) -> bool:
 
 
 def find_head(settings: Settings, config: HeadConfig, key: str) -> Final:
-    """The reward model of stage=rm that PPO maximises."""
+    """The reward model of stage=rm that is to be maximised, or looked at."""
     if config.checkpoint is not None:
         return find(config.checkpoint, key)
     final = earlier(settings, "rm")
     if final is None:
         raise CheckpointError(
-            f"PPO needs a reward model, and {folder_of(settings, 'rm')} has none. Train one with "
-            f"stage=rm, or give {key}=FOLDER_OR_HUB_ID, or reward=random to debug the loop with a "
-            "random head that means nothing"
+            f"stage={settings.stage} needs a reward model, and {folder_of(settings, 'rm')} has "
+            f"none. Train one with stage=rm, or give {key}=FOLDER_OR_HUB_ID, or reward=random for "
+            "a random head that means nothing"
         )
     return final
 

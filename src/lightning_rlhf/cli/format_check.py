@@ -69,11 +69,11 @@ def check_format(
     if not pairs:
         return None
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
+    source = replace(source, uncertainty_coef=0.0)  # what was written down is the mean
     if isinstance(source, TextReward):
         rendered = source.rendered(rows[0], chosen[0])
         problems = source.problems(rows[0], chosen[0])
     else:
-        source = replace(source, uncertainty_coef=0.0)  # what was written down is the mean
         reply = written(rows[:1], chosen[:1], ready.chat).rollout
         rendered, problems = ready.chat.show(real_tokens(reply.tokens, reply.mask)[0]), []
     high, low = (

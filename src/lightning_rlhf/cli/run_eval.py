@@ -45,8 +45,8 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
     parents = find_parents(settings)
     rows = load_preferences(settings.data, settings.seed)
-    light = light_sources(settings, {"prompt", "messages"})
     ready = make_ready(settings, parents)
+    light = light_sources(ready, {"prompt", "messages"})
     pairs = fitting(rows.val, ready.chat, settings.data)
     if not pairs:
         raise DataError(

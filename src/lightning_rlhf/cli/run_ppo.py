@@ -40,8 +40,8 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     rows = load_prompts(settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
-    light = light_sources(settings, columns)
     ready = make_ready(settings, parents)
+    light = light_sources(ready, columns)
     train = tokenise_prompts(rows.train, ready.chat, settings.data)
     val = tokenise_prompts(rows.val, ready.chat, settings.data)
     say_lengths("prompts", rows.train, train)

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="reward.KEY=VALUE",
-        help="as for reward=model, e.g. reward.dtype=float32 reward.chat_template=pair",
+        help="as for reward=model, e.g. reward.batch_size=64 reward.chat_template=pair",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="%(default)s; 0 = any free one")

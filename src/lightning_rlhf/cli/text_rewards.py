@@ -11,16 +11,16 @@ import torch
 from jaxtyping import Float
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lightning_rlhf.cli.main import CONF
 from lightning_rlhf.cli.settings import read_model, read_reward
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
-from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.classifier import load_classifier
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
+from lightning_rlhf.models.classifier import check_classifier, load_classifier
 from lightning_rlhf.models.handover import load_reward
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.rewards.config import ModelConfig
@@ -28,32 +28,83 @@ from lightning_rlhf.rewards.protocol import Columns, Messages
 from lightning_rlhf.rewards.serve import Score
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
 
+ASKER = "give it to the run that asks, with reward=http"
+NOT_SERVED = {
+    "reward.kind": "what it serves is a model",
+    "reward.name_or_path": "give it as the folder or hub id to serve",
+    "reward.weight": ASKER,
+    "reward.clip": ASKER,
+    "reward.format_check": "stage=ppo and stage=eval check the format of reward=model",
+    "reward.format_tolerance": "stage=ppo and stage=eval check the format of reward=model",
+}
+"""Keys of conf/reward/model.yaml that mean nothing to a server, and what to do instead."""
+
 
 def text_reward(
     config: ModelConfig, key: str, final: Final | None, device: torch.device
 ) -> TextReward:
-    """The reward model of `config`, which stands at `key`.
+    """The reward model of `config`, which stands at `key` and was checked.
 
     final: its folder, where it is one of this machine.
     """
-    if final is None:
-        folder = local_folder(config.name_or_path, f"{key}.name_or_path", config.revision)
-        final = find(str(folder), f"{key}.name_or_path")
+    final = final or found(config, key)
     on = torch.device(config.device) if config.device else device
-    mean, std = 0.0, 1.0
-    if final.manifest is not None:
-        if config.normalization == "stored":
-            mean, std = final.reward_moments()
-        model, limit = own_model(final, config, key, on)
-        max_tokens = min(config.max_tokens, limit)
+    mean, std, limit = 0.0, 1.0, config.max_tokens
+    if final.manifest is None:
+        model = classifier_model(config, key, on)
     else:
-        if config.normalization == "stored":
+        model, positions = own_model(final, config, on)
+        limit = min(limit, positions or limit)
+    if config.normalization == "stored":
+        mean, std = final.reward_moments()
+    return TextReward(model, mean, std, config.uncertainty_coef, config.batch_size, limit, key)
+
+
+def found(config: ModelConfig, key: str) -> Final:
+    """Its folder, from the hub where it is none of this machine."""
+    key = f"{key}.name_or_path"
+    return find(str(local_folder(config.name_or_path, key, config.revision)), key)
+
+
+def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> None:
+    """Raise what can be known to be wrong before weights load; as `text_reward`."""
+    final = final or found(config, key)
+    if final.manifest is not None:
+        check_own(final, config, key)
+        return
+    if config.normalization == "stored":
+        raise ConfigError(
+            f"{key}.normalization is 'stored', but {config.name_or_path} was not trained by "
+            "stage=rm, which measures mean and deviation; allowed: none, running"
+        )
+    require(config.uncertainty_coef == 0, f"{key}.uncertainty_coef", config.uncertainty_coef,
+            f"0, since {config.name_or_path} is no ensemble of stage=rm")  # fmt: skip
+    check_classifier(
+        final.path,
+        key,
+        tokenizer=config.tokenizer,
+        chat_template=config.chat_template,
+        label=config.label,
+        trust_remote_code=config.trust_remote_code,
+        max_tokens=config.max_tokens,
+    )
+
+
+def check_own(final: Final, config: ModelConfig, key: str) -> None:
+    """Raise where an option does not fit what stage=rm left."""
+    for name in ("revision", "tokenizer", "chat_template", "label"):
+        value = getattr(config, name)
+        if value is not None:
             raise ConfigError(
-                f"{key}.normalization is 'stored', but {config.name_or_path} was not trained by "
-                "stage=rm, which measures mean and deviation; allowed: none, running"
+                f"{key}.{name} is {value!r}, but {final.path} was written by stage=rm and brings "
+                "its own; allowed: null"
             )
-        model, max_tokens = classifier_model(config, key, on), config.max_tokens
-    return TextReward(model, mean, std, config.batch_size, max_tokens, key)
+    manifest = final.require_manifest("rm")
+    require(config.quantization == "none" or manifest.base != FROM_CONFIG, f"{key}.quantization",
+            config.quantization, f"none, since {final.path} stands on model.from_config, which has "
+            "no weights to quantise")  # fmt: skip
+    if config.normalization == "stored":
+        final.reward_moments()
 
 
 def classifier_model(config: ModelConfig, key: str, device: torch.device) -> TextModel:
@@ -78,23 +129,18 @@ def classifier_model(config: ModelConfig, key: str, device: torch.device) -> Tex
 
 
 def own_model(
-    final: Final, config: ModelConfig, key: str, device: torch.device
-) -> tuple[TextModel, int]:
+    final: Final, config: ModelConfig, device: torch.device
+) -> tuple[TextModel, int | None]:
     """What stage=rm left, on the base that it was trained on, with the format of its training.
 
-    Returns: the model, and how many tokens it has positions for.
+    Returns: the model, and how many tokens it has positions for, where it says that.
     """
-    for name in ("revision", "tokenizer", "chat_template", "label"):
-        found = getattr(config, name)
-        if found is not None:
-            raise ConfigError(
-                f"{key}.{name} is {found!r}, but {final.path} was written by stage=rm and brings "
-                "its own; allowed: null"
-            )
     manifest = final.require_manifest("rm")
+    trained = read_model(manifest.config)
     base = replace(
-        read_model(manifest.config),
-        dtype=config.dtype,
+        trained,
+        # Full fine-tuning keeps float32 weights whatever model.dtype says.
+        dtype=config.dtype or (trained.dtype if final.is_adapter else "float32"),
         quantization=config.quantization,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
@@ -107,16 +153,13 @@ def own_model(
         prompt = chat.prompt_tokens(turns(row["messages"]))
         return {"input_ids": [*prompt, *chat.response_tokens(response)]}
 
-    def read(features: Sequence[Features]) -> Float[Tensor, " n"]:
-        rows = [torch.tensor(one["input_ids"]) for one in features]
-        tokens = pad_sequence(rows, batch_first=True, padding_value=chat.pad_token_id).to(device)
-        real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-        mask = pad_sequence(real, batch_first=True).to(device)
+    def read(features: Sequence[Features]) -> Float[Tensor, "n H"]:
+        tokens, mask = pad([one["input_ids"] for one in features], chat.pad_token_id, "right")
         with torch.autocast(device.type, enabled=False):
-            return roles.reward(tokens, mask)
+            return roles.rewards(tokens.to(device), mask.to(device))
 
-    limit = getattr(roles.causal_lm.config, "max_position_embeddings", None)
-    return TextModel(encode, read, chat.show), limit or config.max_tokens
+    positions = getattr(roles.causal_lm.config, "max_position_embeddings", None)
+    return TextModel(encode, read, chat.show), positions
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:
@@ -124,11 +167,14 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
 
     Standardised where it is a `final/` of stage=rm, which has mean and deviation; else raw.
 
-    overrides: `reward.KEY=VALUE`, of the keys in conf/reward/model.yaml.
+    overrides: `reward.KEY=VALUE`, of the keys in conf/reward/model.yaml that say how it is read.
     """
     final = find(str(local_folder(source, "reward.name_or_path", None)), "reward.name_or_path")
     for word in overrides:
         require(re.match(r"reward\.\w+=", word) is not None, "an option", word, "reward.KEY=VALUE")
+        key = word.partition("=")[0]
+        if key in NOT_SERVED:
+            raise ConfigError(f"{key} is given, but a server does not read it; {NOT_SERVED[key]}")
     tree = OmegaConf.merge(
         {"reward": OmegaConf.load(CONF / "reward" / "model.yaml")},
         {"reward": {"name_or_path": str(final.path)}},
@@ -137,12 +183,15 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     )
     (config,) = read_reward(OmegaConf.to_container(tree.reward)).values()
     assert isinstance(config, ModelConfig)
+    require(config.normalization != "running", "reward.normalization", "running",
+            "none, stored: to a server every request is the first")  # fmt: skip
+    check_text_reward(config, "reward", final)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     reward = text_reward(config, "reward", final, device)
 
     def score(prompts: list[Messages], responses: list[str], columns: Columns) -> list[float]:
         rows = [prompt_row(turns(prompt)) for prompt in prompts]
-        return reward.score(rows, responses).tolist()
+        return reward.score(rows, responses).tolist() if responses else []
 
     return score
 

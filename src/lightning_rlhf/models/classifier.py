@@ -61,8 +61,8 @@ class Classifier:
             ) from error
         return {"input_ids": list(tokens)}
 
-    def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[Tensor, " n"]:
-        """The raw numbers, whatever is read together."""
+    def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[Tensor, "n 1"]:
+        """The raw number of each, whatever is read together."""
         pad = self.model.config.get_text_config().pad_token_id
         if pad is None:  # the model reads at the last position, which padding must not take
             return torch.cat([self._forward([one], 0) for one in features])
@@ -70,7 +70,7 @@ class Classifier:
 
     def _forward(
         self, features: Sequence[Mapping[str, list[int]]], pad: int
-    ) -> Float[Tensor, " n"]:
+    ) -> Float[Tensor, "n 1"]:
         longest = max(len(one["input_ids"]) for one in features)
         batch = {
             name: [[*one[name], *[pad if name == "input_ids" else 0] * (longest - len(one[name]))]
@@ -85,7 +85,7 @@ class Classifier:
         device = self.model.device
         tensors = {name: torch.tensor(rows, device=device) for name, rows in batch.items()}
         with torch.autocast(device.type, enabled=False):
-            return self.model(**tensors).logits[:, self.label]
+            return self.model(**tensors).logits[:, [self.label]]
 
     def show(self, tokens: Sequence[int]) -> str:
         """Tokens as text, special ones visible."""
@@ -115,7 +115,7 @@ def load_classifier(
     tokenizer: str | None,
     chat_template: str | None,
     label: int | None,
-    dtype: DType,
+    dtype: DType | None,
     quantization: Quantization,
     attn_implementation: str | None,
     trust_remote_code: bool,
@@ -129,19 +129,25 @@ def load_classifier(
         ConfigError: an option does not fit it.
     """
     folder = local_folder(source, f"{key}.name_or_path", revision)
-    with naming(source, f"{key}.name_or_path"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    chosen = checked_label(config, label, source, key)
-    check_length(config, max_tokens, key)
-    reader = load_reader(tokenizer or str(folder), chat_template, key, trust_remote_code)
+    config, reader = check_classifier(
+        folder,
+        key,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        label=label,
+        trust_remote_code=trust_remote_code,
+        max_tokens=max_tokens,
+    )
+    stored = config.dtype or torch.float32
+    kept = stored if dtype is None else getattr(torch, dtype)
     with naming(source, f"{key}.name_or_path"):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder,
             output_loading_info=True,
-            dtype=getattr(torch, dtype),
+            dtype=kept,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
-            quantization_config=quantization_config(quantization, dtype),
+            quantization_config=quantization_config(quantization, kept),
             **({} if quantization == "none" else {"device_map": {"": device}}),
         )
     if info["missing_keys"]:
@@ -153,24 +159,44 @@ def load_classifier(
     if quantization == "none":
         model.to(device)
     model.eval().requires_grad_(False)
-    return Classifier(model, reader, label=chosen, pair=chat_template == PAIR)
+    return Classifier(model, reader, label=label or 0, pair=chat_template == PAIR)
 
 
-def checked_label(config: PretrainedConfig, label: int | None, source: str, key: str) -> int:
-    """Which output is the reward. Raises where that is not clear."""
+def check_classifier(
+    folder: Path,
+    key: str,
+    *,
+    tokenizer: str | None,
+    chat_template: str | None,
+    label: int | None,
+    trust_remote_code: bool,
+    max_tokens: int,
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """The configuration and the tokenizer of the reward model in `folder`, without its weights.
+
+    Raises as `load_classifier`.
+    """
+    with naming(str(folder), f"{key}.name_or_path"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    check_label(config, label, folder, key)
+    check_length(config, max_tokens, key)
+    return config, load_reader(tokenizer or str(folder), chat_template, key, trust_remote_code)
+
+
+def check_label(config: PretrainedConfig, label: int | None, folder: Path, key: str) -> None:
+    """Raise where it is not clear which output is the reward."""
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
         raise CheckpointError(
-            f"{source} is a {kinds[0]}, which has no reward head; allowed: a model for sequence "
+            f"{folder} is a {kinds[0]}, which has no reward head; allowed: a model for sequence "
             "classification, or the final/ folder of a stage=rm run"
         )
     count = config.num_labels
     if label is None:
         require(count == 1, f"{key}.label", None,
-                f"0 to {count - 1}, since {source} has {count} outputs")  # fmt: skip
-        return 0
-    require(label < count, f"{key}.label", label, f"0 to {count - 1}, the outputs of {source}")
-    return label
+                f"0 to {count - 1}, since {folder} has {count} outputs")  # fmt: skip
+    else:
+        require(label < count, f"{key}.label", label, f"0 to {count - 1}, the outputs of {folder}")
 
 
 def check_length(config: PretrainedConfig, max_tokens: int, key: str) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.models.config import DType, ModelConfig, Quantization
+from lightning_rlhf.models.config import ModelConfig, Quantization
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -78,7 +78,7 @@ def load_causal_lm(
                 dtype=dtype,
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
-                quantization_config=quantization_config(config.quantization, config.dtype),
+                quantization_config=quantization_config(config.quantization, dtype),
             )
         if info["missing_keys"]:
             raise CheckpointError(
@@ -110,8 +110,13 @@ def local_folder(source: str, key: str, revision: str | None) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=FILES))
 
 
-def quantization_config(quantization: Quantization, dtype: DType) -> BitsAndBytesConfig | None:
-    """How bitsandbytes is to pack the weights: int8 (LLM.int8()) or nf4 (QLoRA's)."""
+def quantization_config(
+    quantization: Quantization, dtype: torch.dtype
+) -> BitsAndBytesConfig | None:
+    """How bitsandbytes is to pack the weights: int8 (LLM.int8()) or nf4 (QLoRA's).
+
+    dtype: in which nf4 computes.
+    """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     match quantization:
         case "int8":
@@ -120,7 +125,7 @@ def quantization_config(quantization: Quantization, dtype: DType) -> BitsAndByte
             return BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=getattr(torch, dtype),
+                bnb_4bit_compute_dtype=dtype,
             )
     return None
 

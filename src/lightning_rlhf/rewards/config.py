@@ -93,7 +93,8 @@ class ModelConfig(LearnedConfig):
     """A Jinja file, "pair" for tokenizer(prompt, response), or None for the tokenizer's own."""
     label: int | None
     """Which of several outputs is the reward; None where there is one."""
-    dtype: DType
+    dtype: DType | None
+    """None is as it was trained by stage=rm, or as it is stored."""
     quantization: Quantization
     attn_implementation: str | None
     trust_remote_code: bool
@@ -101,19 +102,22 @@ class ModelConfig(LearnedConfig):
     """Where it computes; None is where the policy does."""
     batch_size: int
     max_tokens: int
+    uncertainty_coef: float
+    """As HeadConfig.uncertainty_coef, for what stage=rm trained."""
 
     def check(self, key: str) -> None:
         """As ComponentConfig.check."""
         super().check(key)
         require(isinstance(self.name_or_path, str) and self.name_or_path != "",
                 f"{key}.name_or_path", self.name_or_path, "a folder or hub id")  # fmt: skip
-        require_one_of(f"{key}.dtype", self.dtype, get_args(DType))
+        require_one_of(f"{key}.dtype", self.dtype, (None, *get_args(DType)))
         require_one_of(f"{key}.quantization", self.quantization, get_args(Quantization))
         require_flag(f"{key}.trust_remote_code", self.trust_remote_code)
         if self.label is not None:
             require_number(f"{key}.label", self.label, at_least=0, whole=True)
         for name in ("batch_size", "max_tokens"):
             require_number(f"{key}.{name}", getattr(self, name), at_least=1, whole=True)
+        require_number(f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0)
         require(self.device is None or is_device(self.device), f"{key}.device", self.device,
                 f"null, cpu, cuda:0 to cuda:{torch.cuda.device_count() - 1}"
                 if torch.cuda.is_available() else "null, cpu")  # fmt: skip

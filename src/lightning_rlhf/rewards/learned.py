@@ -40,5 +40,13 @@ class LearnedReward:
             self.rewards(rollout.tokens[rows], rollout.mask[rows])
             for rows in order.split(self.batch_size)
         ]
-        spread, reward = torch.std_mean(torch.cat(parts)[order.argsort()], dim=1, correction=0)
-        return (reward - self.mean - self.uncertainty_coef * spread) / self.std
+        rewards = torch.cat(parts)[order.argsort()]
+        return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
+
+
+def standardised(
+    rewards: Float[Tensor, "B H"], mean: float, std: float, uncertainty_coef: float
+) -> Float[Tensor, " B"]:
+    """(r - mean - uncertainty_coef * u) / std, r and u mean and deviation over the heads."""
+    spread, reward = torch.std_mean(rewards, dim=1, correction=0)
+    return (reward - mean - uncertainty_coef * spread) / std

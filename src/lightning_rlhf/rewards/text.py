@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.types import Replies
+from lightning_rlhf.rewards.learned import standardised
 
 Features = Mapping[str, list[int]]
 """"input_ids", and what else the model takes of each token."""
@@ -23,8 +24,8 @@ class TextModel:
 
     encode: Callable[[Mapping[str, Any], str], Features]
     """(row of the data, response) -> the tokens of the whole dialogue."""
-    read: Callable[[Sequence[Features]], Float[Tensor, " n"]]
-    """Raw rewards of some dialogues, read at once."""
+    read: Callable[[Sequence[Features]], Float[Tensor, "n H"]]
+    """The raw number of each head for some dialogues, read at once."""
     show: Callable[[Sequence[int]], str]
     """Tokens as text, special ones visible."""
     problems: Callable[[Sequence[int]], list[str]] = lambda tokens: []
@@ -35,11 +36,13 @@ class TextModel:
 
 @dataclass(frozen=True)
 class TextReward:
-    """Standardised reward of dialogues as the reward model renders them: (r - mean) / std."""
+    """Standardised reward of dialogues as the reward model renders them, as `LearnedReward`."""
 
     model: TextModel
     mean: float
     std: float
+    uncertainty_coef: float
+    """Price of the deviation between the heads of an ensemble."""
     batch_size: int
     """Dialogues that are read at once, of alike lengths."""
     max_tokens: int
@@ -57,11 +60,12 @@ class TextReward:
         """Of each response to the prompt in its row; on the CPU."""
         encoded = [self.encode(*pair) for pair in zip(rows, responses, strict=True)]
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]["input_ids"]))
-        found = torch.empty(len(encoded))
-        for start in range(0, len(order), self.batch_size):
-            part = order[start : start + self.batch_size]
-            found[part] = self.model.read([encoded[i] for i in part]).float().cpu()
-        return (found - self.mean) / self.std
+        parts = [
+            self.model.read([encoded[i] for i in order[start : start + self.batch_size]])
+            for start in range(0, len(order), self.batch_size)
+        ]
+        rewards = torch.cat(parts).float().cpu()[torch.tensor(order).argsort()]
+        return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
 
     def encode(self, row: Mapping[str, Any], response: str) -> Features:
         """The tokens of a dialogue that are read."""
