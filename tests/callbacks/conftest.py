@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_rlhf.core.shaping import AS_IT_IS
 from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores, UpdateStats
 
 UPDATES = 2
@@ -64,7 +66,9 @@ class FakePPO(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.iteration = 0
         self.chat = Chat()
-        self.reward = SimpleNamespace(terms=[SimpleNamespace(name=name) for name in components])
+        self.reward = SimpleNamespace(
+            terms=[replace(AS_IT_IS[0], name=name) for name in components]
+        )
 
     def parts(self) -> Tensor:
         """[2,K] with column k = (k + 1) * (2 + iteration, -1 + iteration)."""

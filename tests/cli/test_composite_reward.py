@@ -14,13 +14,14 @@ RULES = """
 def threes(prompts, responses):
     return [3.0] * len(responses)
 """
-WEIGHTS = {"liked": 1.0, "short": -0.5, "steady": 2.0, "noise": 0.25}
+WEIGHTS = {"liked": 1.0, "short": -0.5, "steady": 2.0, "noise": 0.25, "hum": -1.0}
 
 
 def several(place: Workplace) -> list[str]:
-    """A learned reward, a shipped function, one of a file and a random head."""
+    """A learned reward, a shipped function, one of a file and two random heads."""
     (place.folder / "rules.py").write_text(RULES)
-    kinds = {"liked": "head", "short": "function", "steady": "function", "noise": "random"}
+    kinds = {"liked": "head", "short": "function", "steady": "function"}
+    kinds |= {"noise": "random", "hum": "random"}
     return [
         "reward=sum",
         *(f"+reward@reward.components.{name}={kind}" for name, kind in kinds.items()),
@@ -35,7 +36,7 @@ def several(place: Workplace) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
-    """In which job=several was paid by four components, without a leash or a price of length."""
+    """In which job=several was paid by five components, without a leash or a price of length."""
     place = Workplace(tmp_path_factory.mktemp("several"))
     place.outputs.symlink_to(pipeline.outputs)
     (place.folder / "data").symlink_to(pipeline.folder / "data")
@@ -59,12 +60,14 @@ def test_the_score_of_a_sample_is_the_weighted_sum_of_its_parts(folder: Path) ->
     found = samples(folder)
     assert len(found) == 12  # four prompts before, in the middle and at the end
     for sample in found:
-        liked, short, steady, noise = sample["parts"]
+        liked, short, steady, noise, hum = sample["parts"]
         # The band of 1 to 4 words, which falls to 0 at 8.
         words = len(sample["response"].split())
         assert short == pytest.approx(0 if words == 0 else min(1, max(0, 2 - words / 4)))
         assert steady == 3
-        assert sample["score"] == pytest.approx(liked - 0.5 * short + 2 * 3 + 0.25 * noise, 1e-5)
+        expected = liked - 0.5 * short + 2 * 3 + 0.25 * noise - hum
+        assert sample["score"] == pytest.approx(expected, 1e-5)
+        assert abs(noise - hum) > 1e-3  # each random head is another one
     assert len({sample["parts"][0] for sample in found}) > 1
     assert len({sample["parts"][3] for sample in found}) > 1
 
@@ -87,13 +90,26 @@ def test_every_component_has_its_curve(folder: Path) -> None:
 def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) -> None:
     """Without leash and end rule the shaped return is what is paid, mean over the batch."""
     first = next(row for row in rows(folder) if "reward_mean" in row)
-    liked, short = (float(first[f"rollout/reward/{name}"]) for name in ("liked", "short"))
+    liked, short, hum = (
+        float(first[f"rollout/reward/{name}"]) for name in ("liked", "short", "hum")
+    )
     # steady is 3, kept at 0.5, of weight 2. noise less its mean over all so far, which in the first
     # iteration is this batch's, has mean 0.
-    assert float(first["rollout/shaped_return"]) == pytest.approx(
-        liked - 0.5 * short + 2 * 0.5 + 0, abs=1e-4
-    )
+    for name in ("rollout/shaped_return", "rollout/reward_paid"):
+        expected = liked - 0.5 * short + 2 * 0.5 + 0 - hum
+        assert float(first[name]) == pytest.approx(expected, abs=1e-4)
+    later = [row for row in rows(folder) if "reward_mean" in row]
+    for row in later:
+        paid, shaped = (float(row[f"rollout/{n}"]) for n in ("reward_paid", "shaped_return"))
+        assert paid == pytest.approx(shaped, abs=1e-4)
     assert abs(float(first["rollout/reward/noise"])) > 1e-3
+
+
+def test_what_is_paid_is_not_said_where_it_is_what_is_reported(pipeline: Workplace) -> None:
+    """A head is standardised by what stage=rm measured, in what is reported too."""
+    found = [row for row in rows(pipeline.stage("ppo")) if "reward_mean" in row]
+    assert len(found) == 3
+    assert not any("rollout/reward_paid" in row for row in found)
 
 
 def test_components_with_one_name_of_a_kind_have_keys_of_their_own(place: Workplace) -> None:

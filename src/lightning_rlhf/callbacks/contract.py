@@ -7,18 +7,13 @@ from typing import Any, Literal, Protocol, cast
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_rlhf.core.shaping import ScoreMoments, Term
+
 
 class Chat(Protocol):
     """Turns tokens into text."""
 
     def decode_response(self, tokens: list[int]) -> str: ...
-
-
-class Term(Protocol):
-    """A component of the reward."""
-
-    @property
-    def name(self) -> str: ...
 
 
 class Reward(Protocol):
@@ -35,6 +30,8 @@ class PPOView(Protocol):
     """Finished iterations; survives a resume."""
     chat: Chat
     reward: Reward
+    moments: ScoreMoments
+    """Of all scores so far."""
 
     def prompt_rows(self, split: Literal["train", "val"]) -> Sequence[Mapping[str, Any]]: ...
 

@@ -29,6 +29,7 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
+from lightning_rlhf.core.shaping import paid_sum
 
 
 def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
@@ -80,9 +81,13 @@ class PPOMetrics(Callback):
             "rollout/padding": outputs["padding"].item(),
             **time_metrics(outputs["seconds"], sums),
         }
-        terms = ppo_view(pl_module).reward.terms
+        module = ppo_view(pl_module)
+        terms = module.reward.terms
+        parts = _gathered(pl_module, outputs["experience"].parts)
+        if not all(term.is_paid_as_reported for term in terms):
+            paid = paid_sum(parts, terms, module.moments.parts)
+            metrics["rollout/reward_paid"] = paid.mean().item()
         if len(terms) > 1:
-            parts = _gathered(pl_module, outputs["experience"].parts)
             columns = {term.name: part for term, part in zip(terms, parts.T, strict=True)}
             metrics |= {PART + name: part.mean().item() for name, part in columns.items()}
             draw_histograms(trainer, pl_module, columns)

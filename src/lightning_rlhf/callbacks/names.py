@@ -84,6 +84,14 @@ METRICS: dict[str, Metric] = {
         PPO,
         "none rises at the cost of all others",
     ),
+    "rollout/reward_paid": Metric(
+        "mean over responses of what PPO is paid before its own shaping, where a component is "
+        "normalised by running moments or clipped",
+        "score",
+        "rollout",
+        PPO,
+        "follows reward_mean; near 0 by itself under running normalisation",
+    ),
     "rollout/response_tokens": Metric(
         "mean over responses of their tokens, end token included",
         "tokens",

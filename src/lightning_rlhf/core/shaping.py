@@ -88,6 +88,11 @@ class Term:
     clip: float | None
     """The component, normalised, is kept within +- this; None = no clip."""
 
+    @property
+    def is_paid_as_reported(self) -> bool:
+        """Whether `paid_sum` takes the very number that `weighted_sum` takes."""
+        return self.normalization != "running" and self.clip is None
+
 
 AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)
 """One component, whose number is the score."""
