@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from lightning_rlhf.cli.main import RECIPES
 
-from .conftest import Outcome, Workplace, given, make_workplace, tree
+from .conftest import SHIPPED, Outcome, Workplace, given, make_workplace, tree
 from .others import OTHER, TEMPLATE, save_classifier, train
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
@@ -138,6 +140,27 @@ def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
     assert lines[1].startswith("  it reads: '[start][user]")
 
 
+@torch.no_grad()
+def disliked(classifier: Path, file: Path) -> list[str]:
+    """Eight held-out pairs in `file`, the response that the classifier likes less being chosen."""
+    model = LlamaForSequenceClassification.from_pretrained(classifier).eval()
+    tokenizer = AutoTokenizer.from_pretrained(classifier)
+
+    def score(prompt: str, response: str) -> float:
+        text = f"[start][user]{prompt}\n[assistant]{response}"
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        return float(model(ids).logits[0, 0])
+
+    rows = [json.loads(line) for line in (SHIPPED / "preferences_val.jsonl").open()][:8]
+    for row in rows:
+        sides = sorted(
+            (row["chosen"], row["rejected"]), key=lambda said: score(row["prompt"], said)
+        )
+        row["chosen"], row["rejected"] = sides
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"data.preferences.val={file}"]
+
+
 class TestClassifiers:
     """Nobody wrote down what they said: the text alone tells, and the pairs of the data."""
 
@@ -152,7 +175,29 @@ class TestClassifiers:
         command = self.classifier(judged, tmp_path, "{{ bos_token }}" + TEMPLATE)
         lines = stopped(judged, *command, "run=stopped")
         assert lines[1].startswith("  it reads: '[start][start][user]")
-        assert lines[2] == "  it starts with '[start]' twice"
+        assert lines[2:] == [
+            "  it starts with '[start]' twice",
+            "Mend that; or reward.format_check=warn goes on all the same",
+        ]
+
+    def test_one_that_likes_what_people_do_not_stops_ppo(
+        self, judged: Workplace, tmp_path: Path
+    ) -> None:
+        """A label of its other output does that. Its template loses the end of the response."""
+        command = self.classifier(judged, tmp_path, TEMPLATE.replace("[end]", ""))
+        said = disliked(tmp_path / "classifier", tmp_path / "pairs.jsonl")
+        lines = stopped(judged, *command, *said, "run=stopped")
+        assert lines[2:] == [
+            "  it ranks 0 pairs as labelled and 8 the other way round, which guessing does with "
+            "probability 0.0039: another output (label) or chat template, or lower is better (a "
+            "weight below 0)",
+            "  look: the chat template ends with the response; no '[end]' follows",
+            "Mend that; or reward.format_check=warn goes on all the same",
+        ]
+        outcome = judged.mini(*command, *said, "run=penalty", "reward.weight=-1").succeeded
+        assert "0.00 of them ranked as labelled" in outcome.out
+        assert "the other way round" not in outcome.out
+        assert "  look: the chat template ends with the response" in outcome.out
 
     def test_a_good_one_is_shown(self, judged: Workplace, tmp_path: Path) -> None:
         command = self.classifier(judged, tmp_path, TEMPLATE)

@@ -115,6 +115,56 @@ def test_two_starts_are_a_problem(checkpoint: Callable[..., str], tmp_path: Path
     assert classifier.problems(tokens) == ["it starts with '<s>' twice"]
 
 
+WHOLE = "{% for turn in messages %} user : {{ turn.content }} </s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "doubts"),
+    [
+        (TEMPLATE, []),
+        (WHOLE, []),
+        ("{{ messages[-1].content }} </s>", ["the chat template leaves out what the user said "]),
+        ("user : {{ messages[0].content }} </s>", ["the chat template leaves out the response"]),
+        (WHOLE.replace(" </s>", ""), ["the chat template ends with the response; no '</s>' "]),
+        (WHOLE.replace("user :", "").replace("</s>", ""), [
+            "the chat template puts nothing between the user's words and the response",
+            "the chat template ends with the response; no '</s>' follows",
+        ]),
+        (WHOLE.replace("user :", "").replace("</s>", "") + "</s>", [
+            "the chat template puts nothing between the user's words and the response",
+        ]),
+    ],
+)  # fmt: skip
+def test_a_template_that_loses_something_is_doubted(
+    checkpoint: Callable[..., str], tmp_path: Path, template: str, doubts: list[str]
+) -> None:
+    file = tmp_path / "some.jinja"
+    file.write_text(template)
+    found = load(checkpoint(), chat_template=str(file)).doubts(row("w1 w2"), "w3")
+    assert len(found) == len(doubts)
+    assert all(a.startswith(b) for a, b in zip(found, doubts, strict=True))
+
+
+def test_a_response_that_repeats_the_prompt_is_no_reason_to_doubt(
+    checkpoint: Callable[..., str],
+) -> None:
+    assert load(checkpoint()).doubts(row(" w1 "), "w1\n") == []
+
+
+def test_a_pair_has_no_template_to_doubt(checkpoint: Callable[..., str]) -> None:
+    assert load(checkpoint("bert"), chat_template=PAIR).doubts(row("w1"), "w2") == []
+
+
+def test_without_an_end_token_none_is_missed(
+    checkpoint: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "some.jinja"
+    file.write_text(WHOLE.replace(" </s>", ""))
+    classifier = load(checkpoint(), chat_template=str(file))
+    classifier.tokenizer.eos_token = None
+    assert classifier.doubts(row("w1"), "w2") == []
+
+
 def test_a_tokenizer_of_elsewhere(checkpoint: Callable[..., str], tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "other", "{{ messages[1].content }}")
     classifier = load(checkpoint(), tokenizer=str(tmp_path / "other"))
@@ -129,13 +179,13 @@ def test_one_of_several_outputs(checkpoint: Callable[..., str], label: int) -> N
 
 
 def test_bfloat16_rounds(checkpoint: Callable[..., str]) -> None:
-    """8 bits of mantissa a number are 0.4% of it; a tenth of the deviation leaves room for sums."""
+    """Measured over seeds 0 to 4 of this family and of qwen3: 0.018 to 0.059 of the deviation."""
     folder = checkpoint()
     classifier = load(folder, dtype="bfloat16")
     assert classifier.model.dtype == torch.bfloat16
     wanted, found = expected(folder, TEXTS), scores(classifier)
     assert not torch.equal(found, wanted)
-    assert (found - wanted).abs().max() < 0.1 * wanted.std()
+    assert (found - wanted).abs().max() < 0.08 * wanted.std()
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

@@ -16,6 +16,7 @@ from lightning_rlhf.rewards.format_check import (
     accuracy,
     compare,
     first_difference,
+    ranked_backwards,
     read_pairs,
     unknown,
     write_pairs,
@@ -50,6 +51,7 @@ def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
         rendered="<q>a<r>b<e>",
         own_rendered="<q>a<r>b<e>",
         problems=("odd",),
+        doubts=(),
     )
 
 
@@ -70,7 +72,7 @@ def test_scores_that_were_all_alike_have_no_scale() -> None:
 )  # fmt: skip
 def test_what_fits(gap: float | None, problems: tuple[str, ...], fits: bool) -> None:
     own = None if gap is None else "<q>"
-    result = replace(unknown([1], [0], "<q>", problems), gap=gap, own_rendered=own)
+    result = replace(unknown([1], [0], "<q>", problems, ["short"]), gap=gap, own_rendered=own)
     assert result.fits(0.1) == fits
 
 
@@ -80,13 +82,47 @@ def test_another_text_does_not_fit_however_little_it_moves_scores() -> None:
 
 
 def test_pairs_that_nobody_scored_before() -> None:
-    result = unknown([2, 1], [1, 2], "<q>", ["it starts twice"])
+    result = unknown([2, 1], [1, 2], "<q>", ["it starts twice"], ["it has no end"])
     assert (result.pairs, result.accuracy, result.own_accuracy, result.gap) == (2, 0.5, None, None)
     assert result.lines("a", 0.1) == [
         "reward a: 2 held-out pairs read through PPO's path, 0.50 of them ranked as labelled",
         "  it reads: '<q>'",
         "  it starts twice",
+        "  look: it has no end",
     ]
+
+
+def ranked(right: int, wrong: int, ties: int = 0) -> list[str]:
+    chosen = [1.0] * right + [0.0] * (wrong + ties)
+    return ranked_backwards(chosen, [0.5] * (right + wrong) + [0.0] * ties)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "chance"),
+    [
+        (2, 14, "0.0021"),  # (1 + 16 + 120) / 2^16 = 137 / 65536
+        (0, 7, "0.0078"),  # 1 / 2^7
+        (1, 10, "0.0059"),  # (1 + 11) / 2^11
+    ],
+)
+def test_pairs_that_are_ranked_backwards(right: int, wrong: int, chance: str) -> None:
+    for ties in (0, 5):  # which say neither
+        (line,) = ranked(right, wrong, ties)
+        assert line.startswith(f"it ranks {right} pairs as labelled and {wrong} the other way ")
+        assert f"with probability {chance}: " in line
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "ties"),
+    [
+        (3, 13, 0),  # 137 + 560 of 65536: 0.0106
+        (0, 6, 10),  # 1 / 2^6: 0.016
+        (14, 2, 0),
+        (0, 0, 4),
+    ],
+)
+def test_pairs_that_guessing_may_rank_so(right: int, wrong: int, ties: int) -> None:
+    assert ranked(right, wrong, ties) == []
 
 
 def test_the_same_text_is_shown_once() -> None:

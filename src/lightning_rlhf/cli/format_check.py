@@ -20,6 +20,7 @@ from lightning_rlhf.rewards.format_check import (
     COUNT,
     FormatResult,
     compare,
+    ranked_backwards,
     read_pairs,
     unknown,
 )
@@ -54,6 +55,8 @@ def check_formats(ready: Prepared, reward: Reward) -> None:
 def advice(result: FormatResult, key: str) -> str:
     """What to do where a reward model does not say what it said."""
     on = f"{key}.format_check=warn goes on all the same"
+    if result.gap is None:
+        return f"Mend that; or {on}"
     if result.rendered == result.own_rendered and not result.problems:
         return f"The text is the same: its numbers differ by dtype or quantization. {on}"
     return f"It would be asked about other text than it was trained on. Mend the format; or {on}"
@@ -82,7 +85,10 @@ def check_format(
     )
     if known:
         return compare(known, high.tolist(), low.tolist(), rendered, problems)
-    return unknown(high.tolist(), low.tolist(), rendered, problems)
+    doubts = source.model.doubts(rows[0], chosen[0]) if isinstance(source, TextReward) else []
+    if ready.settings.reward[name].weight > 0:
+        problems = [*problems, *ranked_backwards(high.tolist(), low.tolist())]
+    return unknown(high.tolist(), low.tolist(), rendered, problems, doubts)
 
 
 def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:

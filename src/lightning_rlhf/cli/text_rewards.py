@@ -124,7 +124,12 @@ def classifier_model(config: ModelConfig, key: str, device: torch.device) -> Tex
         device=device,
     )
     return TextModel(
-        classifier.encode, classifier.read, classifier.show, classifier.problems, classifier.starts
+        classifier.encode,
+        classifier.read,
+        classifier.show,
+        classifier.problems,
+        classifier.doubts,
+        classifier.starts,
     )
 
 

@@ -49,17 +49,20 @@ class Classifier:
         """The dialogue in the model's own form."""
         if self.pair:
             return dict(self.tokenizer(row["prompt"], response))
-        messages = [*row["messages"], {"role": "assistant", "content": response}]
         # The template writes the special tokens; the tokenizer must not add them again.
+        return {"input_ids": list(self._written(row, response, tokenize=True, return_dict=False))}
+
+    def _written(self, row: Mapping[str, Any], response: str, **form: bool) -> Any:
+        """The dialogue as the chat template writes it."""
+        messages = [*row["messages"], {"role": "assistant", "content": response}]
         try:
-            tokens = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+            return self.tokenizer.apply_chat_template(messages, **form)
         except TemplateError as error:
             turns = ", ".join(turn["role"] for turn in messages)
             raise RewardError(
                 f"the chat template of {self.tokenizer.name_or_path} refuses a dialogue with the "
                 f"turns {turns}: {error}"
             ) from error
-        return {"input_ids": list(tokens)}
 
     def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[Tensor, "n 1"]:
         """The raw number of each, whatever is read together."""
@@ -105,6 +108,26 @@ class Classifier:
         if start is not None and list(tokens[:2]) == [start, start]:
             return [f"it starts with {self.tokenizer.bos_token!r} twice"]
         return []
+
+    def doubts(self, row: Mapping[str, Any], response: str) -> list[str]:
+        """What a chat template seldom does, in words; some are made that way."""
+        if self.pair:
+            return []
+        text: str = self._written(row, response, tokenize=False)
+        said, answer = row["messages"][-1]["content"].strip(), response.strip()
+        at, end = text.find(said), text.rfind(answer)
+        if at < 0:
+            return ["the chat template leaves out what the user said last"]
+        if end < at + len(said):
+            return ["the chat template leaves out the response"]
+        found = []
+        if not text[at + len(said) : end].strip():
+            found.append("the chat template puts nothing between the user's words and the response")
+        if self.tokenizer.eos_token is not None and not text[end + len(answer) :].strip():
+            found.append(
+                f"the chat template ends with the response; no {self.tokenizer.eos_token!r} follows"
+            )
+        return found
 
 
 def load_classifier(

@@ -20,6 +20,8 @@ from lightning_rlhf.core.errors import CheckpointError
 PAIRS = "pairs.jsonl"
 COUNT = 16
 """Pairs that are kept and compared."""
+BACKWARDS = 0.01
+"""So seldom may a reward that only guesses be taken for one that ranks backwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,9 @@ class FormatResult:
     rendered: str
     own_rendered: str | None
     problems: tuple[str, ...]
-    """What is wrong with the text by itself."""
+    """What is wrong by itself."""
+    doubts: tuple[str, ...]
+    """What may be wrong with the text, and is no reason to stop."""
 
     def fits(self, tolerance: float) -> bool:
         """Whether PPO may start: the text is its own, and rounding alone moves the scores."""
@@ -82,7 +86,8 @@ class FormatResult:
         here = f"{self.accuracy:.2f} of them ranked as labelled"
         if self.gap is None:
             first = f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}"
-            return [first, f"  it reads: {self.rendered!r}", *(f"  {p}" for p in self.problems)]
+            more = (*self.problems, *(f"look: {doubt}" for doubt in self.doubts))
+            return [first, f"  it reads: {self.rendered!r}", *(f"  {line}" for line in more)]
         first = (
             f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}, "
             f"{self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} of "
@@ -118,11 +123,16 @@ def compare(
         rendered=rendered,
         own_rendered=known[0].rendered,
         problems=tuple(problems),
+        doubts=(),
     )
 
 
 def unknown(
-    chosen: Sequence[float], rejected: Sequence[float], rendered: str, problems: Sequence[str]
+    chosen: Sequence[float],
+    rejected: Sequence[float],
+    rendered: str,
+    problems: Sequence[str],
+    doubts: Sequence[str],
 ) -> FormatResult:
     """The scores of here alone."""
     return FormatResult(
@@ -133,7 +143,26 @@ def unknown(
         rendered=rendered,
         own_rendered=None,
         problems=tuple(problems),
+        doubts=tuple(doubts),
     )
+
+
+def ranked_backwards(chosen: Sequence[float], rejected: Sequence[float]) -> list[str]:
+    """What is to be said of pairs that are ranked worse than guessing would; ties say nothing.
+
+    The one-sided sign test: P(X <= right), X ~ Binomial(right + wrong, 1/2), is below BACKWARDS.
+    """
+    pairs = list(zip(chosen, rejected, strict=True))
+    right, wrong = sum(c > r for c, r in pairs), sum(c < r for c, r in pairs)
+    n = right + wrong
+    chance = sum(math.comb(n, k) for k in range(right + 1)) / 2**n
+    if chance >= BACKWARDS:
+        return []
+    return [
+        f"it ranks {right} pairs as labelled and {wrong} the other way round, which guessing does "
+        f"with probability {chance:.2g}: another output (label) or chat template, or lower is "
+        "better (a weight below 0)"
+    ]
 
 
 def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:

@@ -30,6 +30,8 @@ class TextModel:
     """Tokens as text, special ones visible."""
     problems: Callable[[Sequence[int]], list[str]] = lambda tokens: []
     """What is wrong with the tokens of a dialogue, in words."""
+    doubts: Callable[[Mapping[str, Any], str], list[str]] = lambda row, response: []
+    """What may be wrong with how a dialogue is written, in words."""
     starts: Callable[[Sequence[int]], int] = lambda tokens: 0
     """How many tokens at the start of a dialogue are special; some models read there."""
 
