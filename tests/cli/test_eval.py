@@ -21,6 +21,10 @@ def broken(prompts, responses):
     return [float("nan") if hit else 1.0 for hit in wanted]
 
 
+def threes(prompts, responses):
+    return [3.0] * len(responses)
+
+
 def never(prompts, responses):
     return [float("nan")] * len(responses)
 """
@@ -89,6 +93,35 @@ def test_its_scores_are_those_of_the_reward_model(place: Workplace) -> None:
     assert found["rejected"]["lowest"] == pytest.approx(min(rejected), abs=1e-5)
     right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
     assert found["accuracy"]["accuracy"] == right / 4
+
+
+def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:
+    """Twice the length, standardised by the SFT samples, and half of 3 kept at 1.
+
+    So the samples have mean 0.5 and deviation 2, and every response of n characters gets a n + b.
+    """
+    page, numbers, _ = evaluate(
+        place, "sum", "reward=sum", "+reward@reward.components.long=function",
+        "+reward@reward.components.steady=function", "reward.components.long.path=rules.py:length",
+        "reward.components.long.weight=2", "reward.components.long.normalization=running",
+        "reward.components.steady.path=rules.py:threes", "reward.components.steady.clip=1",
+        "reward.components.steady.weight=0.5",
+    )  # fmt: skip
+    assert page.startswith("# Is this reward fit to be maximised? long, steady\n")
+    found = numbers["fitness"]
+    assert found["sampled"]["mean"] == pytest.approx(0.5, abs=1e-5)
+    assert found["sampled"]["std"] == pytest.approx(2, rel=1e-5)
+    lines = (place.folder / "data" / "preferences_val.jsonl").read_text().splitlines()
+    chosen, rejected = (
+        sorted(len(json.loads(x)[s]) for x in lines) for s in ("chosen", "rejected")
+    )
+    low, high = found["chosen"]["lowest"], found["chosen"]["highest"]
+    a = (high - low) / (chosen[-1] - chosen[0])
+    assert a > 0
+    b = low - a * chosen[0]
+    for side, lengths in (("chosen", chosen), ("rejected", rejected)):
+        assert found[side]["mean"] == pytest.approx(a * sum(lengths) / 4 + b, abs=1e-4)
+        assert found[side]["lowest"] == pytest.approx(a * lengths[0] + b, abs=1e-4)
 
 
 def test_a_taste_for_length_is_flagged(place: Workplace) -> None:

@@ -33,7 +33,7 @@ def test_a_probe_is_cut_where_no_response_could_go_on(
 def test_advice_tells_other_text_from_other_numbers() -> None:
     same = FormatResult(
         pairs=16, accuracy=0.5, own_accuracy=0.9, gap=0.7, rendered="a", own_rendered="a",
-        problems=(),
+        problems=(), doubts=(),
     )  # fmt: skip
     assert advice(same, "reward") == (
         "The text is the same: its numbers differ by dtype or quantization. "
@@ -41,3 +41,7 @@ def test_advice_tells_other_text_from_other_numbers() -> None:
     )
     for other in (replace(same, rendered="b"), replace(same, problems=("twice",))):
         assert advice(other, "reward").startswith("It would be asked about other text than")
+    unknown = replace(same, gap=None, own_rendered=None, problems=("twice",))
+    assert advice(unknown, "reward.components.a") == (
+        "Mend that; or reward.components.a.format_check=warn goes on all the same"
+    )

@@ -211,6 +211,17 @@ class TestClassifiers:
                               "data.preferences.val=null").succeeded  # fmt: skip
         assert "no held-out pairs to check its format with (data.preferences)" in outcome.out
 
+    def test_pairs_that_cannot_be_read_are_told_and_done_without(
+        self, judged: Workplace, tmp_path: Path
+    ) -> None:
+        command = self.classifier(judged, tmp_path, TEMPLATE)
+        (tmp_path / "bad.jsonl").write_text("{")
+        bad = f"data.preferences.val={tmp_path / 'bad.jsonl'}"
+        outcome = judged.mini(*command, "run=bad", bad).succeeded
+        said = f"data.preferences, to check the format of rewards with: {tmp_path / 'bad.jsonl'}, "
+        assert f"{said}line 1: broken JSON" in outcome.out
+        assert "no held-out pairs to check its format with" in outcome.out
+
 
 def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:
     """Its template is the policy's own, but is given another argument."""

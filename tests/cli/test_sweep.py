@@ -263,6 +263,24 @@ def test_the_failed_job_alone_can_be_run_again(finished: Workplace) -> None:
     finished.sweep("stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=8").succeeded  # noqa: B018
 
 
+def test_a_sweep_of_evaluations_shows_what_their_reports_say(finished: Workplace) -> None:
+    """Two rewards of opposite tastes: what the one ranks right the other ranks wrong."""
+    rules = "def {}(prompts, responses):\n    return [{}float(len(r)) for r in responses]\n"
+    text = rules.format("long", "") + rules.format("short", "-")
+    (finished.folder / "rules.py").write_text(text)
+    few = ("eval.samples=4", "eval.batch_size=4", "reward=function")
+    outcome = finished.sweep("stage=eval", *few, "reward.path=rules.py:long,rules.py:short")
+    shown = table(outcome.succeeded.out)
+    assert shown.count(" done ") == 2
+    assert "fitness/flags" in shown
+    files = sorted(finished.outputs.rglob("eval/final/fitness.json"))
+    metrics = [json.loads(file.read_text())["metrics"] for file in files]
+    found = [numbers["fitness/accuracy"] for numbers in metrics]
+    assert len(found) == len(set(found)) == 2
+    assert sum(found) == 1
+    assert all(f" done {accuracy:.3f} " in shown for accuracy in found), shown
+
+
 def test_a_sweep_over_the_stages_hands_over(workplace: Workplace, pipeline: Workplace) -> None:
     outcome = workplace.sweep("stage=sft,rm,ppo").succeeded
     assert table(outcome.out).count(" done ") == 3

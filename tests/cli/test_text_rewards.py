@@ -12,6 +12,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_rlhf.cli.main import CONF
+from lightning_rlhf.cli.settings import read_reward
+from lightning_rlhf.cli.text_rewards import text_reward
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.rewards.config import ModelConfig
 
 from .conftest import MODULE, Workplace, make_workplace
 from .others import classifier_scores, own_scores, samples, save_classifier, train
@@ -133,6 +141,17 @@ def test_a_final_brings_its_own(judged: Workplace, key: str, value: str | int) -
         *of_judge(judged), f"reward.{key}={value}",
     ).error  # fmt: skip
     assert error.startswith(f"reward.{key} is {value!r}, but {judge(judged)} was written by")
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(10**6, 512), (7, 7)])
+def test_no_more_is_read_than_there_are_positions(judged: Workplace, asked: int, kept: int) -> None:
+    """model=mini has 512."""
+    node = OmegaConf.load(CONF / "reward" / "model.yaml")
+    changes = {"name_or_path": str(judge(judged)), "max_tokens": asked}
+    (config,) = read_reward(OmegaConf.to_container(OmegaConf.merge(node, changes))).values()
+    assert isinstance(config, ModelConfig)
+    final = find(str(judge(judged)), "")
+    assert text_reward(config, "reward", final, torch.device("cpu")).max_tokens == kept
 
 
 @pytest.mark.parametrize("source", ["judge", "classifier"])

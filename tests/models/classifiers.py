@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from lightning_rlhf.models.classifier import Classifier, load_classifier
@@ -47,6 +49,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
         Qwen3Config(**(SHAPE | DECODER | {"head_dim": 16} | k))
     ),
     "llama": lambda **k: LlamaForSequenceClassification(LlamaConfig(**(SHAPE | DECODER | k))),
+    "roberta": lambda **k: RobertaForSequenceClassification(RobertaConfig(**(SHAPE | k))),
     "bert": lambda **k: BertForSequenceClassification(BertConfig(**(SHAPE | k))),
 }
 

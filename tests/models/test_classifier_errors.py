@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from lightning_rlhf.models.classifier import PAIR
 
-from .classifiers import DECODER, SHAPE, load, save_classifier, save_tokenizer
+from .classifiers import DECODER, SHAPE, load, row, save_classifier, save_tokenizer
 
 
 def test_a_language_model(tmp_path: Path) -> None:
@@ -57,6 +58,21 @@ def test_more_tokens_than_positions(tmp_path: Path) -> None:
     )
 
 
+@torch.no_grad()
+def test_positions_of_roberta_are_counted_from_behind_its_padding(tmp_path: Path) -> None:
+    """Of 48, with the pad token 0, the first is that of padding: 47 tokens can be read."""
+    folder = save_classifier(tmp_path / "model", "roberta")
+    with pytest.raises(ConfigError, match=r"reward\.max_tokens is 48; allowed: at most 47, "):
+        load(folder)
+    model = load(folder, max_tokens=47)
+    # <s> user : p </s> assistant : r </s> are seven tokens besides the words.
+    fits = model.encode(row("w1"), " ".join(["w2"] * 39))
+    assert len(fits["input_ids"]) == 47
+    assert model.read([fits]).isfinite().all()
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model.read([model.encode(row("w1"), " ".join(["w2"] * 40))])
+
+
 def test_no_chat_template(tmp_path: Path) -> None:
     folder = save_classifier(tmp_path / "model")
     save_tokenizer(tmp_path / "plain", None)
@@ -88,8 +104,8 @@ def test_a_dialogue_that_the_template_refuses(tmp_path: Path) -> None:
     template = tmp_path / "strict.jinja"
     template.write_text("{{ raise_exception('no system turns') if messages[0].role == 'system' }}x")
     classifier = load(save_classifier(tmp_path / "model"), chat_template=str(template))
-    row = {"prompt": "", "messages": [{"role": "system", "content": "w1"}]}
+    system = {"prompt": "", "messages": [{"role": "system", "content": "w1"}]}
     with pytest.raises(
         RewardError, match="refuses a dialogue with the turns system, assistant: no"
     ):
-        classifier.encode(row, "w2")
+        classifier.encode(system, "w2")

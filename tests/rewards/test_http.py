@@ -159,6 +159,14 @@ def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) ->
     assert naps == [7, 7, 2]
 
 
+def test_no_pause_is_longer_than_two_minutes(script: Script, naps: list[float]) -> None:
+    """Whatever the server wants, and however often it is asked."""
+    later = {"retry-after": "86400"}
+    server = script((429, later, b""), *[(500, {}, b"")] * 4, scores(3))
+    make_reward(server.url, retries=5, backoff_s=16.0)(make_replies(("p", "r")))
+    assert naps == [120, 32, 64, 120, 120]  # 16 * 2^1 behind the second try; 2^3 and 2^4 are more
+
+
 def test_an_answer_that_breaks_off_is_asked_for_again(script: Script) -> None:
     cut = (200, {"content-length": "1000"}, b'{"scores": [1')
     server = script(cut, cut, scores(3))

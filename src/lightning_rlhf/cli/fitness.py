@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from torch import Tensor
 from lightning_rlhf.callbacks.loggers import log_pictures
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.launch import Prepared
+from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import collate_prompts, pad
@@ -32,10 +34,13 @@ from lightning_rlhf.report.scored import ScoredPair, ScoredProbe, ScoredSample
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair
 from lightning_rlhf.rewards.probes import make_probes
 from lightning_rlhf.rewards.weighted import Source
+from lightning_rlhf.rollout.calibrate import sample_reference
 from lightning_rlhf.rollout.replies import score_texts
 
 PROBED = 64
 """Prompts that are given every probe."""
+ScoreTexts = Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[float]]
+"""(rows of the prompts, responses) -> what the reward says of each."""
 
 
 def fitting(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> list[Preference]:
@@ -70,14 +75,31 @@ def write_report(
         none.
     longest: tokens of a response, the end token included, after which a probe is cut.
     """
-    prompts = [prompt_row(pair.prompt) for pair in pairs]
 
     def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
         found: list[float] = score_texts(source, title, rows, texts, chat, device).tolist()
         return found
 
-    chosen, rejected = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
-    scored = [
+    scored = scored_pairs(pairs, score, chat)
+    results = measure_probes(scored_probes(pairs, scored, score, chat, longest))
+    fitness = measure_fitness(
+        scored,
+        [ScoredSample(s, n) for s, n in zip(samples[0].tolist(), samples[1], strict=True)],
+        logit_scale=logit_scale,
+        seed=seed,
+    )
+    page = write_fitness(folder, title=title, fitness=fitness, probes=results, problems=problems)
+    return page, metrics(fitness, results, page.findings)
+
+
+def scored_pairs(
+    pairs: Sequence[Preference], score: ScoreTexts, chat: ChatFormat
+) -> list[ScoredPair]:
+    """The pairs with what the reward says of either side."""
+    prompts = [prompt_row(pair.prompt) for pair in pairs]
+    chosen = score(prompts, [pair.chosen for pair in pairs])
+    rejected = score(prompts, [pair.rejected for pair in pairs])
+    return [
         ScoredPair(
             prompt=row["prompt"],
             chosen=pair.chosen,
@@ -88,29 +110,28 @@ def write_report(
             rejected_tokens=len(chat.response_tokens(pair.rejected)),
             margin=pair.margin,
         )
-        for row, pair, high, low in zip(
-            prompts, pairs, score(prompts, chosen), score(prompts, rejected), strict=True
-        )
+        for row, pair, high, low in zip(prompts, pairs, chosen, rejected, strict=True)
     ]
+
+
+def scored_probes(
+    pairs: Sequence[Preference],
+    scored: Sequence[ScoredPair],
+    score: ScoreTexts,
+    chat: ChatFormat,
+    longest: int,
+) -> list[ScoredProbe]:
+    """Every probe of the first PROBED different prompts, cut after `longest` tokens."""
+    prompts = [prompt_row(pair.prompt) for pair in pairs]
     first = {row["prompt"]: i for i, row in reversed(list(enumerate(prompts)))}
     probed = sorted(first.values())[:PROBED]
-    probes = make_probes([prompts[i] for i in probed], [chosen[i] for i in probed])
+    probes = make_probes([prompts[i] for i in probed], [pairs[i].chosen for i in probed])
     probes = [replace(p, response=cut(p.response, chat, longest)) for p in probes]
-    probe_scores = score([prompts[probed[p.row]] for p in probes], [p.response for p in probes])
-    results = measure_probes(
-        [
-            ScoredProbe(kind=p.kind, response=p.response, score=s, pair=scored[probed[p.row]])
-            for p, s in zip(probes, probe_scores, strict=True)
-        ]
-    )
-    fitness = measure_fitness(
-        scored,
-        [ScoredSample(s, n) for s, n in zip(samples[0].tolist(), samples[1], strict=True)],
-        logit_scale=logit_scale,
-        seed=seed,
-    )
-    page = write_fitness(folder, title=title, fitness=fitness, probes=results, problems=problems)
-    return page, metrics(fitness, results, page.findings)
+    found = score([prompts[probed[p.row]] for p in probes], [p.response for p in probes])
+    return [
+        ScoredProbe(kind=p.kind, response=p.response, score=s, pair=scored[probed[p.row]])
+        for p, s in zip(probes, found, strict=True)
+    ]
 
 
 def cut(text: str, chat: ChatFormat, longest: int) -> str:
@@ -139,6 +160,27 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
             )
         )
     return known
+
+
+def sft_samples(
+    ready: Prepared,
+    roles: Roles,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    config: RMConfig | EvalConfig,
+) -> list[Rollout]:
+    """`count` responses of the SFT model to prompts in a random order, on the CPU."""
+    settings, chat = ready.settings, ready.chat
+    return sample_reference(
+        roles,
+        drawn_prompts(
+            prompts, count, config.batch_size, pad_id=chat.pad_token_id, seed=settings.seed
+        ),
+        max_response_tokens=settings.data.max_response_tokens,
+        temperature=config.temperature,
+        end_token_ids=chat.end_token_ids,
+        generator=torch.Generator().manual_seed(settings.seed),
+    )
 
 
 def drawn_prompts(

@@ -14,10 +14,10 @@ from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
 from lightning_rlhf.cli.build_rewards import build_reward, light_sources
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.fitness import (
-    drawn_prompts,
     fitting,
     log_fitness,
     response_lengths,
+    sft_samples,
     write_report,
 )
 from lightning_rlhf.cli.folders import FINAL, claim, find_parents
@@ -37,7 +37,6 @@ from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.calibrate import sample_reference
 from lightning_rlhf.rollout.replies import said
 
 
@@ -64,20 +63,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     roles.to(ready.device)
     check_formats(ready, reward)
 
-    rollouts = sample_reference(
-        roles,
-        drawn_prompts(
-            prompts,
-            config.samples,
-            config.batch_size,
-            pad_id=ready.chat.pad_token_id,
-            seed=settings.seed,
-        ),
-        max_response_tokens=settings.data.max_response_tokens,
-        temperature=config.temperature,
-        end_token_ids=ready.chat.end_token_ids,
-        generator=torch.Generator().manual_seed(settings.seed),
-    )
+    rollouts = sft_samples(ready, roles, prompts, config.samples, config)
     texts = [prompt_row(pair.prompt) for pair in pairs]
     replies = [said(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
     parts = torch.cat([reward(some) for some in replies])

@@ -13,11 +13,11 @@ from lightning.pytorch.loggers import Logger
 from lightning_rlhf.callbacks.metrics import RewardMetrics
 from lightning_rlhf.cli.console import say, say_evaluation, say_lengths, say_problems
 from lightning_rlhf.cli.fitness import (
-    drawn_prompts,
     fitting,
     known_pairs,
     log_fitness,
     response_lengths,
+    sft_samples,
     write_report,
 )
 from lightning_rlhf.cli.folders import FINAL, find_parents
@@ -39,7 +39,7 @@ from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference, sample_rewards
+from lightning_rlhf.rollout.calibrate import reward_moments, sample_rewards
 
 
 def run_rm(settings: Settings, config: RMConfig) -> Path:
@@ -67,20 +67,8 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     check_positions(roles, sampled, "the longest prompt with data.max_response_tokens")
     roles.to(ready.device)
     below = roles.probe(REFERENCE)
-    samples = sample_reference(
-        roles,
-        drawn_prompts(
-            [e.prompt for e in train.examples],
-            config.calibration_samples,
-            config.batch_size,
-            pad_id=ready.chat.pad_token_id,
-            seed=settings.seed,
-        ),
-        max_response_tokens=settings.data.max_response_tokens,
-        temperature=config.temperature,
-        end_token_ids=ready.chat.end_token_ids,
-        generator=torch.Generator().manual_seed(settings.seed),
-    )
+    prompts = [e.prompt for e in train.examples]
+    samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
     generator = torch.Generator().manual_seed(settings.seed)
     roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
     if config.finetune == "lora":
