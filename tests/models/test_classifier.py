@@ -151,6 +151,15 @@ def test_a_response_that_repeats_the_prompt_is_no_reason_to_doubt(
     assert load(checkpoint()).doubts(row(" w1 "), "w1\n") == []
 
 
+def test_a_response_that_stands_in_the_prompt_alone_is_left_out(
+    checkpoint: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "some.jinja"
+    file.write_text("user : {{ messages[0].content }} </s>")
+    classifier = load(checkpoint(), chat_template=str(file))
+    assert classifier.doubts(row("w1 w2"), "w2") == ["the chat template leaves out the response"]
+
+
 def test_a_pair_has_no_template_to_doubt(checkpoint: Callable[..., str]) -> None:
     assert load(checkpoint("bert"), chat_template=PAIR).doubts(row("w1"), "w2") == []
 

@@ -37,7 +37,9 @@ def test_each_component_is_a_column() -> None:
     ids=["list", "tensor", "array"],
 )
 def test_numbers_come_in_many_forms(numbers: Any) -> None:
-    assert Reward.of(lambda found: numbers)(replies()).tolist() == [[1.0], [2.5], [-3.0]]
+    found = Reward.of(lambda found: numbers)(replies())
+    assert found.tolist() == [[1.0], [2.5], [-3.0]]
+    assert found.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
