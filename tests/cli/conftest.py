@@ -26,7 +26,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.cli.main import HOME, RECIPES, main
 
 PRESETS = Path(__file__).parent / "presets"
@@ -234,7 +234,10 @@ class PowerCut(Exception):
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """cut("step", k): the plug is pulled after the k-th batch and its checkpoint."""
+    """cut("step", k): the plug is pulled after the k-th batch and its checkpoint.
+
+    cut("evaluation", k): within the evaluation that follows it.
+    """
 
     def arrange(where: str, step: int) -> None:
         def pull(*args: Any, **kwargs: Any) -> None:
@@ -244,14 +247,15 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
             for stage in ("sft", "rm", "ppo"):
                 monkeypatch.setattr(f"lightning_rlhf.cli.run_{stage}.hand_over", pull)
             return
-        save = ResumeCheckpoint.on_train_batch_end
+        hook = "on_validation_batch_end" if where == "evaluation" else "on_train_batch_end"
+        original = getattr(Checkpoints, hook)
 
-        def save_then_pull(self: Any, trainer: Any, module: Any, outputs: Any, batch: Any,
-                           batch_idx: int) -> None:  # fmt: skip
-            save(self, trainer, module, outputs, batch, batch_idx)
-            if batch_idx + 1 == step:
+        def pull_after(self: Any, trainer: Any, *arguments: Any) -> None:
+            original(self, trainer, *arguments)
+            if trained(trainer) == step:
                 raise PowerCut
 
-        monkeypatch.setattr(ResumeCheckpoint, "on_train_batch_end", save_then_pull)
+        monkeypatch.setattr(Checkpoints, hook, pull_after)
+        monkeypatch.setattr(Checkpoints, "on_exception", lambda *_: None)
 
     return arrange

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rlhf import __version__
+from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.main import HOME, PACKAGE
 
 from .conftest import CONSOLE, MINI, MODULE, Workplace, weights
@@ -94,12 +95,14 @@ def test_an_installed_package_finds_its_presets_and_recipes(
     assert str(site / "lightning_rlhf" / "recipes" / "quickstart" / "tokenizer") in config
 
 
-@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (SIGTERMException, 143)])
+@pytest.mark.parametrize(
+    ("stop", "status"), [(KeyboardInterrupt(), 130), (Stopped(signal.SIGTERM), 143)]
+)
 @pytest.mark.parametrize("swept", [False, True])
 def test_a_stop_is_seen_in_the_exit_status(
     workplace: Workplace,
     monkeypatch: pytest.MonkeyPatch,
-    stop: type[BaseException],
+    stop: BaseException,
     status: int,
     swept: bool,
 ) -> None:
@@ -121,12 +124,12 @@ def test_a_stop_is_seen_in_the_exit_status(
 @pytest.mark.parametrize(
     ("command", "left", "said"),
     [
-        (["stage=sft"], ["config.json", "checkpoints/last.ckpt"],
+        (["stage=sft"], ["config.json", "checkpoints/000004.ckpt"],
          "stopped; resume=true goes on from the last checkpoint"),
         (["stage=sft"], ["config.json"],
          "stopped; it has no checkpoint yet (sft.checkpoint_every="),
         (["stage=sft"], [], "stopped"),
-        (["stage=sft", "overwrite=true"], ["config.json", "final/model", "checkpoints/last.ckpt"],
+        (["stage=sft", "overwrite=true"], ["config.json", "final/model", "checkpoints/000004.ckpt"],
          "stopped"),
         (["stage=sft", "sft.lr=-1"], [], "stopped"),
         (["recipe=quickstart"], [], "stopped; the same command goes on"),

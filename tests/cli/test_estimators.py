@@ -27,7 +27,7 @@ VARIANTS = {
 
 def checkpoint(folder: Path) -> dict[str, Any]:
     """What a run goes on from, of what training changes."""
-    found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    found = torch.load(folder / "checkpoints" / "000003.ckpt", weights_only=True)
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "kl_coef", "moments")
     return {key: found[key] for key in kept}
 

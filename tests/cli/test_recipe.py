@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
+from lightning_rlhf.cli.process import run_command
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.settings import read_settings
 
@@ -57,17 +57,17 @@ class Kitchen:
         self.commands.clear()
         return self.place.call("--config-dir", str(PRESETS), "recipe=small", *overrides)
 
-    def run(self, command: Sequence[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-        """In place of subprocess.run: the stage in this process, which starts within a second."""
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """In place of run_command: the stage in this process, which starts within a second."""
         self.commands.append(list(command))
         assert list(command[:3]) == [sys.executable, "-m", "lightning_rlhf"]
         stage = next(o for o in command if o.startswith("stage=")).removeprefix("stage=")
         if stage in self.status:
-            return subprocess.CompletedProcess(command, self.status[stage])
+            return self.status[stage]
         outcome = self.place.call(*command[3:])
         print(outcome.out, end="")
         print(outcome.err, end="", file=sys.stderr)
-        return subprocess.CompletedProcess(command, outcome.status)
+        return outcome.status
 
     @property
     def ran(self) -> list[str]:
@@ -90,7 +90,7 @@ def make_kitchen(folder: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -
     """With recipe=small, whose stages run in this process."""
     monkeypatch.setattr(main, "RECIPES", recipes)
     kitchen = Kitchen(make_workplace(folder / "work"), recipes)
-    monkeypatch.setattr("lightning_rlhf.cli.recipe.subprocess.run", kitchen.run)
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", kitchen.run)
     kitchen.write()
     return kitchen
 
@@ -518,14 +518,13 @@ def test_stages_are_processes_of_their_own(
     """The same as above, but started as the recipe starts them."""
     monkeypatch.undo()
     monkeypatch.setattr(main, "RECIPES", kitchen.recipes)
-    original = subprocess.run
 
-    def quick(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[Any]:
-        kitchen.commands.append(command)
-        return original(command, capture_output=True, **kwargs)
+    def noted(command: Sequence[str], environment: Mapping[str, str]) -> int:
+        kitchen.commands.append(list(command))
+        return run_command(command, environment)
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("lightning_rlhf.cli.recipe.subprocess.run", quick)
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", noted)
     out = kitchen.cook().succeeded.out
     assert "kept" in out
     assert kitchen.ran == ["sft", "rm", "ppo"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -25,16 +24,20 @@ def shorter(prompts, responses):
 """
 
 
-@pytest.mark.parametrize("call", [3, 5], ids=["in the second iteration", "in the last evaluation"])
+@pytest.mark.parametrize(
+    ("call", "step"),
+    [(3, 1), (4, 2), (5, 2), (6, 3)],
+    ids=["in an iteration", "in an evaluation", "after an evaluation", "in the last evaluation"],
+)
 def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
-    finished: Workplace, call: int
+    finished: Workplace, call: int, step: int
 ) -> None:
-    """Calls: the evaluation at the start, three iterations, the evaluation at the end."""
+    """Calls: the evaluation at the start, two iterations, an evaluation, an iteration, the last."""
     rules, broken = finished.folder / "shorter.py", finished.folder / "broken"
     rules.write_text(RULES)
     command = [
         "stage=ppo", "reward=function", f"reward.path={rules}:shorter", given(finished)[0],
-        "ppo.checkpoint_every=100", "ppo.val_every=100",
+        "ppo.checkpoint_every=100", "ppo.val_every=2",
     ]  # fmt: skip
     finished.mini(*command, "run=unbroken").succeeded  # noqa: B018
 
@@ -48,7 +51,7 @@ def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     assert "allowed: a finite number" in error
     assert error.endswith("; resume=true goes on from the last checkpoint")
     folder = finished.stage("ppo", "away")
-    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert (folder / "checkpoints" / f"{step:06d}.ckpt").is_file()
 
     broken.unlink()
     finished.mini(*command, "run=away", "resume=true").succeeded  # noqa: B018
@@ -57,7 +60,6 @@ def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     assert samples(folder) == samples(finished.stage("ppo", "unbroken"))
 
 
-def samples(folder: Path) -> list[str]:
-    """Of the last evaluation."""
-    file = sorted((folder / "samples").glob("eval_*.jsonl"))[-1]
-    return [json.loads(line)["response"] for line in file.open()]
+def samples(folder: Path) -> dict[str, str]:
+    """Of every evaluation and of training."""
+    return {file.name: file.read_text() for file in (folder / "samples").iterdir()}

@@ -19,6 +19,8 @@ STAGE: dict[str, Any] = {
     "microbatch_size": 2,
     "val_every": 10,
     "checkpoint_every": 10,
+    "checkpoint_minutes": None,
+    "checkpoints_kept": 2,
 }
 SFT = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 4}
 RM = SFT | {

@@ -29,6 +29,8 @@ STAGE_BOUNDS: list[tuple[str, Any, str]] = [
     ("val_every", 0, "a whole number and >= 1"),
     ("val_every", 1.5, "a whole number and >= 1"),
     ("checkpoint_every", -3, "a whole number and >= 1"),
+    ("checkpoint_minutes", 0, "a number and > 0"),
+    ("checkpoints_kept", 0, "a whole number and >= 1"),
 ]
 SUPERVISED_BOUNDS: list[tuple[str, Any, str]] = [
     ("finetune", "half", "lora, full"),

@@ -49,6 +49,8 @@ STAGE: dict[str, Any] = {
     "microbatch_size": 2,
     "val_every": 10,
     "checkpoint_every": 10,
+    "checkpoint_minutes": None,
+    "checkpoints_kept": 2,
 }
 SUPERVISED = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 6}
 PPO = STAGE | {

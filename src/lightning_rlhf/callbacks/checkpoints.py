@@ -1,45 +1,172 @@
-"""The checkpoint that a run goes on from, by the stage's own clock."""
+"""When a run is saved, so that it can go on, bit for bit, as if it had never been cut off."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from rich import get_console
 
-from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.callbacks.checkpoint_files import (
+    BEST,
+    RUN,
+    SUFFIX,
+    Origin,
+    go_back,
+    keep_newest,
+    link_best,
+    path_of,
+    stamp,
+)
+from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.names import Stage
+from lightning_rlhf.callbacks.stop import Stop
+from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.storage import megabytes
+
+GOAL: Mapping[Stage, tuple[str, int]] = {
+    "sft": ("eval/loss", -1),
+    "rm": ("eval/accuracy", 1),
+    "ppo": ("eval/reward_mean", 1),
+}
+"""Stage -> the metric that tells which checkpoint is the best, and 1 where higher is better."""
 
 
-class ResumeCheckpoint(Callback):
-    """Saves `path` each `every` batches, and where a reward source ends the run.
+class Checkpoints(Callback):
+    """Writes `<folder>/<step>.ckpt` and keeps the last ones, and the best one as `best.ckpt`.
 
-    A reward that cannot be had leaves the iteration unbegun: everything before it is kept.
-    Lightning's ModelCheckpoint counts optimizer steps, of which PPO takes several a batch.
+    A step is a batch: an iteration of PPO, an optimizer step else. Lightning's ModelCheckpoint
+    counts optimizer steps, of which PPO takes several a batch.
+
+    A checkpoint is always of a finished step, its rows and samples written: put this after the
+    callbacks that write them. It is written
+    - each `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step;
+    - before an evaluation, so that nothing is lost where that is cut off: the checkpoint knows
+      that the evaluation is due, and a run that goes on from it begins with it;
+    - where `stop` was told a signal, which it obeys then;
+    - where an exception ends the run, if no optimizer step was begun since the last finished step.
+      The modules change all else that they count together, at the end of a step.
     """
 
-    def __init__(self, path: Path, every: int) -> None:
-        self.path = path
-        self.every = every
+    def __init__(self, folder: Path, config: StageConfig, origin: Origin, stop: Stop) -> None:
+        self.folder = folder
+        self.config = config
+        self.origin = origin
+        self.stop = stop
+        self.best: float | None = None
+        """The metric at the best evaluation so far."""
+        self.best_step: int | None = None
+        self.evaluated: int | None = None
+        """The step of the latest evaluation."""
+        self._saved: tuple[int, int | None] | None = None
+        """Step and latest evaluation of the newest checkpoint."""
+        self._finished: tuple[int, int, int] | None = None
+        """`progress` at the end of the last step."""
+        self._since = monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+        self.evaluated = state_dict["evaluated"]
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[RUN] = stamp(self.origin, trained(trainer))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        step = trained(trainer)
+        self._finished = progress(trainer, pl_module)
+        self._saved = step, self.evaluated
+        if trainer.ckpt_path is None:
+            return
+        go_back(self.folder, step)
+        if not (self.folder / f"{BEST}{SUFFIX}").exists():  # it was later than `step`
+            self.best = self.best_step = None
+        if step > 0 and step % self.config.val_every == 0 and self.evaluated != step:
+            evaluate(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any,
         batch_idx: int,
     ) -> None:  # fmt: skip
-        if (batch_idx + 1) % self.every == 0:
+        self._finished = progress(trainer, pl_module)
+        if self.is_due(trainer) or self.stop.signal is not None:
             self.save(trainer)
+        self.stop.obey()
+
+    def is_due(self, trainer: L.Trainer) -> bool:
+        """Whether the finished step is to be saved."""
+        step, config = trained(trainer), self.config
+        if step % config.checkpoint_every == 0 or step % config.val_every == 0:
+            return True
+        minutes = (monotonic() - self._since) / 60
+        is_late = config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes
+        return is_late or step == trainer.num_training_batches
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.stop.obey()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        step = self.evaluated = trained(trainer)
+        metric, sign = GOAL[self.origin.stage]
+        found = float(trainer.callback_metrics[metric])
+        if found == found and (self.best is None or sign * found > sign * self.best):
+            self.best, self.best_step = found, step
+            link_best(self.folder, step)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if isinstance(exception, RewardError) and is_fitting:
+        is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        is_whole = self._finished == progress(trainer, pl_module)
+        is_new = self._saved != (trained(trainer), self.evaluated)
+        if is_training and is_whole and is_new and not isinstance(exception, StorageError):
+            # Lightning would count the batch that was begun, and evaluate a step too early later.
+            total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+            total.ready = total.started = total.processed
             self.save(trainer)
 
     def save(self, trainer: L.Trainer) -> None:
-        """Beside the target and then renamed."""
-        beside = self.path.with_suffix(".tmp")
-        trainer.save_checkpoint(beside)
-        os.replace(beside, self.path)
+        """Write the checkpoint of the last finished step, then delete those too many."""
+        started, step = monotonic(), trained(trainer)
+        path = path_of(self.folder, step)
+        trainer.save_checkpoint(path)
+        keep_newest(self.folder, self.config.checkpoints_kept)
+        self._saved, self._since = (step, self.evaluated), monotonic()
+        line = f"checkpoint {step}: {megabytes(path.stat().st_size)}, {self._since - started:.2f} s"
+        get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def trained(trainer: L.Trainer) -> int:
+    """Batches that were trained on, over all resumes."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)
+
+
+def progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int, int]:
+    """Finished batches, the stage's own clock, and optimizer steps, those in the middle included.
+
+    It is the same again only as long as neither weights nor what the module counts has changed.
+    """
+    optimizer = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    return trained(trainer), position(trainer, pl_module), optimizer.total.ready
+
+
+def evaluate(trainer: L.Trainer) -> None:
+    """The evaluation after the step that the run goes on from, as Lightning runs it in between."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop.restarting = False  # from its first batch
+    trainer.validating = True
+    loop.run()
+    trainer.training = True

@@ -36,6 +36,13 @@ class Evaluation(Callback):
         self._judge = judge
         self._folder = run_dir / "samples"
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A resumed run evaluates later policies again."""
+        for path in self._folder.glob("eval_*.jsonl"):
+            is_later = int(path.stem.removeprefix("eval_")) > ppo_view(pl_module).iteration
+            if trainer.is_global_zero and is_later:
+                path.unlink()
+
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._samples: list[dict[str, Any]] = []
 

@@ -85,8 +85,9 @@ class MetricsFile(Logger):
 def _read(path: Path) -> dict[int, Row]:
     if not path.exists():
         return {}
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]  # a row that was cut off could be taken for another step's
+    rows = list(csv.DictReader(whole.splitlines()))
     return {int(row.pop(STEP)): {name: cell for name, cell in row.items() if cell} for row in rows}
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import Experience
 
 if TYPE_CHECKING:
@@ -136,10 +137,12 @@ def markdown(samples: Sequence[Sample]) -> str:
 
 
 def keep_until(path: Path, iteration: int) -> None:
-    """Drop the samples of later iterations, which a resumed run draws again."""
+    """Drop the samples of later iterations, which a resumed run draws again, or one cut off."""
     with path.open(encoding="utf-8") as file:
-        kept = [line for line in file if json.loads(line)["iteration"] <= iteration]
-    path.write_text("".join(kept), encoding="utf-8")
+        whole = [line for line in file if line.endswith("\n")]
+    kept = [line for line in whole if json.loads(line)["iteration"] <= iteration]
+    with written_whole(path) as beside:
+        beside.write_text("".join(kept), encoding="utf-8")
 
 
 def _cut(text: str, characters: int) -> str:

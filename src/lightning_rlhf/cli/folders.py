@@ -9,15 +9,17 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_rlhf.callbacks.checkpoint_files import numbered
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
+from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.roles import REWARD, SFT
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 
 BASE = "base"
-FINAL, FAILED, LAST = "final", "failed.txt", Path("checkpoints/last.ckpt")
+FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS = "config.json", "parents.json"
 VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe", "run", "job", "outputs")
 """Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
@@ -42,54 +44,11 @@ def folder_of(settings: Settings, stage: str | None = None) -> Path:
     )
 
 
-def resume_point(settings: Settings) -> Path | None:
-    """The checkpoint that the run is to go on from, if it is. Changes nothing.
-
-    Raises ConfigError where a run would be written over, or where there is nothing to resume.
-    """
-    folder = folder_of(settings)
-    check_writable(settings.outputs, folder)
-    if settings.overwrite:
-        check_apart(settings, folder)
-        return None
-    finished, resumable = (folder / FINAL).is_dir(), (folder / LAST).is_file()
-    if not is_used(folder):
-        if settings.resume:
-            raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
-        return None
-    other = "run=NAME" if settings.job is None else "job=NAME"
-    anew = f"overwrite=true to delete it and start anew, or {other} to keep both"
-    if finished:
-        raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
-    if settings.resume and resumable:
-        check_same_config(settings, folder)
-        if is_stale(settings):
-            raise ConfigError(
-                f"{folder} cannot be resumed: the models it was started from are others now. "
-                f"Give {anew}"
-            )
-        return folder / LAST
-    if settings.resume:
-        raise ConfigError(f"{folder} was cut off before its first checkpoint. Give {anew}")
-    go_on = "resume=true to go on, " if resumable else ""
-    raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
-
-
 def check_writable(outputs: Path, folder: Path) -> None:
     """Raise ConfigError where `folder` could not be made or written into."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"outputs={outputs}: {there} is not a folder that can be written into")
-
-
-def check_apart(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError where the run starts from a checkpoint that it would delete."""
-    for final in find_parents(settings).values():
-        if final.path.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"overwrite=true would delete {folder}, and with it {final.path}, which the run "
-                "starts from. Give run=NAME to keep both"
-            )
 
 
 def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
@@ -104,8 +63,9 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FAILED).unlink(missing_ok=True)
-        (folder / CONFIG).write_text(json.dumps(settings.tree, indent=2) + "\n")
-        (folder / PARENTS).write_text(json.dumps(digests, indent=2) + "\n")
+        for name, tree in ((PARENTS, digests), (CONFIG, settings.tree)):
+            with written_whole(folder / name) as beside:
+                beside.write_text(json.dumps(tree, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
     return folder
@@ -138,7 +98,7 @@ def state_of(settings: Settings) -> State:
         return "outdated"
     if (folder / FINAL).is_dir():
         return "done"
-    return "cut off" if (folder / LAST).is_file() else "outdated"
+    return "cut off" if numbered(folder / CHECKPOINTS) else "outdated"
 
 
 def is_finished(settings: Settings) -> bool:
@@ -179,16 +139,6 @@ def differing_key(
         if key not in ours or key not in theirs or ours[key] != theirs[key]:
             return key
     return None
-
-
-def check_same_config(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError unless the run in `folder` had this configuration."""
-    key = changed_key(settings.tree, folder)
-    if key is not None:
-        raise ConfigError(
-            f"{folder} cannot be resumed: {key} is not what it was started with "
-            f"({folder / CONFIG}). Give the same value, or overwrite=true to start anew"
-        )
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

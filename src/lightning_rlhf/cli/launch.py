@@ -14,12 +14,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.callbacks.checkpoints import ResumeCheckpoint
+from lightning_rlhf.callbacks.checkpoint_files import WholeFiles
+from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import FINAL, LAST, claim, folder_of, resume_point
+from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of
+from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import ConfigError
@@ -110,7 +113,8 @@ def fit(
     claim(settings, ready.parents)
     is_ppo = isinstance(config, PPOConfig)
     loggers = build_loggers(settings.logger, ready.folder, identity(settings))
-    saver = ResumeCheckpoint(ready.folder / LAST, config.checkpoint_every)
+    stop = Stop()
+    saver = Checkpoints(ready.folder / CHECKPOINTS, config, origin(settings), stop)
     trainer = L.Trainer(
         accelerator=settings.trainer.accelerator,
         devices=settings.trainer.devices,
@@ -123,29 +127,25 @@ def fit(
         logger=loggers,
         callbacks=[
             *callbacks,
-            Progress(settings.stage),
             saver,
+            Progress(settings.stage),
         ],
+        plugins=[WholeFiles()],
         enable_checkpointing=False,
         enable_model_summary=False,
         default_root_dir=ready.folder,
     )
     exit_code = 1
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
-        # A checkpoint is written before the validation that is due at the same step.
-        resumed_at_the_end = data.schedule.start == len(data.schedule)
-        if len(data.schedule) % config.val_every or resumed_at_the_end:
-            if is_ppo and not resumed_at_the_end:
-                saver.save(trainer)  # a reward may end the evaluation
-            trainer.validate(module, datamodule=data, verbose=False)
+        with deferred_signals(stop):
+            trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+            # The last checkpoint is written before the evaluation of the same step.
+            resumed_at_the_end = data.schedule.start == len(data.schedule)
+            if len(data.schedule) % config.val_every or resumed_at_the_end:
+                trainer.validate(module, datamodule=data, verbose=False)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
         exit_code = 0
-    except SystemExit as stop:
-        if not isinstance(stop.__context__, KeyboardInterrupt):
-            raise
-        raise KeyboardInterrupt from stop  # which Lightning has turned into exit status 1
     finally:
         close_loggers(loggers, exit_code)
     say(f"curves: {draw_curves(ready.folder, settings.stage)}")

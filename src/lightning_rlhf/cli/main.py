@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import sys
@@ -14,11 +15,11 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_rlhf
-from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError
+from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
@@ -27,6 +28,8 @@ HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
 CONF, RECIPES = HOME / "conf", HOME / "recipes"
 OPEN = "sft|rm|ppo|eval|reward"
 """Sections of the configuration whose keys may be given before they are there."""
+IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
+"""Variable that is set for the stages of a recipe, which says itself how it goes on."""
 
 
 def main() -> None:
@@ -75,16 +78,17 @@ def compose(cfg: DictConfig) -> str | None:
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
     try:
         execute(cfg, in_sweep)
-    except (KeyboardInterrupt, SIGTERMException) as stop:
-        print("; ".join(["stopped", *way_on(cfg, in_sweep)]))
-        is_sigterm = isinstance(stop, SIGTERMException)
-        sys.exit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT))
+    except (KeyboardInterrupt, Stopped) as stop:
+        if IN_RECIPE not in os.environ:
+            print("; ".join(["stopped", *way_on(cfg, in_sweep)]))
+        sys.exit(stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT)
     except RLHFError as error:
         if cfg.debug and not in_sweep:
             raise
         if cfg.debug:
             traceback.print_exc()
-        on = way_on(cfg, in_sweep) if isinstance(error, RewardError) else []
+        is_cut_off = isinstance(error, RewardError | StorageError)
+        on = way_on(cfg, in_sweep) if is_cut_off else []
         print("; ".join([f"error: {error}", *on]), file=sys.stderr)
         if not in_sweep:
             sys.exit(1)
@@ -99,7 +103,8 @@ def compose(cfg: DictConfig) -> str | None:
 
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """How to go on with what was stopped; nothing where the command had not come that far."""
-    from lightning_rlhf.cli.folders import FINAL, LAST, folder_of, is_used
+    from lightning_rlhf.callbacks.checkpoint_files import numbered
+    from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, folder_of, is_used
     from lightning_rlhf.cli.settings import read_settings
     from lightning_rlhf.core.config import EvalConfig
 
@@ -114,7 +119,7 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
         return []
     if isinstance(settings.config, EvalConfig):
         return ["overwrite=true starts it anew"]
-    if (folder / LAST).is_file():
+    if numbered(folder / CHECKPOINTS):
         return ["resume=true goes on from the last checkpoint"]
     every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
     return [f"it has no checkpoint yet ({every}), overwrite=true starts it anew"]

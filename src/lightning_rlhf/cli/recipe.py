@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,8 @@ from lightning_rlhf.cli.folders import (
     is_finished,
     state_of,
 )
-from lightning_rlhf.cli.main import OPEN
+from lightning_rlhf.cli.main import IN_RECIPE, OPEN
+from lightning_rlhf.cli.process import run_command
 from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -188,10 +188,10 @@ def stage_overrides(
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
     """Run one stage as a process of its own, on this terminal, until its `final/` is there."""
     command = [sys.executable, "-m", "lightning_rlhf", *config_dirs(), *overrides]
-    done = subprocess.run(command, check=False)
-    if done.returncode or not (folder / FINAL).is_dir():
+    status = run_command(command, {IN_RECIPE: stage})
+    if status or not (folder / FINAL).is_dir():
         raise RLHFError(
-            f"stage={stage} failed with exit status {done.returncode}; what it said stands above. "
+            f"stage={stage} failed with exit status {status}; what it said stands above. "
             "The same command, without overwrite=true, goes on from there"
         )
 

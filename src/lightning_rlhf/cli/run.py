@@ -8,9 +8,9 @@ import lightning as L
 import torch
 
 from lightning_rlhf.cli.console import quiet_libraries
-from lightning_rlhf.cli.folders import resume_point
 from lightning_rlhf.cli.launch import check_accelerator
 from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
+from lightning_rlhf.cli.resume import check_resumable, held, resume_point
 from lightning_rlhf.cli.run_eval import run_eval
 from lightning_rlhf.cli.run_ppo import run_ppo
 from lightning_rlhf.cli.run_rm import run_rm
@@ -27,7 +27,14 @@ def run_stage(settings: Settings) -> Path:
     """Run the stage and return the path of its `final/` folder."""
     quiet_libraries()
     check_accelerator(settings)
-    resume_point(settings)  # refuse before anything is read
+    with held(settings):
+        if (checkpoint := resume_point(settings)) is not None:  # refuse before anything is read
+            check_resumable(checkpoint, settings)
+        return run_in_folder(settings)
+
+
+def run_in_folder(settings: Settings) -> Path:
+    """Run the stage, whose folder is free for it."""
     torch.set_num_threads(settings.trainer.threads or THREADS)
     if settings.trainer.accelerator == "cpu":
         keep_large_blocks()

@@ -95,7 +95,8 @@ class Settings:
     job: str | None
     seed: int
     outputs: Path
-    resume: bool
+    resume: bool | str
+    """Of the newest checkpoint, or of the one of this name."""
     overwrite: bool
     debug: bool
     tree: dict[str, Any]
@@ -111,8 +112,9 @@ def read_settings(cfg: DictConfig) -> Settings:
     for key in known:
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     require_number("seed", tree["seed"], at_least=0, whole=True)
-    for key in ("resume", "overwrite", "debug"):
+    for key in ("overwrite", "debug"):
         require_flag(key, tree[key])
+    tree["resume"] = read_resume(tree["resume"])
     names = {"run": tree["run"], "model.name": section(tree, "model", "name")["name"]}
     if tree["job"] is not None:
         names["job"] = tree["job"]
@@ -159,6 +161,16 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         key = error.full_key or "a key"
         raise ConfigError(f"{key} has no value: {str(error).splitlines()[0]}") from error
     return typing.cast(dict[str, Any], tree)
+
+
+def read_resume(given: Any) -> bool | str:
+    """Whether to resume, or the name of the checkpoint to resume from: 10 -> "000010"."""
+    if isinstance(given, bool):
+        return given
+    name = str(given)
+    is_name = isinstance(given, int | str) and re.fullmatch(r"[0-9]+|best", name) is not None
+    require(is_name, "resume", given, "true, false, the step of a checkpoint, best")
+    return name if name == "best" else f"{int(name):06d}"
 
 
 def read_reward(node: Any) -> dict[str, ComponentConfig]:

@@ -76,6 +76,10 @@ class StageConfig:
     microbatch_size: int
     val_every: int
     checkpoint_every: int
+    checkpoint_minutes: float | None
+    """Also after so many, however few steps that are; None is never."""
+    checkpoints_kept: int
+    """The latest; the best one is kept besides."""
     max_nonfinite: int
 
     def check(self, stage: str) -> None:
@@ -87,8 +91,12 @@ class StageConfig:
         require_number(f"{stage}.max_grad_norm", self.max_grad_norm, above=0)
         require_one_of(f"{stage}.lr_schedule", self.lr_schedule, get_args(Schedule))
         require_number(f"{stage}.warmup_fraction", self.warmup_fraction, at_least=0, below=1)
-        for key in ("microbatch_size", "max_nonfinite", "val_every", "checkpoint_every"):
+        whole = ("microbatch_size", "max_nonfinite", "val_every", "checkpoint_every",
+                 "checkpoints_kept")  # fmt: skip
+        for key in whole:
             require_number(f"{stage}.{key}", getattr(self, key), at_least=1, whole=True)
+        if self.checkpoint_minutes is not None:
+            require_number(f"{stage}.checkpoint_minutes", self.checkpoint_minutes, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

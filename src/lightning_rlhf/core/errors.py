@@ -17,6 +17,10 @@ class CheckpointError(RLHFError):
     """A checkpoint is missing, incomplete or does not fit what it is asked to work with."""
 
 
+class StorageError(RLHFError):
+    """The disk, a quota or the limit of a file's size leaves no room for what is to be written."""
+
+
 class TrainingError(RLHFError):
     """A model has come to where nothing can be sampled from it or learned any more."""
 

@@ -14,7 +14,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles, rounding, same_logits
@@ -144,40 +144,39 @@ def write_final(
     below: Float[Tensor, " V"] | None = None,
     more: Path | None = None,
 ) -> None:
-    """Write `role` of `roles`, beside the target and then renamed, so it is whole or absent.
+    """Write `role` of `roles`, whole or not at all.
 
     head: the name of the scalar head to save with it.
     below: fingerprint of what it was trained from, where training has changed that.
     more: a folder of other files that belong to it.
+
+    Raises StorageError where the disk holds no more.
     """
-    beside = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    if more is not None:
-        shutil.copytree(more, beside, dirs_exist_ok=True)
-    stands_on = BASE if manifest.stage == "sft" else REFERENCE
-    if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
-        with roles.exported(role) as name:
-            is_whole = name != role
-            state = get_peft_model_state_dict(
-                roles.model, adapter_name=name, save_embedding_layers=False
-            )
-            save_file(_on_cpu(state), beside / "adapter_model.safetensors")
-            inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
-        stands_on = BASE if is_whole else stands_on
-        inference.base_model_name_or_path = _base_of(manifest, is_whole)
-        inference.save_pretrained(str(beside))
-    else:
-        roles.causal_lm.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    if head is not None:
-        save_file(_on_cpu(roles.heads[head].state_dict()), beside / f"{head}_head.safetensors")
-    below = roles.probe(stands_on) if below is None else below
-    fingerprints = {"self": roles.probe(role), "below": below}
-    save_file(fingerprints, beside / "fingerprint.safetensors")
-    (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(beside, folder)
+    with written_whole(folder) as beside:
+        beside.mkdir(parents=True)
+        if more is not None:
+            shutil.copytree(more, beside, dirs_exist_ok=True)
+        stands_on = BASE if manifest.stage == "sft" else REFERENCE
+        if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
+            with roles.exported(role) as name:
+                is_whole = name != role
+                state = get_peft_model_state_dict(
+                    roles.model, adapter_name=name, save_embedding_layers=False
+                )
+                save_file(_on_cpu(state), beside / "adapter_model.safetensors")
+                inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
+            stands_on = BASE if is_whole else stands_on
+            inference.base_model_name_or_path = _base_of(manifest, is_whole)
+            inference.save_pretrained(str(beside))
+        else:
+            roles.causal_lm.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        if head is not None:
+            save_file(_on_cpu(roles.heads[head].state_dict()), beside / f"{head}_head.safetensors")
+        below = roles.probe(stands_on) if below is None else below
+        fingerprints = {"self": roles.probe(role), "below": below}
+        save_file(fingerprints, beside / "fingerprint.safetensors")
+        (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
 
 
 def stands_on_random_weights(folder: Path) -> bool:

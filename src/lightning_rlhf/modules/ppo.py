@@ -115,13 +115,13 @@ class PPOModule(L.LightningModule):
         rollout = self.valued(rollout)
         rolled_out = time.perf_counter()
         scores = self.score(self.said(rollout, "train"))
-        self.moments = self.moments.including(scores)
+        moments = self.moments.including(scores)
         experience = make_experience(
             rollout,
             scores,
             config,
             kl_coef=self.kl_coef,
-            moments=self.moments,
+            moments=moments,
             terms=self.reward.terms,
         )
         scored = time.perf_counter()
@@ -129,6 +129,7 @@ class PPOModule(L.LightningModule):
         updated = self.updated = time.perf_counter()
         advance_schedule(self)
         kl_coef, self.kl_coef = self.kl_coef, self.next_kl_coef(experience)
+        self.moments = moments  # not before the update: what ends it leaves the iteration unbegun
         self.iteration += 1
         return {
             "experience": experience,

@@ -1,0 +1,148 @@
+"""The checkpoints of a run on the disk: `<step>.ckpt` with six digits, and `best.ckpt`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_rlhf.callbacks.names import Stage
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.storage import written_whole
+
+RUN = "lightning_rlhf"
+"""Key of a checkpoint under which its origin and its step are."""
+BEST = "best"
+SUFFIX = ".ckpt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a checkpoint is of; it continues no other run."""
+
+    stage: Stage
+    model: str
+    version: str
+    """Of lightning-rlhf."""
+
+
+class WholeFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside its target, and renames it once it is on the disk."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        needed = sum(tensor.nbytes for tensor in tensors(checkpoint))
+        with written_whole(target, needed) as beside, beside.open("wb") as file:
+            torch.save(checkpoint, file)
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dictionaries and lists."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors(part)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return folder / f"{step:06d}{SUFFIX}"
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The checkpoints of steps, the oldest first."""
+    return sorted((f for f in folder.glob(f"*{SUFFIX}") if f.stem.isdigit()), key=step_named)
+
+
+def step_named(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(path.stem)
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Delete the checkpoints before the newest `count`."""
+    for path in numbered(folder)[:-count]:
+        path.unlink()
+
+
+def link_best(folder: Path, step: int) -> None:
+    """Let `best.ckpt` be the checkpoint of `step`."""
+    source, best = path_of(folder, step), folder / f"{BEST}{SUFFIX}"
+    if best.exists() and best.samefile(source):
+        return  # to which a rename would do nothing
+    link(source, best)
+
+
+def link(source: Path, target: Path) -> None:
+    """Let `target` be the same file, or a copy of it where the file system has no links."""
+    with written_whole(target, source.stat().st_size) as beside:
+        try:
+            os.link(source, beside)
+        except OSError:
+            shutil.copyfile(source, beside)
+
+
+def go_back(folder: Path, step: int) -> None:
+    """Delete what is later than `step`, which the run goes on from, and what was half written."""
+    best = folder / f"{BEST}{SUFFIX}"
+    if best.exists() and not path_of(folder, step).exists() and step_of(best) == step:
+        link(best, path_of(folder, step))
+    later = [path for path in numbered(folder) if step_named(path) > step]
+    if best.exists() and step_of(best) > step:
+        later.append(best)
+    for path in (*later, *folder.glob(f"*{SUFFIX}.tmp")):
+        path.unlink()
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was written at. Raises CheckpointError as `read_run` does."""
+    return int(read_run(path)["step"])
+
+
+def stamp(origin: Origin, step: int) -> dict[str, Any]:
+    """What stands in a checkpoint under RUN."""
+    return {**asdict(origin), "step": step}
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """What stands in the checkpoint under RUN; no tensor is read.
+
+    Raises CheckpointError where the file cannot be read, or is of another program.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] or type(error).__name__
+        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+    if not isinstance(found, dict) or RUN not in found:
+        raise CheckpointError(f"{path} is foreign: no checkpoint of lightning-rlhf")
+    run: dict[str, Any] = found[RUN]
+    return run
+
+
+def check_checkpoint(path: Path, origin: Origin) -> None:
+    """Raise CheckpointError unless the checkpoint is whole and of `origin`; reads it once."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
+    found = read_run(path)
+    for key, value in asdict(origin).items():
+        if found[key] != value:
+            what = "lightning-rlhf" if key == "version" else key
+            raise CheckpointError(f"{path} is foreign: of {what} {found[key]}, not {value}")

@@ -1,0 +1,45 @@
+"""A process that ends when this one is told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command to its end; its exit status, below 0 where a signal ended it.
+
+    A signal to this process is passed on, and the command's end waited for. The command is in a
+    process group of its own, so that Ctrl-C, which a terminal sends to all, comes once.
+
+    Raises Stopped afterwards if a signal came.
+    """
+    received: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        for process in started:
+            process.send_signal(signum)
+
+    heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, pass_on) for signum in heard}
+    try:
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0
+        )
+        started.append(process)
+        for signum in received:  # before there was anything to tell
+            process.send_signal(signum)
+        status = process.wait()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if received:
+        raise Stopped(received[0])
+    return status

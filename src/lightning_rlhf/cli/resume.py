@@ -1,0 +1,148 @@
+"""Whether a run may be written, and the checkpoint that it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+import lightning_rlhf
+from lightning_rlhf.callbacks.checkpoint_files import (
+    BEST,
+    SUFFIX,
+    Origin,
+    check_checkpoint,
+    numbered,
+    step_named,
+)
+from lightning_rlhf.cli.folders import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    changed_key,
+    check_writable,
+    find_parents,
+    folder_of,
+    is_stale,
+    is_used,
+)
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+
+
+@contextmanager
+def held(settings: Settings) -> Iterator[None]:
+    """The run's folder is written by no other process; the system lets go of it with this one.
+
+    The lock is a file beside the folder, which overwrite=true deletes. Nothing is left of it.
+    Raises ConfigError where another process holds it.
+    """
+    folder = folder_of(settings)
+    check_writable(settings.outputs, folder)
+    parents = (folder.parent, *folder.parent.parents)
+    made = [parent for parent in parents if not parent.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(f"{folder.name}.lock")
+    lock = FileLock(file, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        other = "run=NAME" if settings.job is None else "job=NAME"
+        raise ConfigError(
+            f"{folder} is being written by another process, which holds {file}. Wait until it "
+            f"ends, or give {other} to write beside it"
+        ) from None
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # by who holds it: another one finds that the name is gone
+        lock.release()
+        for parent in made:
+            with suppress(OSError):  # a run is in it
+                parent.rmdir()
+
+
+def resume_point(settings: Settings) -> Path | None:
+    """The checkpoint that the run is to go on from, if it is. Changes nothing.
+
+    Raises ConfigError where a run would be written over, or where there is nothing to resume.
+    """
+    folder = folder_of(settings)
+    check_writable(settings.outputs, folder)
+    if settings.overwrite:
+        check_apart(settings, folder)
+        return None
+    finished, there = (folder / FINAL).is_dir(), numbered(folder / CHECKPOINTS)
+    if not is_used(folder):
+        if settings.resume:
+            raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
+        return None
+    other = "run=NAME" if settings.job is None else "job=NAME"
+    anew = f"overwrite=true to delete it and start anew, or {other} to keep both"
+    if finished:
+        raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
+    if settings.resume and there:
+        check_same_config(settings, folder)
+        if is_stale(settings):
+            raise ConfigError(
+                f"{folder} cannot be resumed: the models it was started from are others now. "
+                f"Give {anew}"
+            )
+        return there[-1] if settings.resume is True else named(folder, settings.resume)
+    if settings.resume:
+        raise ConfigError(f"{folder} was cut off before its first checkpoint. Give {anew}")
+    go_on = "resume=true to go on, " if there else ""
+    raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
+
+
+def check_apart(settings: Settings, folder: Path) -> None:
+    """Raise ConfigError where the run starts from a checkpoint that it would delete."""
+    for final in find_parents(settings).values():
+        if final.path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"overwrite=true would delete {folder}, and with it {final.path}, which the run "
+                "starts from. Give run=NAME to keep both"
+            )
+
+
+def check_same_config(settings: Settings, folder: Path) -> None:
+    """Raise ConfigError unless the run in `folder` had this configuration."""
+    key = changed_key(settings.tree, folder)
+    if key is not None:
+        raise ConfigError(
+            f"{folder} cannot be resumed: {key} is not what it was started with "
+            f"({folder / CONFIG}). Give the same value, or overwrite=true to start anew"
+        )
+
+
+def named(folder: Path, name: str) -> Path:
+    """The checkpoint of this name. Raises ConfigError where there is none."""
+    path = folder / CHECKPOINTS / f"{name}{SUFFIX}"
+    if not path.is_file():
+        there = [p.stem for p in numbered(folder / CHECKPOINTS)]
+        there += [BEST] * (folder / CHECKPOINTS / f"{BEST}{SUFFIX}").is_file()
+        raise ConfigError(f"resume={name}: {path} is not there; allowed: true, {', '.join(there)}")
+    return path
+
+
+def check_resumable(path: Path, settings: Settings) -> None:
+    """Raise CheckpointError, with the way on, where the checkpoint is damaged or foreign."""
+    assert settings.stage != "eval"  # which has none
+    try:
+        check_checkpoint(path, origin(settings))
+    except CheckpointError as error:
+        others = [p for p in numbered(path.parent) if p != path]
+        before = [p for p in others if not path.stem.isdigit() or step_named(p) < step_named(path)]
+        way = "Give overwrite=true to start anew"
+        if before:
+            way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"
+        raise CheckpointError(f"{error}. {way}") from error
+
+
+def origin(settings: Settings) -> Origin:
+    """What the run's checkpoints are of."""
+    assert settings.stage != "eval"
+    version = lightning_rlhf.__version__
+    return Origin(stage=settings.stage, model=settings.model.name, version=version)

@@ -1,0 +1,412 @@
+"""Which checkpoints a run leaves, when, and that one goes on with what was due."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+
+from lightning_rlhf.callbacks.checkpoint_files import (
+    Origin,
+    WholeFiles,
+    check_checkpoint,
+    numbered,
+    read_run,
+    step_of,
+)
+from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.evaluation import Evaluation
+from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
+from lightning_rlhf.core.config import SFTConfig
+from lightning_rlhf.core.errors import CheckpointError, RewardError, StorageError
+
+from .conftest import FakePPO, Fit
+
+ORIGIN = Origin(stage="ppo", model="mini", version="1")
+NEVER = 1000
+
+
+def config(**changes: Any) -> SFTConfig:
+    """A stage's rhythm; the rest of it is not read."""
+    values: dict[str, Any] = {
+        "lr": 1.0, "adam_beta2": 0.9, "adam_eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "lr_schedule": "constant", "warmup_fraction": 0.0, "microbatch_size": 1,
+        "finetune": "lora", "epochs": 1.0, "batch_size": 1,
+        "val_every": NEVER, "checkpoint_every": NEVER, "checkpoint_minutes": None,
+        "checkpoints_kept": 2,
+    }  # fmt: skip
+    return SFTConfig(**(values | changes))
+
+
+class At(Callback):
+    """Does something in a hook, when that is called for the n-th time."""
+
+    def __init__(self, hook: str, count: int, act: Any) -> None:
+        self.left, self.act = count, act
+        setattr(self, hook, self.called)
+
+    def called(self, *arguments: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+
+
+def throw(error: BaseException) -> Any:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+class Run:
+    """A folder in which FakePPO is trained for six iterations."""
+
+    def __init__(self, folder: Path, fit: Fit) -> None:
+        self.folder, self.checkpoints, self.fit = folder, folder / "checkpoints", fit
+
+    def train(
+        self, *before: Callback, resume: str | None = None, module: LightningModule | None = None,
+        stop: Stop | None = None, **changes: Any,
+    ) -> Checkpoints:  # fmt: skip
+        settings = config(**changes)
+        saver = Checkpoints(self.checkpoints, settings, ORIGIN, stop or Stop())
+        self.fit(
+            module or FakePPO(),
+            [*before, PPOMetrics(), Evaluation(None, self.folder), saver],
+            [MetricsFile(self.folder)],
+            batches=6,
+            ckpt_path=None if resume is None else self.checkpoints / f"{resume}.ckpt",
+            val_check_interval=settings.val_every,
+            check_val_every_n_epoch=None,
+            plugins=[WholeFiles()],
+        )
+        return saver
+
+    @property
+    def steps(self) -> list[int]:
+        return [int(path.stem) for path in numbered(self.checkpoints)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, fit: Fit) -> Run:
+    return Run(tmp_path, fit)
+
+
+def test_the_last_ones_are_kept(run: Run) -> None:
+    """Of the steps 2, 4 and 6."""
+    run.train(checkpoint_every=2)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000004.ckpt", "000006.ckpt"]
+    assert [step_of(path) for path in numbered(run.checkpoints)] == [4, 6]
+
+
+def test_the_last_step_and_what_comes_before_an_evaluation_are_saved(run: Run) -> None:
+    run.train(val_every=4, checkpoints_kept=9)
+    assert run.steps == [4, 6]
+
+
+def test_minutes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations of 20 s: every second one ends more than 0.6 minutes after the last checkpoint."""
+    now = [0.0]
+    monkeypatch.setattr("lightning_rlhf.callbacks.checkpoints.monotonic", lambda: now[0])
+
+    class Clock(Callback):
+        def on_train_batch_start(self, *arguments: Any) -> None:
+            now[0] += 20.0
+
+    run.train(Clock(), checkpoint_minutes=0.6, checkpoints_kept=9)
+    assert run.steps == [2, 4, 6]
+
+
+class Judged(FakePPO):
+    """Its evaluations after iteration k give a mean reward of rewards[k]."""
+
+    rewards = (0.0, 1.0, 5.0, 3.0, float("nan"), 5.0, 4.0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        out = super().validation_step(batch, batch_idx)
+        out["scores"].score[:] = self.rewards[self.iteration]
+        return out
+
+
+def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
+    """The first of two equal ones; NaN is never better. Its own number is not kept."""
+    saver = run.train(module=Judged(), val_every=1)
+    assert (saver.best, saver.best_step) == (5.0, 2)
+    assert run.steps == [5, 6]
+    assert step_of(run.checkpoints / "best.ckpt") == 2
+
+
+def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:
+    saver = Checkpoints(tmp_path, config(), Origin(stage="sft", model="m", version="1"), Stop())
+    for step, loss in enumerate((3.0, 2.0, 2.5)):
+        (tmp_path / f"{step:06d}.ckpt").write_text(str(step))
+        batches = SimpleNamespace(total=SimpleNamespace(processed=step))
+        trainer: Any = SimpleNamespace(
+            sanity_checking=False,
+            callback_metrics={"eval/loss": torch.tensor(loss)},
+            fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches)),
+        )
+        saver.on_validation_end(trainer, FakePPO())
+    assert (saver.best, saver.best_step) == (2.0, 1)
+    assert (tmp_path / "best.ckpt").read_text() == "1"
+
+
+class Cut(Exception):
+    """No time for anything."""
+
+
+@pytest.fixture
+def powerless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is saved where a run breaks off."""
+    monkeypatch.setattr(Checkpoints, "on_exception", lambda *_: None)
+
+
+def left(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in [folder / "metrics.csv", *sorted((folder / "samples").iterdir())]
+    }
+
+
+@pytest.mark.usefixtures("powerless")
+@pytest.mark.parametrize(
+    ("hook", "count", "resume"),
+    [
+        ("on_train_batch_end", 4, "000002"),  # in the middle of what follows the fourth iteration
+        ("on_validation_start", 2, "000004"),
+        ("on_validation_batch_end", 4, "000004"),  # of two batches each
+        ("on_train_batch_start", 5, "000004"),
+    ],
+)
+def test_what_was_due_at_a_checkpoint_is_done_first(
+    run: Run, tmp_path: Path, fit: Fit, hook: str, count: int, resume: str
+) -> None:
+    """Evaluations after 2, 4 and 6 iterations, each also the best so far."""
+    whole = Run(tmp_path / "whole", fit)
+    whole.folder.mkdir()
+    expected = whole.train(val_every=2)
+    with pytest.raises(Cut):
+        run.train(At(hook, count, throw(Cut())), val_every=2)
+    assert run.checkpoints.joinpath(f"{resume}.ckpt") == numbered(run.checkpoints)[-1]
+    saver = run.train(resume=resume, val_every=2)
+    assert left(run.folder) == left(whole.folder)
+    assert run.steps == whole.steps
+    assert (saver.best, saver.best_step) == (expected.best, expected.best_step) == (6.5, 6)
+    assert step_of(run.checkpoints / "best.ckpt") == 6
+
+
+@pytest.mark.usefixtures("powerless")
+def test_an_evaluation_that_was_done_is_not_done_again(run: Run) -> None:
+    with pytest.raises(Cut):
+        run.train(At("on_train_batch_start", 6, throw(Cut())), val_every=4, checkpoint_every=5)
+    written = run.folder / "samples" / "eval_000004.jsonl"
+    written.write_text("not again\n")
+    run.train(val_every=4, checkpoint_every=5, resume="000005")
+    assert written.read_text() == "not again\n"
+
+
+def test_the_best_so_far_survives_a_resume(run: Run) -> None:
+    with pytest.raises(Cut):
+        run.train(At("on_train_batch_start", 6, throw(Cut())), module=Judged(), val_every=1)
+    saver = run.train(module=Judged(), val_every=1, resume="000005")
+    assert (saver.best, saver.best_step) == (5.0, 2)
+    assert step_of(run.checkpoints / "best.ckpt") == 2
+
+
+def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run) -> None:
+    """A best one that is later is gone; the best of those to come takes its place."""
+    run.train(val_every=2, checkpoints_kept=9)
+    (run.checkpoints / "000009.ckpt.tmp").touch()
+    seen: list[list[str]] = []
+    look = At("on_train_batch_start", 1, lambda: seen.append(
+        sorted(path.name for path in run.checkpoints.iterdir())))  # fmt: skip
+    saver = run.train(look, val_every=2, checkpoints_kept=9, resume="000002")
+    assert seen == [["000002.ckpt", "best.ckpt"]]
+    assert run.steps == [2, 4, 6]
+    assert saver.best_step == 6
+
+
+def test_the_best_one_can_be_gone_on_from(run: Run) -> None:
+    """It gets its number back."""
+    run.train(module=Judged(), val_every=1)
+    run.train(module=Judged(), val_every=1, resume="best", checkpoints_kept=9)
+    assert run.steps == [2, 3, 4, 5, 6]
+    assert step_of(run.checkpoints / "best.ckpt") == 2
+
+
+class Fails(FakePPO):
+    """In its third iteration, before or after the optimizer's first step, or as it ends."""
+
+    def __init__(self, when: str, error: BaseException) -> None:
+        super().__init__()
+        self.when, self.error = when, error
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        if self.iteration == 2 and self.when == "rollout":
+            raise self.error
+        if self.iteration == 2 and self.when == "update":
+            self.optimizers().step()
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("error", [RewardError("away"), ValueError("else"), MemoryError()])
+def test_an_exception_before_the_update_saves_the_step_before(
+    run: Run, error: BaseException
+) -> None:
+    with pytest.raises(type(error)):
+        run.train(module=Fails("rollout", error))
+    assert run.steps == [2]
+    found = torch.load(run.checkpoints / "000002.ckpt", weights_only=True)
+    assert found["iteration"] == 2
+
+
+def test_an_exception_within_the_update_saves_nothing(run: Run) -> None:
+    """Some of the weights are of the third iteration."""
+    with pytest.raises(RewardError):
+        run.train(module=Fails("update", RewardError("away")), checkpoint_every=1)
+    assert run.steps == [1, 2]
+    with pytest.raises(RewardError):
+        run.train(module=Fails("update", RewardError("away")))
+    assert run.steps == [1, 2]
+
+
+def test_an_exception_before_the_rows_are_written_saves_nothing(run: Run) -> None:
+    with pytest.raises(Cut):
+        run.train(At("on_train_batch_end", 3, throw(Cut())))
+    assert run.steps == []
+
+
+def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
+    """The checkpoint before it is written once more, with the evaluation; the others keep step."""
+    with pytest.raises(RewardError):
+        run.train(module=Fails("rollout", RewardError("away")), val_every=2)
+    assert run.steps == [2]
+    written = run.folder / "samples" / "eval_000002.jsonl"
+    written.write_text("not again\n")
+    saver = run.train(val_every=2, resume="000002", checkpoints_kept=9)
+    assert run.steps == [2, 4, 6]
+    assert saver.evaluated == 6
+    assert written.read_text() == "not again\n"
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tree: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    fill = At("on_train_batch_start", 3, lambda: monkeypatch.setattr(torch, "save", full))
+    with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
+        run.train(fill, checkpoint_every=1)
+    monkeypatch.undo()
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
+    run.train(resume="000002", checkpoint_every=1)
+    assert run.steps == [5, 6]
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("hook", "count", "evaluated"),
+    [("on_train_batch_start", 3, 2), ("on_validation_batch_end", 3, 2)],
+    ids=["in a step", "in an evaluation"],
+)
+def test_a_signal_ends_the_run_after_the_step(
+    run: Run, signum: signal.Signals, hook: str, count: int, evaluated: int
+) -> None:
+    """In the third iteration, or in the second evaluation, after the fourth."""
+    before = signal.getsignal(signum)
+    stop = Stop()
+    kill = At(hook, count, lambda: os.kill(os.getpid(), signum))
+    with pytest.raises(Stopped) as stopped, deferred_signals(stop):
+        run.train(kill, stop=stop, val_every=2)
+    assert stopped.value.code == 128 + signum
+    assert signal.getsignal(signum) == before
+    assert run.steps[-1] == (3 if hook == "on_train_batch_start" else 4)
+    found = torch.load(numbered(run.checkpoints)[-1], weights_only=True)
+    assert found["callbacks"]["Checkpoints"]["evaluated"] == evaluated
+
+
+def test_a_signal_after_the_last_step_is_not_lost() -> None:
+    stop = Stop()
+    with pytest.raises(Stopped), deferred_signals(stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred_signals(Stop()):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# What is no checkpoint of the run.
+
+
+@pytest.fixture
+def whole(run: Run) -> Path:
+    run.train()
+    return run.checkpoints / "000006.ckpt"
+
+
+def test_a_whole_checkpoint_is_read(whole: Path) -> None:
+    check_checkpoint(whole, ORIGIN)
+    assert read_run(whole) == {"stage": "ppo", "model": "mini", "version": "1", "step": 6}
+
+
+def test_a_damaged_checkpoint_is_refused(whole: Path) -> None:
+    """Cut off, empty, or with one bit that fell over in a tensor."""
+    data = whole.read_bytes()
+    tensor = torch.zeros(1).numpy().tobytes()
+    assert tensor in data
+    middle = len(data) // 2
+    for damaged in (data[:middle], b"", data[:100] + b"\x07" + data[101:]):
+        whole.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"000006.ckpt cannot be read: "):
+            check_checkpoint(whole, ORIGIN)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stage": "sft"}, "of stage ppo, not sft"),
+        ({"model": "tiny"}, "of model mini, not tiny"),
+        ({"version": "2"}, "of lightning-rlhf 1, not 2"),
+    ],
+)
+def test_another_runs_checkpoint_is_foreign(whole: Path, change: dict[str, Any], said: str) -> None:
+    asked = {"stage": "ppo", "model": "mini", "version": "1"} | change
+    with pytest.raises(CheckpointError, match=f"000006.ckpt is foreign: {said}"):
+        check_checkpoint(whole, Origin(**asked))
+
+
+def test_another_programs_file_is_foreign(tmp_path: Path) -> None:
+    path = tmp_path / "000001.ckpt"
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(CheckpointError, match="is foreign: no checkpoint of lightning-rlhf"):
+        check_checkpoint(path, ORIGIN)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"lightning_rlhf": Evil()}, tmp_path / "000001.ckpt")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        check_checkpoint(tmp_path / "000001.ckpt", ORIGIN)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,263 @@
+"""Going on from the newest checkpoint, or from the one that is asked for; one run at a time."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run
+
+from .conftest import MINI, MODULE, Workplace, make_workplace, rows, weights
+from .test_pipeline import samples, start, wait_for
+
+
+@pytest.fixture
+def cut_off(finished: Workplace) -> Workplace:
+    """In which the three stages have no `final/`, and the checkpoints of their last two steps."""
+    for stage in ("ppo", "rm"):
+        shutil.rmtree(finished.stage(stage) / "final")
+    return finished
+
+
+def checkpoints(place: Workplace, stage: str) -> list[str]:
+    return sorted(path.stem for path in (place.stage(stage) / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "left"),
+    [
+        ("ppo", "true", ["000002", "000003", "best"]),
+        ("ppo", "2", ["000002", "000003", "best"]),
+        ("ppo", "best", ["000002", "000003", "best"]),
+        ("sft", "000005", ["000005", "000006", "best"]),
+    ],
+)
+def test_the_run_goes_on_from_the_checkpoint_that_is_named(
+    finished: Workplace, pipeline: Workplace, stage: str, name: str, left: list[str]
+) -> None:
+    shutil.rmtree(finished.stage(stage) / "final")
+    folder, unbroken = finished.stage(stage), pipeline.stage(stage)
+    out = finished.mini(f"stage={stage}", f"resume={name}").succeeded.out
+    assert weights(folder) == weights(unbroken)
+    assert rows(folder) == rows(unbroken)
+    assert samples(folder) == samples(unbroken)
+    assert checkpoints(finished, stage) == left == checkpoints(pipeline, stage)
+    steps = {"true": [], "2": [3], "best": [3], "000005": [6]}[name]
+    for step in steps:
+        assert f"checkpoint {step}: " in out
+
+
+def test_what_is_later_than_the_checkpoint_is_forgotten(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off in the first iteration after it."""
+    from lightning_rlhf.modules.ppo import PPOModule
+
+    folder = finished.stage("ppo")
+    shutil.rmtree(folder / "final")
+
+    def pull(*arguments: Any) -> None:
+        raise KeyError("plug")
+
+    monkeypatch.setattr(PPOModule, "training_step", pull)
+    assert "plug" in finished.mini("stage=ppo", "resume=2").err
+    assert max(int(row["step"]) for row in rows(folder)) == 2
+    assert max(samples(folder)) == "train.jsonl"
+    assert "eval_000003.jsonl" not in samples(folder)
+    assert '"iteration": 3' not in samples(folder)["train.jsonl"]
+    assert "000003" not in checkpoints(finished, "ppo")
+
+
+class TestWhatIsRefused:
+    """One message, before a model is looked for."""
+
+    def refused(self, place: Workplace, *overrides: str) -> str:
+        return place.mini("stage=sft", *overrides).error
+
+    @pytest.fixture
+    def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+        shutil.rmtree(finished.stage("sft") / "final")
+
+        def load(*arguments: Any) -> None:
+            raise AssertionError("it is too late to refuse")
+
+        monkeypatch.setattr("lightning_rlhf.cli.run.run_sft", load)
+        return finished
+
+    @pytest.mark.parametrize("name", ["true", "000006"])
+    def test_a_damaged_one_names_the_one_before(self, place: Workplace, name: str) -> None:
+        newest = place.stage("sft") / "checkpoints" / "000006.ckpt"
+        with newest.open("r+b") as file:
+            file.truncate(1000)
+        error = self.refused(place, f"resume={name}")
+        assert f"{Path('outputs/default/mini/sft/checkpoints/000006.ckpt')} cannot be read" in error
+        assert error.endswith("Delete it, or give resume=000005, to go on from the one before it")
+
+    def test_the_only_one_is_damaged(self, place: Workplace) -> None:
+        folder = place.stage("sft") / "checkpoints"
+        (folder / "000005.ckpt").unlink()
+        (folder / "000006.ckpt").write_bytes(b"")
+        assert self.refused(place, "resume=true").endswith("Give overwrite=true to start anew")
+
+    def test_a_foreign_one(self, place: Workplace) -> None:
+        foreign = place.stage("rm") / "checkpoints" / "000006.ckpt"
+        shutil.copy(foreign, place.stage("sft") / "checkpoints" / "000007.ckpt")
+        error = self.refused(place, "resume=true")
+        assert "000007.ckpt is foreign: of stage rm, not sft" in error
+        assert "resume=000006" in error
+
+    def test_one_that_is_not_there(self, place: Workplace) -> None:
+        error = self.refused(place, "resume=4")
+        assert error.startswith("resume=000004: ")
+        assert error.endswith("allowed: true, 000005, 000006, best")
+
+    def test_with_an_older_one_the_run_goes_on(self, place: Workplace) -> None:
+        (place.stage("sft") / "checkpoints" / "000006.ckpt").write_bytes(b"")
+        assert "too late to refuse" in place.mini("stage=sft", "resume=000005").err
+
+
+# Signals and locks, in processes.
+
+SLOW = ("stage=sft", "sft.epochs=100", "sft.val_every=1000", "sft.checkpoint_every=1000")
+"""800 steps, of which a signal leaves some, and nothing is saved but for it."""
+
+
+@pytest.fixture
+def running(workplace: Workplace) -> Iterator[subprocess.Popen[str]]:
+    """A run that has come to its first row of metrics."""
+    process = start(workplace, *MINI, *SLOW, "trainer.log_every_n_steps=1")
+    wait_for(workplace.stage("sft") / "metrics.csv", process)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+def test_one_process_at_a_time(workplace: Workplace, running: subprocess.Popen[str]) -> None:
+    """The lock goes with the process, however that ends."""
+    for override in ("resume=true", "overwrite=true", "seed=0"):
+        error = workplace.mini(*SLOW, override).error
+        assert "outputs/default/mini/sft is being written by another process" in error
+        assert "run=NAME" in error
+    running.kill()
+    running.wait()
+    assert "was cut off before its first checkpoint" in workplace.mini(*SLOW, "resume=true").error
+    workplace.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
+    assert not list(workplace.outputs.rglob("*.lock"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_running_step(
+    workplace: Workplace, running: subprocess.Popen[str], how: signal.Signals
+) -> None:
+    running.send_signal(how)
+    said = running.communicate(timeout=60)[0]
+    assert running.returncode == 128 + how
+    (path,) = numbered(workplace.stage("sft") / "checkpoints")
+    found = torch.load(path, weights_only=True)
+    assert read_run(path)["step"] == found["global_step"] == int(path.stem) > 0
+    assert f"checkpoint {int(path.stem)}: " in said
+    assert "a second SIG" in said
+    assert said.count("stopped; resume=true goes on from the last checkpoint") == 1
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(workplace: Workplace) -> None:
+    """In an evaluation batch that takes a minute, of a function as a reward."""
+    rules, asked = workplace.folder / "slow.py", workplace.folder / "asked"
+    rules.write_text(
+        "import pathlib, time\n"
+        "def slow(prompts, responses):\n"
+        f"    pathlib.Path({str(asked)!r}).touch()\n"
+        "    for _ in range(600):\n"
+        "        time.sleep(0.1)\n"
+        "    return [0.0] * len(responses)\n"
+    )
+    process = start(
+        workplace, *MINI, "stage=ppo", "policy.checkpoint=base", "reward=function",
+        f"reward.path={rules}:slow",
+    )  # fmt: skip
+    wait_for(asked, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_recipe_passes_a_signal_on_and_waits(
+    tmp_path: Path, pipeline: Workplace, how: signal.Signals
+) -> None:
+    """One message for both processes; the same command goes on."""
+    place = make_workplace(tmp_path / "work")
+    own = ("sft.epochs=25", "sft.val_every=1000", "sft.checkpoint_every=1000",
+           "rm.epochs=0.25", "ppo.iterations=1", "trainer.log_every_n_steps=1")  # fmt: skip
+    process = start(place, *MINI, "recipe=quickstart", *own)
+    folder = place.outputs / "default" / "mini" / "sft"
+    wait_for(folder / "metrics.csv", process)
+    process.send_signal(how)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + how
+    assert said.count("stopped; ") == 1
+    assert "stopped; the same command goes on" in said
+    assert len(numbered(folder / "checkpoints")) == 1, "the stage was not waited for"
+
+
+# A disk that is full.
+
+
+def limited(size: int) -> Callable[[], None]:
+    """No file of the process may have more bytes."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    return limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["checkpoint", "final"])
+def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
+    workplace: Workplace, pipeline: Workplace, what: str
+) -> None:
+    """The weights have a third of a checkpoint's bytes, which holds the optimizer's state too."""
+    folder = workplace.stage("sft")
+    size = {
+        name: (pipeline.stage("sft") / name).stat().st_size
+        for name in ("checkpoints/000006.ckpt", "final/model.safetensors")
+    }
+    command = [*MINI, "stage=sft"]
+    if what == "final":
+        workplace.mini("stage=sft").succeeded  # noqa: B018
+        shutil.rmtree(folder / "final")
+        command.append("resume=true")
+    room = 2 * size["final/model.safetensors"] if what == "checkpoint" else 1000
+    done = subprocess.run(
+        [*MODULE, *command], cwd=workplace.folder, preexec_fn=limited(room), check=False,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    target = folder / ("checkpoints/000001.ckpt" if what == "checkpoint" else "final")
+    error = done.stderr.strip().splitlines()[-1]
+    assert f"{target.relative_to(workplace.folder)} was not written: File too large." in error
+    assert not target.exists()
+    assert not list(folder.rglob("*.tmp"))
+    again = "overwrite=true" if what == "checkpoint" else "resume=true"
+    assert again in error
+    workplace.mini("stage=sft", again).succeeded  # noqa: B018
+    assert weights(folder) == weights(pipeline.stage("sft"))

@@ -1,0 +1,131 @@
+"""What is written whole is there whole, or not at all; a full disk says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.storage import full_disk, written_whole
+
+
+def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    target.write_text("before")
+    with written_whole(target) as beside:
+        beside.write_text("after")
+        assert target.read_text() == "before"
+    assert target.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    target.mkdir()
+    (target / "stale").touch()
+    with written_whole(target) as beside:
+        (beside / "inner").mkdir(parents=True)
+        (beside / "inner" / "file").write_text("after")
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "a", "a/inner", "a/inner/file",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
+def test_what_fails_leaves_the_one_before(tmp_path: Path, failure: type[BaseException]) -> None:
+    target = tmp_path / "a"
+    target.write_text("before")
+    with pytest.raises(failure), written_whole(target) as beside:  # noqa: PT012
+        beside.write_text("half")
+        raise failure
+    assert target.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsync of the files and of their folder, then the name, then fsync of the folder above."""
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        order.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    with written_whole(tmp_path / "a") as beside:
+        beside.mkdir()
+        (beside / "file").touch()
+    assert order == ["file", "a.tmp", "replace", tmp_path.name]
+
+
+def test_which_errors_are_a_full_disk() -> None:
+    """As the system, torch and safetensors tell it; a path that is missing is another matter."""
+    assert full_disk(OSError(errno.ENOSPC, "x")) == "No space left on device"
+    assert full_disk(OSError(errno.ENOENT, "x")) is None
+    assert full_disk(ValueError("I/O error: No space left on device (os error 28)")) is not None
+    wrapped = RuntimeError("unexpected pos 64 vs 0")
+    wrapped.__context__ = OSError(errno.EDQUOT, "x")
+    assert full_disk(wrapped) is not None
+    assert full_disk(RuntimeError("unexpected pos 64 vs 0")) is None
+
+
+WRITERS = {
+    "torch": "torch.save({'a': torch.zeros(300_000)}, beside.open('wb'))",
+    "safetensors": "safetensors.torch.save_file({'a': torch.zeros(300_000)}, beside)",
+    "text": "beside.write_text('x' * 1_200_000)",
+}
+WRITE = """
+import sys
+from pathlib import Path
+import safetensors.torch, torch
+from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.errors import StorageError
+try:
+    with written_whole(Path(sys.argv[1]), 1_200_000) as beside:
+        {writer}
+except StorageError as error:
+    print(error)
+"""
+
+
+def limited() -> None:
+    """Files of this process may have half a megabyte; no signal where one would be larger."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_file_that_does_not_fit(tmp_path: Path, writer: str) -> None:
+    target = tmp_path / "a"
+    target.write_text("before")
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE.format(writer=WRITERS[writer]), str(target)],
+        preexec_fn=limited, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{target} was not written: File too large. It needs 1.2 MB, and")
+    assert target.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_full_disk_names_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught, written_whole(tmp_path / "a") as beside:  # noqa: PT012
+        beside.write_bytes(b"x" * 2_000_000)
+        raise OSError(errno.ENOSPC, "write")
+    assert "a was not written: No space left on device. It needs 2.0 MB or more, and " in str(
+        caught.value
+    )
