@@ -314,6 +314,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert run.steps == [5, 6]
 
 
+def test_what_ended_the_run_is_told_where_nothing_can_be_saved(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(tree: Any, file: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RewardError, match="away"):
+        run.train(module=Fails("rollout", RewardError("away")))
+    assert "no checkpoint of step 2: " in capsys.readouterr().out
+    assert run.steps == []
+
+
 # Signals.
 
 

@@ -45,6 +45,17 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> No
     assert [row["reward_mean"] for row in rows] == ["1.0", "2.0", "30.0"]
 
 
+def test_a_row_that_was_cut_off_is_no_row(tmp_path: Path) -> None:
+    """ "1" is what was written of step 12, and must not be taken for step 1."""
+    before = MetricsFile(tmp_path)
+    before.log_metrics({"reward_mean": 1.0}, step=1)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("1")
+    after = MetricsFile(tmp_path)
+    after.rewind(1)
+    assert read(tmp_path / "metrics.csv") == [{"step": "1", "reward_mean": "1.0"}]
+
+
 def test_columns_follow_the_table_of_metrics(tmp_path: Path) -> None:
     metrics = {"eval/judge/b": 1.0, "eval/judge/a": 1.0, "time/rollout_s": 1.0, "reward_mean": 1.0}
     MetricsFile(tmp_path).log_metrics(metrics, step=1)

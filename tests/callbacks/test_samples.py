@@ -51,6 +51,6 @@ def test_markdown_keeps_one_row_a_sample() -> None:
 
 def test_a_resumed_run_forgets_later_samples(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"iteration": k}) + "\n" for k in (1, 2, 3)))
+    path.write_text("".join(json.dumps({"iteration": k}) + "\n" for k in (1, 2, 3)) + '{"itera')
     keep_until(path, 2)
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]

@@ -266,10 +266,10 @@ def test_resuming_with_another_value_is_refused(
     assert "config.json" in error
 
 
-def test_another_logger_may_be_resumed_with(finished: Workplace) -> None:
-    """It changes nothing of what is computed."""
+@pytest.mark.parametrize("override", ["logger=tensorboard", "sft.checkpoints_kept=1"])
+def test_what_changes_nothing_may_be_resumed_with(finished: Workplace, override: str) -> None:
     shutil.rmtree(finished.stage("sft") / "final")
-    finished.mini("stage=sft", "resume=true", "logger=tensorboard").succeeded  # noqa: B018
+    finished.mini("stage=sft", "resume=5", override).succeeded  # noqa: B018
 
 
 def start(place: Workplace, *arguments: str) -> subprocess.Popen[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
@@ -214,6 +215,15 @@ def test_numbers_name_a_run_and_a_job(kitchen: Kitchen) -> None:
     kitchen.cook("run=2026", "job=7").succeeded  # noqa: B018
     assert kitchen.ran == []
     kitchen.place.mini("stage=rm", "run=2026", "job=7").succeeded  # noqa: B018
+
+
+def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
+    folder = done.folder("ppo").parent
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        error = done.cook().error
+    assert "outputs/default/mini is being written by another process" in error
+    assert done.ran == []
+    done.cook().succeeded  # noqa: B018
 
 
 def test_a_stage_that_was_cut_off_is_resumed(done: Kitchen) -> None:

@@ -26,8 +26,14 @@ def shorter(prompts, responses):
 
 @pytest.mark.parametrize(
     ("call", "step"),
-    [(3, 1), (4, 2), (5, 2), (6, 3)],
-    ids=["in an iteration", "in an evaluation", "after an evaluation", "in the last evaluation"],
+    [(2, 0), (3, 1), (4, 2), (5, 2), (6, 3)],
+    ids=[
+        "in the first iteration",
+        "in an iteration",
+        "in an evaluation",
+        "after an evaluation",
+        "in the last evaluation",
+    ],
 )
 def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     finished: Workplace, call: int, step: int

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.core.storage import full_disk, written_whole
+from lightning_rlhf.core.storage import full_disk, full_disk_told, written_whole
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
@@ -49,6 +49,7 @@ def test_what_fails_leaves_the_one_before(tmp_path: Path, failure: type[BaseExce
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells the name of an open file")
 def test_everything_is_on_the_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,17 @@ def test_which_errors_are_a_full_disk() -> None:
     wrapped.__context__ = OSError(errno.EDQUOT, "x")
     assert full_disk(wrapped) is not None
     assert full_disk(RuntimeError("unexpected pos 64 vs 0")) is None
+
+
+def test_a_full_disk_is_told_of_any_file() -> None:
+    """Of a row of metrics, say, whose file is written to its end and not anew."""
+    with (
+        pytest.raises(StorageError, match=r"^a file was not written: No space left on device"),
+        full_disk_told(),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(FileNotFoundError), full_disk_told():
+        raise FileNotFoundError(errno.ENOENT, "x")
 
 
 WRITERS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import socket
@@ -16,7 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, StorageError
 from lightning_rlhf.models.checkpoint import (
     Final,
     check_fingerprint,
@@ -26,6 +27,7 @@ from lightning_rlhf.models.checkpoint import (
     versions,
     write_final,
 )
+from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.handover import (
     add_policy,
     attach_reward,
@@ -35,6 +37,7 @@ from lightning_rlhf.models.handover import (
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
 
+LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 Make = Callable[..., Any]
 # i * 7919 mod 97 for i = 1..16; 7919 = 81 * 97 + 62.
 PROBE = torch.tensor([[62 * i % 97 for i in range(1, 17)]])
@@ -226,6 +229,32 @@ def test_writing_keeps_neither_a_half_nor_an_old_folder(
     assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft", base="other")
     assert not (folder / "stale").exists()
     assert [path.name for path in folder.parent.iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize("finetune", ["full", "lora"])
+def test_a_full_disk_says_how_much_is_needed(
+    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch, finetune: str,
+) -> None:  # fmt: skip
+    """Four bytes for each number that is to be written."""
+    roles = Roles(make_model("llama"))
+    if finetune == "full":
+        roles.assign(SFT)
+        written = list(roles.causal_lm.parameters())
+    else:
+        roles.add_adapter(SFT, LORA)
+        written = [p for name, p in roles.model.named_parameters() if "lora" in name]
+    size = 4 * sum(p.numel() for p in written)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "write")
+
+    monkeypatch.setattr("lightning_rlhf.models.checkpoint.save_file", full)
+    monkeypatch.setattr(type(roles.causal_lm), "save_pretrained", full)
+    monkeypatch.setattr("lightning_rlhf.core.storage.readable", str)
+    with pytest.raises(StorageError, match=f"No space left on device. It needs {size}, and "):
+        write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_hash_is_of_the_vocabulary_alone(

@@ -28,7 +28,7 @@ from lightning_rlhf.callbacks.names import Stage
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.core.storage import megabytes
+from lightning_rlhf.core.storage import readable
 
 GOAL: Mapping[Stage, tuple[str, int]] = {
     "sft": ("eval/loss", -1),
@@ -85,9 +85,9 @@ class Checkpoints(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trained(trainer)
         self._finished = progress(trainer, pl_module)
-        self._saved = step, self.evaluated
         if trainer.ckpt_path is None:
             return
+        self._saved = step, self.evaluated
         go_back(self.folder, step)
         if not (self.folder / f"{BEST}{SUFFIX}").exists():  # it was later than `step`
             self.best = self.best_step = None
@@ -132,10 +132,11 @@ class Checkpoints(Callback):
         is_whole = self._finished == progress(trainer, pl_module)
         is_new = self._saved != (trained(trainer), self.evaluated)
         if is_training and is_whole and is_new and not isinstance(exception, StorageError):
-            # Lightning would count the batch that was begun, and evaluate a step too early later.
-            total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-            total.ready = total.started = total.processed
-            self.save(trainer)
+            forget_begun_batch(trainer)
+            try:
+                self.save(trainer)
+            except Exception as failure:  # what ended the run is to be told, and not this
+                tell(f"no checkpoint of step {trained(trainer)}: {failure}")
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete those too many."""
@@ -144,8 +145,12 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(path)
         keep_newest(self.folder, self.config.checkpoints_kept)
         self._saved, self._since = (step, self.evaluated), monotonic()
-        line = f"checkpoint {step}: {megabytes(path.stat().st_size)}, {self._since - started:.2f} s"
-        get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+        tell(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
+
+
+def tell(line: str) -> None:
+    """One line on the console, as it is."""
+    get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def trained(trainer: L.Trainer) -> int:
@@ -161,6 +166,13 @@ def progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int
     """
     optimizer = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     return trained(trainer), position(trainer, pl_module), optimizer.total.ready
+
+
+def forget_begun_batch(trainer: L.Trainer) -> None:
+    """Else Lightning counts it in a resumed run: as one to evaluate after, or as the last one."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    batches.total.ready = batches.total.started = batches.total.processed
+    batches.is_last_batch = False
 
 
 def evaluate(trainer: L.Trainer) -> None:

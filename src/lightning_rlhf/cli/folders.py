@@ -21,7 +21,14 @@ from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 BASE = "base"
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS = "config.json", "parents.json"
-VOLATILE = ("resume", "overwrite", "debug", "logger", "recipe", "run", "job", "outputs")
+SAVING = tuple(
+    f"{stage}.{key}"
+    for stage in ("sft", "rm", "ppo")
+    for key in ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
+)
+VOLATILE = (
+    "resume", "overwrite", "debug", "logger", "recipe", "run", "job", "outputs", *SAVING,
+)  # fmt: skip
 """Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
 UNREAD: Mapping[str, tuple[str, ...]] = {
     "sft": ("data.preferences", "data.prompts", "data.judge", "reward"),

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
+from lightning_rlhf.core.storage import full_disk_told
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
@@ -77,7 +78,8 @@ def compose(cfg: DictConfig) -> str | None:
     if in_sweep:
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
     try:
-        execute(cfg, in_sweep)
+        with full_disk_told():
+            execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         if IN_RECIPE not in os.environ:
             print("; ".join(["stopped", *way_on(cfg, in_sweep)]))

@@ -29,6 +29,7 @@ from lightning_rlhf.cli.folders import (
 )
 from lightning_rlhf.cli.main import IN_RECIPE, OPEN
 from lightning_rlhf.cli.process import run_command
+from lightning_rlhf.cli.resume import held
 from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -146,15 +147,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     for stage, settings in stages.items():  # a fault in the last stage's data must cost no training
         if cfg.overwrite or not is_finished(settings):
             LOAD[stage](settings.data, settings.seed)
-    ran = False
-    for stage, settings in stages.items():
-        state = "outdated" if cfg.overwrite else state_of(settings)
-        if state == "done":
-            say(f"{stage}: done already, {folder_of(settings)}", "green")
-            continue
-        ran = True
-        say(f"{stage}: {folder_of(settings)}", "bold")
-        run_process(stage, [*commands[stage], *HOW[state]], folder_of(settings))
+    first = stages[recipe.stages[0]]
+    with held(first, folder_of(first).parent):
+        ran = run_stages(stages, commands, anew=cfg.overwrite)
     metrics = summarise(stages)
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
@@ -169,6 +164,22 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     if not ran:
         say(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     check_promises(recipe, stages, metrics)
+
+
+def run_stages(
+    stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, anew: bool
+) -> bool:
+    """Run what is not done yet, or all of them anew; whether there was anything to do."""
+    ran = False
+    for stage, settings in stages.items():
+        state = "outdated" if anew else state_of(settings)
+        if state == "done":
+            say(f"{stage}: done already, {folder_of(settings)}", "green")
+            continue
+        ran = True
+        say(f"{stage}: {folder_of(settings)}", "bold")
+        run_process(stage, [*commands[stage], *HOW[state]], folder_of(settings))
+    return ran
 
 
 def stage_overrides(

@@ -33,13 +33,12 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 
 
 @contextmanager
-def held(settings: Settings) -> Iterator[None]:
-    """The run's folder is written by no other process; the system lets go of it with this one.
+def held(settings: Settings, folder: Path) -> Iterator[None]:
+    """`folder` is written by no other process; the system lets go of it with this one.
 
     The lock is a file beside the folder, which overwrite=true deletes. Nothing is left of it.
     Raises ConfigError where another process holds it.
     """
-    folder = folder_of(settings)
     check_writable(settings.outputs, folder)
     parents = (folder.parent, *folder.parent.parents)
     made = [parent for parent in parents if not parent.exists()]

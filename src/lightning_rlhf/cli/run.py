@@ -8,6 +8,7 @@ import lightning as L
 import torch
 
 from lightning_rlhf.cli.console import quiet_libraries
+from lightning_rlhf.cli.folders import folder_of
 from lightning_rlhf.cli.launch import check_accelerator
 from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
 from lightning_rlhf.cli.resume import check_resumable, held, resume_point
@@ -27,7 +28,7 @@ def run_stage(settings: Settings) -> Path:
     """Run the stage and return the path of its `final/` folder."""
     quiet_libraries()
     check_accelerator(settings)
-    with held(settings):
+    with held(settings, folder_of(settings)):
         if (checkpoint := resume_point(settings)) is not None:  # refuse before anything is read
             check_resumable(checkpoint, settings)
         return run_in_folder(settings)

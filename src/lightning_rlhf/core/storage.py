@@ -39,12 +39,26 @@ def written_whole(target: Path, needed: int | None = None) -> Iterator[Path]:
         delete(beside)
         if (reason := full_disk(error)) is None:
             raise
-        size = f"{megabytes(max(needed or 0, begun))}{'' if needed else ' or more'}"
-        free = megabytes(shutil.disk_usage(target.parent).free)
+        size = f"{readable(max(needed or 0, begun))}{'' if needed else ' or more'}"
+        free = readable(shutil.disk_usage(target.parent).free)
         raise StorageError(
             f"{target} was not written: {reason}. It needs {size}, and {free} are free now. Make "
             "room there"
         ) from error
+
+
+@contextmanager
+def full_disk_told() -> Iterator[None]:
+    """StorageError in place of a system's error that a file of the block found no room."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        if (reason := full_disk(error)) is None:
+            raise
+        name = getattr(error, "filename", None) or "a file"
+        raise StorageError(f"{name} was not written: {reason}. Make room") from error
 
 
 def full_disk(error: BaseException | None) -> str | None:
@@ -94,6 +108,6 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def megabytes(size: int) -> str:
-    """1234567 -> 1.2 MB"""
-    return f"{size / 1e6:.1f} MB"
+def readable(size: int) -> str:
+    """1234567 -> 1.2 MB, 1234567890 -> 1.2 GB"""
+    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"

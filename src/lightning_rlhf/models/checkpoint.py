@@ -152,7 +152,7 @@ def write_final(
 
     Raises StorageError where the disk holds no more.
     """
-    with written_whole(folder) as beside:
+    with written_whole(folder, _size(roles, role)) as beside:
         beside.mkdir(parents=True)
         if more is not None:
             shutil.copytree(more, beside, dirs_exist_ok=True)
@@ -177,6 +177,13 @@ def write_final(
         fingerprints = {"self": roles.probe(role), "below": below}
         save_file(fingerprints, beside / "fingerprint.safetensors")
         (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+
+
+def _size(roles: Roles, role: str) -> int:
+    """Bytes of the adapter of `role`, or of the whole weights where it has none."""
+    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    parts = roles.model.named_parameters()
+    return sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
 
 
 def stands_on_random_weights(folder: Path) -> bool:
