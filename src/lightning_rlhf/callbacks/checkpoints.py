@@ -49,9 +49,9 @@ class Checkpoints(Callback):
     - each `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step;
     - before an evaluation, so that nothing is lost where that is cut off: the checkpoint knows
       that the evaluation is due, and a run that goes on from it begins with it;
-    - where `stop` was told a signal, which it obeys then;
-    - where an exception ends the run, if no optimizer step was begun since the last finished step.
-      The modules change all else that they count together, at the end of a step.
+    - where an exception ends the run, that of a signal to `stop` among them, if no optimizer step
+      was begun since the last finished step. The modules change all else that they count together,
+      at the end of a step.
     """
 
     def __init__(self, folder: Path, config: StageConfig, origin: Origin, stop: Stop) -> None:
@@ -99,7 +99,7 @@ class Checkpoints(Callback):
         batch_idx: int,
     ) -> None:  # fmt: skip
         self._finished = progress(trainer, pl_module)
-        if self.is_due(trainer) or self.stop.signal is not None:
+        if self.is_due(trainer):
             self.save(trainer)
         self.stop.obey()
 
