@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, cast
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rlhf.core.shaping import ScoreMoments, Term
+from lightning_rlhf.core.types import Collected
 
 
 class Chat(Protocol):
@@ -28,10 +29,13 @@ class PPOView(Protocol):
 
     iteration: int
     """Finished iterations; survives a resume."""
+    collected: Collected | None
+    """What the latest iteration learned from, or the one under way learns from."""
     chat: Chat
     reward: Reward
     moments: ScoreMoments
     """Of all scores so far."""
+    critic: object | None
 
     def prompt_rows(self, split: Literal["train", "val"]) -> Sequence[Mapping[str, Any]]: ...
 

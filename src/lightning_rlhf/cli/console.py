@@ -25,6 +25,8 @@ NOISY_WARNINGS = (
     ".*check_val_every_n_epoch.*",  # one epoch is the whole run
     ".*dataloader is not resumable.*",  # the schedule starts where the checkpoint ends
     ".*smaller than the logging interval.*",
+    ".*but have no `val_dataloader`.*",  # a replay evaluates nothing
+    ".*callbacks used to create the checkpoint.*",
     ".*LeafSpec.*",
     ".*is_gradient_checkpointing.*",
 )

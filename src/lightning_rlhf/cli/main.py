@@ -44,6 +44,11 @@ def main() -> None:
 
         serve_reward(sys.argv[2:])
         return
+    if sys.argv[1:2] == ["replay"]:
+        from lightning_rlhf.cli.replay import replay
+
+        replay(sys.argv[2:])
+        return
     register_resolvers()
     refuse_secrets(sys.argv[1:])
     # A stage's numbers may be given where the stage is not chosen yet: to a recipe, or to a sweep

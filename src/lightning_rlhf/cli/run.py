@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -36,11 +38,7 @@ def run_stage(settings: Settings) -> Path:
 
 def run_in_folder(settings: Settings) -> Path:
     """Run the stage, whose folder is free for it."""
-    torch.set_num_threads(settings.trainer.threads or THREADS)
-    if settings.trainer.accelerator == "cpu":
-        keep_large_blocks()
-    L.seed_everything(settings.seed, verbose=False)
-    with denormals_flushed():
+    with computing(settings):
         match settings.config:
             case SFTConfig():
                 return run_sft(settings, settings.config)
@@ -50,3 +48,14 @@ def run_in_folder(settings: Settings) -> Path:
                 return run_ppo(settings, settings.config)
             case EvalConfig():
                 return run_eval(settings, settings.config)
+
+
+@contextmanager
+def computing(settings: Settings) -> Iterator[None]:
+    """Inside, the process rounds and draws as a run of these settings does."""
+    torch.set_num_threads(settings.trainer.threads or THREADS)
+    if settings.trainer.accelerator == "cpu":
+        keep_large_blocks()
+    L.seed_everything(settings.seed, verbose=False)
+    with denormals_flushed():
+        yield

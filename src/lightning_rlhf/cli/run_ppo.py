@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.recorder import Recorder
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
 from lightning_rlhf.cli.console import say_lengths
 from lightning_rlhf.cli.folders import find_parents
 from lightning_rlhf.cli.format_check import check_formats
-from lightning_rlhf.cli.launch import fit, hand_over, make_ready
+from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.collate import collate_prompts
@@ -29,9 +31,10 @@ from lightning_rlhf.models.handover import (
     check_vocabulary,
     start_from,
 )
-from lightning_rlhf.models.roles import POLICY, SFT, VALUE
+from lightning_rlhf.models.roles import POLICY, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.report.tables import before_after_table
+from lightning_rlhf.rewards.weighted import Reward
 
 
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
@@ -57,8 +60,6 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     reward = build_reward(ready, roles, light, config.microbatch_size)
     roles.to(ready.device)
     check_formats(ready, reward)
-    add_policy(roles, settings.model, settings.seed)
-    critic = build_critic(ready, roles, config) if config.has_critic else None
     data = StageData(
         train=train.examples,
         val=val.examples * config.val_samples_per_prompt,
@@ -69,26 +70,42 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         seed=settings.seed,
         pool_batches=1,
     )
-    module = PPOModule(
-        roles,
-        reward,
-        config,
-        critic=critic,
-        chat=ready.chat,
-        prompts={"train": _texts(rows.train), "val": _texts(rows.val)},
-        seed=settings.seed,
-    )
+    texts = {"train": _texts(rows.train), "val": _texts(rows.val)}
+    module = build_module(ready, roles, reward, config, texts)
     evaluation = Evaluation(judge, ready.folder)
     samples = Samples(
         every_n_iterations=config.samples_every, count=4, characters=160, run_dir=ready.folder
     )
-    fit(ready, module, data, [PPOMetrics(), evaluation, samples])
+    recorder = [Recorder(ready.folder)] if settings.record else []
+    fit(ready, module, data, [PPOMetrics(), evaluation, samples, *recorder])
     assert evaluation.first is not None
     assert evaluation.last is not None
     get_console().print(before_after_table(evaluation.first, evaluation.last))
     metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
-    head = VALUE if critic is not None and critic.shares_trunk else None
+    shares_trunk = module.critic is not None and module.critic.shares_trunk
+    head = VALUE if shares_trunk else None
     return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head)
+
+
+def build_module(
+    ready: Prepared,
+    roles: Roles,
+    reward: Reward,
+    config: PPOConfig,
+    prompts: Mapping[str, Sequence[dict[str, Any]]],
+) -> PPOModule:
+    """The module before its first iteration: a fresh policy, and a critic if there is to be one."""
+    settings = ready.settings
+    add_policy(roles, settings.model, settings.seed)
+    return PPOModule(
+        roles,
+        reward,
+        config,
+        critic=build_critic(ready, roles, config) if config.has_critic else None,
+        chat=ready.chat,
+        prompts=prompts,
+        seed=settings.seed,
+    )
 
 
 def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:

@@ -98,6 +98,8 @@ class Settings:
     resume: bool | str
     """Of the newest checkpoint, or of the one of this name."""
     overwrite: bool
+    record: bool
+    """Whether PPO writes its rollouts; the other stages have none."""
     debug: bool
     tree: dict[str, Any]
     """The whole configuration as plain types."""
@@ -112,7 +114,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     for key in known:
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     require_number("seed", tree["seed"], at_least=0, whole=True)
-    for key in ("overwrite", "debug"):
+    for key in ("overwrite", "record", "debug"):
         require_flag(key, tree[key])
     tree["resume"] = read_resume(tree["resume"])
     names = {"run": tree["run"], "model.name": section(tree, "model", "name")["name"]}
@@ -148,6 +150,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         outputs=Path(tree["outputs"]).expanduser(),
         resume=tree["resume"],
         overwrite=tree["overwrite"],
+        record=tree["record"],
         debug=tree["debug"],
         tree=tree,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.masking import Total, alone
 from lightning_rlhf.core.ppo_config import MissingEOS, PPOConfig
-from lightning_rlhf.core.types import Scores
+from lightning_rlhf.core.types import Experience, Scores
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ScoreMoments:
         """Before the first score."""
         return cls(NO_SCORES, (NO_SCORES,) * components)
 
-    def including(self, scores: Scores, total: Total = alone) -> ScoreMoments:
+    def including(self, scores: Scores | Experience, total: Total = alone) -> ScoreMoments:
         """The moments with a batch more, that of all processes."""
         parts = zip(self.parts, scores.parts.unbind(dim=1), strict=True)
         return ScoreMoments(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 
@@ -167,6 +167,27 @@ class Experience(Record):
     def responses(self) -> Int[Tensor, "B T"]:
         """Response tokens; any id on padding."""
         return self.tokens[:, -self.response_mask.shape[1] :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What one iteration learns from, and all else that its updates depend on besides the model."""
+
+    experience: Experience
+    kl_coef: float
+    """Of this iteration."""
+    shuffle: UInt8[Tensor, " G"]
+    """State of the generator that draws the minibatches; always on the CPU."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """The same with its experience on `device`; Lightning calls this on every batch."""
+        return replace(self, experience=self.experience.to(device, non_blocking=non_blocking))
+
+    def generator(self) -> torch.Generator:
+        """A fresh one in the state `shuffle`."""
+        generator = torch.Generator()
+        generator.set_state(self.shuffle)
+        return generator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 from lightning_rlhf.core.types import (
+    Collected,
     Experience,
     Prompts,
     Replies,
@@ -45,6 +46,7 @@ from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.generate import no_value
 from lightning_rlhf.rollout.replies import said
 from lightning_rlhf.rollout.score import (
+    all_logprobs,
     padding_share,
     response_hidden,
     response_kl,
@@ -104,45 +106,59 @@ class PPOModule(L.LightningModule):
         """Of all scores so far."""
         self.updated = time.perf_counter()
         """When the last iteration ended."""
+        self.collected: Collected | None = None
+        """What the latest iteration learned from, or the one under way learns from."""
         roles.play(POLICY)
 
-    def training_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any]:
-        config = self.config
-        generator = self.generator(TRAINING, self.iteration)
+    def training_step(self, batch: Prompts | Collected, batch_idx: int) -> dict[str, Any]:
+        """Collect from prompts, then learn; what was collected before is learned from once more."""
+        other = time.perf_counter() - self.updated
+        collected, seconds = self.collect(batch) if isinstance(batch, Prompts) else (batch, {})
+        self.collected = collected
+        experience = collected.experience
         started = time.perf_counter()
-        other = started - self.updated
-        rollout = self.generate(prompts, generator, config.samples_per_prompt)
-        rollout = self.valued(rollout)
-        rolled_out = time.perf_counter()
-        scores = self.score(self.said(rollout, "train"))
-        moments = self.moments.including(scores)
-        experience = make_experience(
-            rollout,
-            scores,
-            config,
-            kl_coef=self.kl_coef,
-            moments=moments,
-            terms=self.reward.terms,
-        )
-        scored = time.perf_counter()
-        updates = tuple(self.updates(experience, generator))
-        updated = self.updated = time.perf_counter()
+        updates = tuple(self.updates(experience, collected.generator()))
+        self.updated = time.perf_counter()
         advance_schedule(self)
-        kl_coef, self.kl_coef = self.kl_coef, self.next_kl_coef(experience)
-        self.moments = moments  # not before the update: what ends it leaves the iteration unbegun
+        # Not before the update: what ends it leaves the iteration unbegun.
+        self.moments = self.moments.including(experience)
+        self.kl_coef = self.next_kl_coef(experience)
         self.iteration += 1
         return {
             "experience": experience,
             "updates": updates,
-            "kl_coef": kl_coef,
-            "padding": padding_share(rollout.mask, self.learner.microbatch.rows),
-            "seconds": {
-                "rollout": rolled_out - started,
-                "score": scored - rolled_out,
-                "update": updated - scored,
-                "other": other,
-            },
+            "kl_coef": collected.kl_coef,
+            "padding": padding_share(experience.mask, self.learner.microbatch.rows),
+            "seconds": {**seconds, "update": self.updated - started, "other": other},
         }
+
+    def collect(self, prompts: Prompts) -> tuple[Collected, dict[str, float]]:
+        """Sample and score: what to learn from, and the seconds that either took."""
+        generator = self.generator(TRAINING, self.iteration)
+        started = time.perf_counter()
+        rollout = self.generate(prompts, generator, self.config.samples_per_prompt)
+        rollout = self.valued(rollout)
+        rolled_out = time.perf_counter()
+        scores = self.score(self.said(rollout, "train"))
+        experience = make_experience(
+            rollout,
+            scores,
+            self.config,
+            kl_coef=self.kl_coef,
+            moments=self.moments.including(scores),
+            terms=self.reward.terms,
+        )
+        seconds = {"rollout": rolled_out - started, "score": time.perf_counter() - rolled_out}
+        shuffle = generator.get_state()
+        return Collected(experience=experience, kl_coef=self.kl_coef, shuffle=shuffle), seconds
+
+    def predict_step(self, batch: Collected, batch_idx: int) -> dict[str, Tensor | None]:
+        """What policy and critic as they are now say of responses: logprobs, values, [B, T]."""
+        size, values = self.config.microbatch_size, None
+        if self.critic is not None:
+            values = self.critic.all_values(batch.experience, size)
+        logprobs = all_logprobs(self.roles, batch.experience, self.config.temperature, size)
+        return {"logprobs": logprobs, "values": values}
 
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any]:
         """Sample and score held-out prompts; the same draws at every evaluation."""

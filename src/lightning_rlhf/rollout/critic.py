@@ -44,11 +44,11 @@ class Critic:
             return self.head(response_hidden(self.roles, batch))
 
     @torch.no_grad()
-    def all_values(self, rollout: Rollout, batch_size: int) -> Float[Tensor, "B T"]:
+    def all_values(self, batch: Rollout | Experience, batch_size: int) -> Float[Tensor, "B T"]:
         """V before each response token, 0 on padding, computed `batch_size` rows at a time."""
-        order = by_length(rollout.mask)
-        parts = [self.values(rollout.select(rows)) for rows in order.split(batch_size)]
-        return spread(parts, rollout.response_mask[order])[order.argsort()]
+        order = by_length(batch.mask)
+        parts = [self.values(batch.select(rows)) for rows in order.split(batch_size)]
+        return spread(parts, batch.response_mask[order])[order.argsort()]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What is the critic's alone to train."""

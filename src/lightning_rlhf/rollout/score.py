@@ -63,6 +63,20 @@ def response_kl(
 
 
 @torch.no_grad()
+def all_logprobs(
+    roles: Roles, batch: Rollout | Experience, temperature: float, batch_size: int
+) -> Float[Tensor, "B T"]:
+    """Of each response token under the acting role, 0 on padding, `batch_size` rows at a time."""
+    order = by_length(batch.mask)
+    parts = []
+    for rows in order.split(batch_size):
+        part = batch.select(rows)
+        hidden = response_hidden(roles, part)
+        parts.append(response_logprobs(roles, hidden, part, temperature)[0])
+    return spread(parts, batch.response_mask[order])[order.argsort()]
+
+
+@torch.no_grad()
 def score(
     roles: Roles,
     replies: Replies,

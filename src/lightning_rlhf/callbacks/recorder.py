@@ -1,0 +1,79 @@
+"""Every iteration of PPO in a file of its own, to be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_rlhf.callbacks.contract import ppo_view
+from lightning_rlhf.core.digest import digest
+from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.types import UpdateStats
+from lightning_rlhf.data.rollouts import (
+    Recorded,
+    file_of,
+    machine,
+    recorded_iterations,
+    stats,
+    write_recorded,
+)
+
+
+class Recorder(Callback):
+    """Writes `<run_dir>/rollouts/<iteration>.parquet` after each iteration.
+
+    A resumed run forgets the iterations after its checkpoint, which it goes through again.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for iteration in recorded_iterations(self._run_dir):
+            if iteration > ppo_view(pl_module).iteration:
+                file_of(self._run_dir, iteration).unlink()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        iteration = ppo_view(pl_module).iteration
+        recorded = latest(pl_module, iteration, outputs["updates"])
+        write_recorded(file_of(self._run_dir, iteration), recorded)
+
+
+def latest(
+    pl_module: LightningModule, iteration: int, updates: Sequence[UpdateStats] | None
+) -> Recorded:
+    """What the module learned from last, to be written.
+
+    iteration: its number, from 1. updates: None where the iteration was broken off.
+    """
+    module = ppo_view(pl_module)
+    collected = module.collected
+    assert collected is not None
+    experience = collected.experience
+    rows = module.prompt_rows("train")
+    return Recorded(
+        experience=experience,
+        kl_coef=collected.kl_coef,
+        shuffle=collected.shuffle,
+        iteration=iteration,
+        prompts=[rows[index]["prompt"] for index in experience.index.tolist()],
+        responses=[
+            module.chat.decode_response(tokens)
+            for tokens in real_tokens(experience.responses, experience.response_mask)
+        ],
+        components=[term.name for term in module.reward.terms],
+        has_critic=module.critic is not None,
+        updates=None if updates is None else stats(updates),
+        parameters=None if updates is None else digest(pl_module.state_dict()),
+        machine=machine(pl_module.device),
+    )

@@ -1,0 +1,118 @@
+"""lightning-rlhf replay: a recorded update of PPO once more, token by token."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_rlhf.core.config import require_number
+from lightning_rlhf.core.errors import RLHFError
+
+if TYPE_CHECKING:
+    from lightning_rlhf.cli.replay_run import Replayed
+
+NAMED = 3
+"""Differences that are told; the rest are counted."""
+
+
+def replay(arguments: Sequence[str]) -> None:
+    """Replay and show; exit status 1 after an error or a difference from the record."""
+    given = parser().parse_args(arguments)
+    try:
+        require_number("--iteration", given.iteration, at_least=1, whole=True)
+        require_number("--responses", given.responses, at_least=1, whole=True)
+        same = replay_and_show(Path(given.run), given.iteration, given.responses)
+    except RLHFError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    if not same:
+        sys.exit(1)
+
+
+def replay_and_show(folder: Path, iteration: int, count: int) -> bool:
+    """Whether the update was the recorded one; libraries load here, so that --help is quick."""
+    from rich import get_console
+
+    from lightning_rlhf.cli.console import quiet_libraries, say
+    from lightning_rlhf.cli.launch import check_accelerator
+    from lightning_rlhf.cli.replay_plan import plan_replay
+    from lightning_rlhf.cli.replay_run import run_once_more
+    from lightning_rlhf.cli.run import computing
+    from lightning_rlhf.core.ppo_config import PPOConfig
+    from lightning_rlhf.report.replay_page import replay_page
+    from lightning_rlhf.report.replay_table import on_terminal
+    from lightning_rlhf.report.replayed import most_changed
+
+    quiet_libraries()
+    plan = plan_replay(folder, iteration)
+    check_accelerator(plan.settings)
+    origin = "the start of the run" if plan.checkpoint is None else str(plan.checkpoint)
+    say(f"replaying {len(plan.iterations)} of {iteration} iterations, from {origin}")
+    with computing(plan.settings):
+        replayed = run_once_more(plan)
+    config = plan.settings.config
+    assert isinstance(config, PPOConfig)
+    high = config.clip_range if config.clip_range_high is None else config.clip_range_high
+    responses = most_changed(
+        replayed.recorded,
+        replayed.logprobs,
+        replayed.values,
+        show=replayed.chat.show,
+        clip_range=(1 - config.clip_range, 1 + high),
+        count=count,
+    )
+    for part in on_terminal(responses):
+        get_console().print(part)
+    said = verdict(replayed)
+    page = folder / f"replay_{iteration}.html"
+    page.write_text(replay_page(f"Iteration {iteration} of {folder}", said, responses), "utf-8")
+    say(f"page: {page}")
+    say(said, "red" if replayed.differences else "green")
+    return not replayed.differences
+
+
+def verdict(replayed: Replayed) -> str:
+    """Whether the update was the recorded one, in one line."""
+    recorded = replayed.recorded
+    name = f"iteration {recorded.iteration}"
+    if replayed.differences:
+        told = list(replayed.differences[:NAMED])
+        if len(replayed.differences) > NAMED:
+            told.append(f"{len(replayed.differences) - NAMED} more")
+        if replayed.machine != recorded.machine:
+            told.append(f"recorded with {words(recorded.machine)}, here {words(replayed.machine)}")
+        return f"{name} is not the recorded one: {'; '.join(told)}"
+    if recorded.updates is None or recorded.parameters is None:
+        end = "" if replayed.ended is None else f"; here it ended with: {replayed.ended}"
+        return f"{name} broke the run off, so that there is no outcome to compare with{end}"
+    return (
+        f"{name} is the recorded one bit for bit: {len(recorded.updates)} updates, and the "
+        f"parameters after it (SHA-256 {recorded.parameters[:12]}…)"
+    )
+
+
+def words(facts: Mapping[str, str]) -> str:
+    """ "torch 2.13.0, device cpu"."""
+    return ", ".join(f"{name} {fact}" for name, fact in facts.items())
+
+
+def parser() -> argparse.ArgumentParser:
+    """What may be said on the command line."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-rlhf replay",
+        description="Run a recorded update of stage=ppo record=true once more, compare it bit for "
+        "bit with the record, and show what it did to each token: here and in replay_N.html in "
+        "the run folder.",
+    )
+    parser.add_argument("run", help="folder of the run: outputs/<run>/<model>/ppo")
+    parser.add_argument(
+        "--iteration", type=int, required=True, metavar="N", help="which, from 1 as in metrics.csv"
+    )
+    parser.add_argument(
+        "--responses", type=int, default=3, metavar="K",
+        help="how many to show, those first that the update changed most (%(default)s)",
+    )  # fmt: skip
+    return parser

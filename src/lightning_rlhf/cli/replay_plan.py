@@ -1,0 +1,123 @@
+"""What there is to replay an iteration from, checked before a model loads."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from lightning_rlhf.cli.folders import CONFIG, is_stale, run_folder
+from lightning_rlhf.cli.settings import Settings, read_settings
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which updates to run once more, and where they start."""
+
+    folder: Path
+    settings: Settings
+    """Of the run."""
+    iteration: int
+    """The last, which is shown."""
+    start: int
+    """Iterations that were finished where they start."""
+    checkpoint: Path | None
+    """None starts as the run started."""
+
+    @property
+    def iterations(self) -> range:
+        """Those that are run, from 1."""
+        return range(self.start + 1, self.iteration + 1)
+
+
+def plan_replay(folder: Path, iteration: int) -> Plan:
+    """What to do for this iteration of the run in `folder`.
+
+    Raises:
+        ConfigError, CheckpointError: the folder holds no run of PPO, or not what it starts from.
+        DataError: an iteration that is needed is not recorded, or its file is damaged.
+    """
+    settings = settings_of(folder)
+    recorded = recorded_iterations(folder)
+    if not recorded:
+        raise DataError(
+            f"{folder / FOLDER} holds no recorded iteration; record=true writes them while "
+            "stage=ppo runs"
+        )
+    if iteration not in recorded:
+        raise DataError(
+            f"iteration {iteration} of {folder} is not recorded; recorded are {ranges(recorded)}"
+        )
+    start, checkpoint = checkpoint_until(folder, iteration - 1)
+    missing = [i for i in range(start + 1, iteration) if i not in recorded]
+    if missing:
+        origin = "the start" if checkpoint is None else str(checkpoint)
+        raise DataError(
+            f"iteration {iteration} of {folder} cannot be replayed: the way there from {origin} "
+            f"leads over {ranges(missing)}, not recorded; recorded are {ranges(recorded)}"
+        )
+    plan = Plan(folder, settings, iteration, start, checkpoint)
+    for number in plan.iterations:
+        read_recorded(file_of(folder, number))
+    if is_stale(settings):
+        raise CheckpointError(
+            f"{folder} cannot be replayed: the models that it was started from are others now"
+        )
+    return plan
+
+
+def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:
+    """The latest checkpoint of the run that is not after `iteration`, with its own before it."""
+    found: list[tuple[int, Path | None]] = [(0, None)]
+    for path in sorted((folder / "checkpoints").glob("*.ckpt")):
+        try:
+            finished = torch.load(path, weights_only=True, mmap=True)["iteration"]
+        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}. Delete it to go on") from error
+        found.append((finished, path))
+    return max((x for x in found if x[0] <= iteration), key=lambda x: x[0])
+
+
+def settings_of(folder: Path) -> Settings:
+    """What the run in `folder` was told; earlier stages are looked for beside it.
+
+    Raises ConfigError where there is no run of PPO, CheckpointError where its file is damaged.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder} is no run: it has no {CONFIG}; allowed: the folder of a stage=ppo run, "
+            "outputs/<run>/<model>/ppo"
+        )
+    try:
+        tree = json.loads(file.read_text())
+        stage = tree["stage"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error!r}") from error
+    if stage != "ppo":
+        raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo")
+    # Nothing is logged, so that a logger that asks for a key is none's business.
+    settings = read_settings(OmegaConf.create(tree | {"logger": {"kind": "csv"}}))
+    parts = folder.resolve().parts
+    own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
+    if parts[-len(own) :] != own:  # it was moved: its parents are where the run found them
+        return settings
+    return replace(settings, outputs=Path(*parts[: -len(own)]))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -1,0 +1,172 @@
+"""The recorded updates of a run once more, and whether they are the same ones bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.cli.folders import find_rewards, find_sft
+from lightning_rlhf.cli.launch import Prepared, make_ready
+from lightning_rlhf.cli.replay_plan import Plan
+from lightning_rlhf.cli.run_ppo import build_module
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.digest import digest
+from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.rollouts import Recorded, file_of, machine, read_recorded, stats
+from lightning_rlhf.models.handover import start_from
+from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.rewards.weighted import Reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """An iteration that was run once more."""
+
+    recorded: Recorded
+    differences: tuple[str, ...]
+    """Where this one, or one on the way to it, is not what the file says."""
+    ended: str | None
+    """The error that broke it off."""
+    machine: Mapping[str, str]
+    """What it was run on."""
+    logprobs: Tensor
+    """Of the policy afterwards, [B, T]."""
+    values: Tensor | None
+    """Of the critic afterwards, [B, T]."""
+    chat: ChatFormat
+
+
+class Recordings:
+    """The files as batches for Trainer.fit.
+
+    As long as the run had come by then, since Lightning goes on counting from the checkpoint.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return self.plan.iteration
+
+    def __iter__(self) -> Iterator[Recorded]:
+        return (read_recorded(file_of(self.plan.folder, i)) for i in self.plan.iterations)
+
+
+class Comparison(Callback):
+    """Notes where an iteration is not the recorded one."""
+
+    def __init__(self) -> None:
+        self.differences: list[str] = []
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, PPOModule)
+        if pl_module.kl_coef != batch.kl_coef:
+            self.differences.append(
+                f"kl_coef of iteration {batch.iteration} is {pl_module.kl_coef!r}, "
+                f"was {batch.kl_coef!r}"
+            )
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any,
+        batch_idx: int,
+    ) -> None:  # fmt: skip
+        if batch.updates is not None:
+            found = differences(batch, stats(outputs["updates"]), digest(pl_module.state_dict()))
+            self.differences += found
+
+
+def differences(
+    recorded: Recorded, updates: list[dict[str, float]], parameters: str
+) -> Iterator[str]:
+    """What of an iteration is not bit for bit what the file says."""
+    where = f"of iteration {recorded.iteration}"
+    assert recorded.updates is not None
+    if parameters != recorded.parameters:
+        yield f"the parameters at the end {where}"
+    if len(updates) != len(recorded.updates):
+        yield f"{len(updates)} updates {where}, were {len(recorded.updates)}"
+    for number, (now, then) in enumerate(zip(updates, recorded.updates, strict=False), start=1):
+        if now.keys() != then.keys():
+            yield f"the facts of update {number} {where}: {sorted(now.keys() ^ then.keys())}"
+        for name in now:
+            if name in then and not same(now[name], then[name]):
+                yield f"{name} of update {number} {where} is {now[name]!r}, was {then[name]!r}"
+
+
+def same(a: float, b: float) -> bool:
+    """Equal, or both no number."""
+    return a == b or (a != a and b != b)
+
+
+def run_once_more(plan: Plan) -> Replayed:
+    """Run the plan's updates on the models that the run started from."""
+    settings = plan.settings
+    module, ready = rebuilt(settings)
+    comparison = Comparison()
+    ended = None
+    trainer = quiet_trainer(settings, [comparison, Progress("ppo")])
+    try:
+        trainer.fit(module, Recordings(plan), ckpt_path=plan.checkpoint, weights_only=True)
+    except TrainingError as error:
+        ended = str(error)
+    recorded = read_recorded(file_of(plan.folder, plan.iteration))
+    found = comparison.differences
+    came_as_far = module.iteration >= plan.iteration - 1
+    if ended is not None and (recorded.updates is not None or not came_as_far):
+        found.append(f"iteration {module.iteration + 1} ended with an error: {ended}")
+    data: Any = [recorded]
+    afterwards = quiet_trainer(settings, []).predict(module, DataLoader(data, batch_size=None))
+    assert afterwards is not None
+    now: Any = afterwards[0]
+    return Replayed(
+        recorded=recorded,
+        differences=tuple(found),
+        ended=ended,
+        machine=machine(ready.device),
+        logprobs=now["logprobs"].cpu(),
+        values=None if now["values"] is None else now["values"].cpu(),
+        chat=ready.chat,
+    )
+
+
+def rebuilt(settings: Settings) -> tuple[PPOModule, Prepared]:
+    """The module as it was before the first iteration, without what it was paid by."""
+    config = settings.config
+    assert isinstance(config, PPOConfig)
+    sft = find_sft(settings)
+    parents = {} if sft is None else {SFT: sft}
+    if config.critic_init == "reward":
+        parents |= find_rewards(settings)
+    ready = make_ready(settings, parents)
+    roles = start_from(settings.model, sft, trainable=False, seed=settings.seed)
+    roles.to(ready.device)
+    terms = tuple(component.term(name) for name, component in settings.reward.items())
+    return build_module(ready, roles, Reward(terms, ()), config, {}), ready
+
+
+def quiet_trainer(settings: Settings, callbacks: list[Callback]) -> L.Trainer:
+    """One that computes as the run's did, and writes nothing."""
+    return L.Trainer(
+        accelerator=settings.trainer.accelerator,
+        devices=settings.trainer.devices,
+        precision=settings.trainer.precision,  # type: ignore[arg-type]
+        max_epochs=1,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=bool(callbacks),
+    )

@@ -1,0 +1,19 @@
+"""Whether parameters are bit for bit the same, in 64 characters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256, in hexadecimal, of the names, types, shapes and bits, in the order of the names."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()

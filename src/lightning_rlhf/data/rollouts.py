@@ -1,0 +1,235 @@
+"""Recorded iterations of PPO: one Parquet file each, one row a response.
+
+Columns, of which those of tokens are lists with one entry a response token:
+
+    index                       row of the prompt in its data set
+    prompt, response            text
+    prompt_tokens, response_tokens
+    padding_tokens              ids on padding, which nothing reads: the update runs over them
+    logprobs, ref_logprobs      nats
+    values                      only where there is a critic
+    kl, rewards, advantages, returns
+    score, parts, ended         of the response; `parts` by component of the reward
+
+The file's metadata hold what else the update is repeated from, and what it came to.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.types import Collected, Experience, UpdateStats
+
+FOLDER = "rollouts"
+FACTS = b"lightning_rlhf"
+"""Key of the file's metadata."""
+PER_TOKEN: Mapping[str, str] = {
+    "logprobs": "old_logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "values": "old_values",
+    "kl": "kl",
+    "rewards": "rewards",
+    "advantages": "advantages",
+    "returns": "returns",
+}
+"""Column -> field of Experience."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Collected):
+    """What an iteration learned from, in words too, and what came of it."""
+
+    iteration: int
+    """From 1."""
+    prompts: Sequence[str]
+    responses: Sequence[str]
+    components: Sequence[str]
+    """Of the reward, in the order of `experience.parts`."""
+    has_critic: bool
+    updates: Sequence[Mapping[str, float]] | None
+    """UpdateStats of each minibatch; None where the iteration did not come to its end."""
+    parameters: str | None
+    """`digest` of the trained parameters after it; None as above."""
+    machine: Mapping[str, str]
+    """What the numbers may depend on besides the configuration."""
+
+
+def stats(updates: Sequence[UpdateStats]) -> list[dict[str, float]]:
+    """The facts of each update as numbers, exactly."""
+    return [{f.name: float(getattr(u, f.name)) for f in fields(u)} for u in updates]
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What the same computation may round otherwise on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"torch": torch.__version__, "device": name, "threads": str(torch.get_num_threads())}
+
+
+def file_of(run_dir: Path, iteration: int) -> Path:
+    """Where an iteration of a run is recorded."""
+    return run_dir / FOLDER / f"{iteration:06d}.parquet"
+
+
+def recorded_iterations(run_dir: Path) -> list[int]:
+    """Those that have a file, in their order."""
+    return sorted(int(p.stem) for p in (run_dir / FOLDER).glob("*.parquet") if p.stem.isdecimal())
+
+
+def write_recorded(path: Path, recorded: Recorded) -> None:
+    """Write the file beside its place, then put it there; its folder is made."""
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    table = as_table(recorded)
+    with pq.ParquetWriter(
+        beside, table.schema, compression="zstd", write_page_checksum=True, store_schema=False
+    ) as file:
+        file.add_key_value_metadata(facts_of(recorded))
+        file.write_table(table)
+    os.replace(beside, path)
+
+
+def as_table(recorded: Recorded) -> pa.Table:
+    """One row a response."""
+    experience = recorded.experience.to("cpu")
+    mask = experience.response_mask
+    width = experience.mask.shape[1] - mask.shape[1]
+    prompt, prompt_mask = experience.tokens[:, :width], experience.mask[:, :width]
+    columns: dict[str, Any] = {
+        "index": experience.index.numpy(),
+        "prompt": pa.array(recorded.prompts, pa.string()),
+        "response": pa.array(recorded.responses, pa.string()),
+        "prompt_tokens": lists(prompt, prompt_mask),
+        "response_tokens": lists(experience.responses, mask),
+        "padding_tokens": lists(experience.tokens, ~experience.mask),
+    }
+    for column, field in PER_TOKEN.items():
+        if column != "values" or recorded.has_critic:
+            columns[column] = lists(getattr(experience, field), mask)
+    columns["score"] = experience.score.numpy()
+    columns["parts"] = pa.StructArray.from_arrays(
+        [pa.array(part.numpy()) for part in experience.parts.T], list(recorded.components)
+    )
+    columns["ended"] = experience.ended.numpy()
+    return pa.table(columns)
+
+
+def facts_of(recorded: Recorded) -> dict[bytes, bytes]:
+    """The file's metadata."""
+    whole, response = recorded.experience.mask, recorded.experience.response_mask
+    shuffle = zlib.compress(recorded.shuffle.numpy().tobytes())
+    facts = {
+        "iteration": recorded.iteration,
+        "kl_coef": recorded.kl_coef,
+        "prompt_width": whole.shape[1] - response.shape[1],
+        "response_width": response.shape[1],
+        "shuffle": base64.b64encode(shuffle).decode(),
+        "updates": recorded.updates,
+        "parameters": recorded.parameters,
+        "machine": recorded.machine,
+    }
+    return {FACTS: json.dumps(facts).encode()}
+
+
+def read_recorded(path: Path) -> Recorded:
+    """The iteration in a file, bit for bit.
+
+    Raises DataError where the file is damaged or holds something else.
+    """
+    cause: Exception
+    try:
+        return from_table(pq.read_table(path, page_checksum_verification=True))
+    except KeyError as error:
+        cause, reason = error, f"it has no {error.args[0]}"
+    except (pa.ArrowException, OSError, zlib.error, TypeError, ValueError, RuntimeError) as error:
+        cause, reason = error, (str(error) or type(error).__name__).splitlines()[0]
+    raise DataError(f"{path} cannot be read as an iteration that was recorded: {reason}") from cause
+
+
+def from_table(table: pa.Table) -> Recorded:
+    """What `as_table` and `facts_of` made of it. Raises KeyError, TypeError or ValueError."""
+    metadata = table.schema.metadata or {}
+    if FACTS not in metadata:
+        raise ValueError("it was not written by record=true")
+    facts = json.loads(metadata[FACTS])
+    column = {name: table[name].combine_chunks() for name in table.column_names}
+    prompt_mask = ragged_mask(column["prompt_tokens"], facts["prompt_width"]).flip(1)
+    mask = ragged_mask(column["response_tokens"], facts["response_width"])
+    shuffle = bytearray(zlib.decompress(base64.b64decode(facts["shuffle"])))
+    whole = torch.cat([prompt_mask, mask], dim=1)
+    tokens = torch.empty(whole.shape, dtype=torch.long)
+    width = facts["prompt_width"]
+    tokens[:, :width][prompt_mask] = entries(column["prompt_tokens"])
+    tokens[:, width:][mask] = entries(column["response_tokens"])
+    tokens[~whole] = entries(column["padding_tokens"])
+    has_critic = "values" in column
+    per_token = {}
+    for name, field in PER_TOKEN.items():
+        per_token[field] = torch.zeros(mask.shape)
+        if name != "values" or has_critic:
+            if not torch.equal(ragged_mask(column[name], mask.shape[1]), mask):
+                raise ValueError(f"{name} has not one number for each response token")
+            per_token[field][mask] = entries(column[name])
+    parts = column["parts"]
+    return Recorded(
+        experience=Experience(
+            tokens=tokens,
+            mask=whole,
+            response_mask=mask,
+            parts=torch.stack([tensor(part) for part in parts.flatten()], dim=1),
+            score=tensor(column["score"]),
+            ended=tensor(column["ended"]),
+            index=tensor(column["index"]),
+            **per_token,
+        ),
+        kl_coef=facts["kl_coef"],
+        shuffle=torch.frombuffer(shuffle, dtype=torch.uint8),
+        iteration=facts["iteration"],
+        prompts=column["prompt"].to_pylist(),
+        responses=column["response"].to_pylist(),
+        components=[field.name for field in parts.type],
+        has_critic=has_critic,
+        updates=facts["updates"],
+        parameters=facts["parameters"],
+        machine=facts["machine"],
+    )
+
+
+def lists(x: Tensor, mask: Bool[Tensor, "B T"]) -> pa.ListArray:
+    """For each row the entries where the mask is True."""
+    ends = np.concatenate([[0], mask.sum(dim=1).cumsum(0).numpy()])
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(x[mask].numpy()))
+
+
+def ragged_mask(column: pa.ListArray, width: int) -> Bool[Tensor, "B T"]:
+    """True in the first columns of each row, as many as its list has entries."""
+    lengths = torch.from_numpy(np.diff(column.offsets.to_numpy()))
+    if lengths.numel() and int(lengths.max()) > width:
+        raise ValueError(f"a list has {int(lengths.max())} entries, {width} at most")
+    return torch.arange(width) < lengths[:, None]
+
+
+def entries(column: pa.ListArray) -> Tensor:
+    """All that stands in the lists, one behind the other."""
+    return tensor(column.flatten())
+
+
+def tensor(column: pa.Array) -> Tensor:
+    """Of the same type. Raises ValueError where an entry is missing."""
+    if column.null_count:
+        raise ValueError(f"{column.null_count} numbers are missing")
+    return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())

@@ -1,0 +1,109 @@
+"""A replayed update as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from lightning_rlhf.report.replayed import (
+    COLUMNS,
+    ReplayedResponse,
+    ReplayedToken,
+    cells,
+    heading,
+    scale,
+    visible,
+)
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 1rem/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+section { margin-top: 2.5rem; }
+h2 { font-size: 1rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font: inherit; margin: .5rem 0; }
+.prompt { opacity: .7; }
+.response { font-family: ui-monospace, monospace; line-height: 2; }
+.response span { background: var(--advantage); border-radius: .2rem; padding: .15rem 0; }
+.clipped { text-decoration: underline wavy; }
+#kl:checked ~ main .response span { background: var(--kl); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .1rem .6rem; text-align: right; }
+td:first-child, th:first-child { text-align: left; font-family: ui-monospace, monospace; }
+"""
+GREEN, RED, ORANGE, BLUE = "0 160 80", "225 45 45", "225 125 0", "50 120 235"
+
+
+def replay_page(title: str, verdict: str, responses: Sequence[ReplayedResponse]) -> str:
+    """The page. Its texts are escaped, and a browser is told to load nothing for it."""
+    sections = "".join(_section(responses))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p>{escape(verdict)}</p>
+<p>Colour of a token, stronger where the number is larger:</p>
+<input type="radio" name="colour" id="advantage" checked>
+<label for="advantage">advantage: {_patch(GREEN)} above 0, {_patch(RED)} below</label><br>
+<input type="radio" name="colour" id="kl">
+<label for="kl">KL to the reference, after less before: {_patch(ORANGE)} rose,
+{_patch(BLUE)} fell</label>
+<p>A wavy line: the ratio has left the clip range. The numbers of a token are shown where the
+pointer rests on it.</p>
+<main>{sections}</main>
+</body>
+</html>
+"""
+
+
+def _section(responses: Sequence[ReplayedResponse]) -> Iterator[str]:
+    tokens = [token for response in responses for token in response.tokens]
+    advantage = scale([token.advantage for token in tokens])
+    kl = scale([token.kl_after - token.kl for token in tokens])
+    for response in responses:
+        text = "".join(_span(token, advantage, kl) for token in response.tokens)
+        yield (
+            f"<section><h2>{escape(heading(response))}</h2>"
+            f'<pre class="prompt">{escape(visible(response.prompt))}</pre>'
+            f'<pre class="response">{text}</pre>'
+            f"<details><summary>numbers</summary>{_table(response)}</details></section>\n"
+        )
+
+
+def _span(token: ReplayedToken, advantage: float, kl: float) -> str:
+    shown = cells(token)
+    title = "\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, shown, strict=False) if cell)
+    colours = (
+        f"--advantage: {_colour(token.advantage / advantage, GREEN, RED)}; "
+        f"--kl: {_colour((token.kl_after - token.kl) / kl, ORANGE, BLUE)}"
+    )
+    kind = ' class="clipped"' if token.clipped else ""
+    text = escape(visible(token.text))
+    return f'<span{kind} style="{colours}" title="{escape(title)}">{text}</span>'
+
+
+def _table(response: ReplayedResponse) -> str:
+    shown = [cells(token) for token in response.tokens]
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS[: len(shown[0])])
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in shown
+    )
+    return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _colour(share: float, above: str, below: str) -> str:
+    """Translucent, so that the text stands on the page's own light or dark."""
+    strength = min(1.0, abs(share)) if math.isfinite(share) else 0.0
+    return f"rgb({above if share > 0 else below} / {0.55 * strength:.3f})"
+
+
+def _patch(colour: str) -> str:
+    return f'<span style="background: rgb({colour} / .55)">&emsp;</span>'

@@ -1,0 +1,48 @@
+"""A replayed update on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE
+from rich.console import JustifyMethod, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rlhf.report.replayed import (
+    COLUMNS,
+    ReplayedResponse,
+    ReplayedToken,
+    cells,
+    heading,
+    scale,
+    visible,
+)
+
+
+def on_terminal(responses: Sequence[ReplayedResponse]) -> Iterator[RenderableType]:
+    """For each response its prompt, its tokens coloured by their advantage, and their numbers."""
+    largest = scale([token.advantage for r in responses for token in r.tokens])
+    for response in responses:
+        yield Text(f"\n{heading(response)}", style="bold")
+        yield Text(visible(response.prompt), style="dim")
+        text = Text()
+        for token in response.tokens:
+            text.append(visible(token.text), style=style(token, largest))
+        yield text
+        shown = [cells(token) for token in response.tokens]
+        table = Table(box=SIMPLE, pad_edge=False)
+        for name in COLUMNS[: len(shown[0])]:
+            side: JustifyMethod = "left" if name in ("token", "clipped") else "right"
+            table.add_column(name.replace(" ", "\n"), justify=side, no_wrap=True)
+        for token, row in zip(response.tokens, shown, strict=True):
+            table.add_row(Text(row[0], style=style(token, largest)), *row[1:])
+        yield table
+
+
+def style(token: ReplayedToken, largest: float) -> str:
+    """Green above 0, red below, bold from half of the largest on; underlined where clipped."""
+    words = ["green" if token.advantage > 0 else "red" if token.advantage < 0 else "default"]
+    words += ["bold"] * (abs(token.advantage) > largest / 2)
+    words += ["underline"] * token.clipped
+    return " ".join(words)

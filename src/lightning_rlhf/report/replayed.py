@@ -1,0 +1,164 @@
+"""What an update that was run once more did to each token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.data.rollouts import Recorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedToken:
+    """One token of a response, when it was sampled and after the iteration's updates."""
+
+    text: str
+    advantage: float
+    kl: float
+    """log p - log q of this token, policy p at sampling against the reference q, nats."""
+    kl_after: float
+    """The same for the policy after the updates."""
+    ratio: float
+    """p after the updates over p at sampling."""
+    clipped: bool
+    """Whether the ratio has left the clip range."""
+    value: float | None
+    """None without a critic."""
+    value_after: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedResponse:
+    """One response of the batch."""
+
+    row: int
+    """In the batch and in its file, from 0."""
+    prompt: str
+    score: float
+    parts: Mapping[str, float]
+    """Of the score, by component of the reward."""
+    ended: bool
+    tokens: tuple[ReplayedToken, ...]
+
+    @property
+    def change(self) -> float:
+        """Mean over tokens of |log ratio|."""
+        return fmean(abs(token.kl_after - token.kl) for token in self.tokens)
+
+
+def most_changed(
+    recorded: Recorded,
+    logprobs: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"] | None,
+    *,
+    show: Callable[[Sequence[int]], str],
+    clip_range: tuple[float, float],
+    count: int,
+) -> list[ReplayedResponse]:
+    """The `count` responses whose probabilities the updates changed most; before them those that
+    hold a number that is not finite.
+
+    logprobs, values: after the updates. show: tokens as text. clip_range: lowest and highest ratio.
+    """
+    experience = recorded.experience
+    mask = experience.response_mask
+    low, high = clip_range
+    numbers = {
+        "advantage": experience.advantages,
+        "kl": experience.kl,
+        "kl_after": logprobs - experience.ref_logprobs,
+        "ratio": (logprobs - experience.old_logprobs).exp(),
+    }
+    if values is not None:
+        numbers |= {"value": experience.old_values, "value_after": values}
+    columns = {
+        name: [row[real].tolist() for row, real in zip(x, mask, strict=True)]
+        for name, x in numbers.items()
+    }
+    responses = []
+    for row, ids in enumerate(real_tokens(experience.responses, mask)):
+        tokens = []
+        for t, token in enumerate(ids):
+            found = {name: column[row][t] for name, column in columns.items()}
+            tokens.append(
+                ReplayedToken(
+                    text=show([token]),
+                    clipped=not low <= found["ratio"] <= high,
+                    **({"value": None, "value_after": None} | found),
+                )
+            )
+        responses.append(
+            ReplayedResponse(
+                row=row,
+                prompt=recorded.prompts[row],
+                score=float(experience.score[row]),
+                parts=dict(zip(recorded.components, experience.parts[row].tolist(), strict=True)),
+                ended=bool(experience.ended[row]),
+                tokens=tuple(tokens),
+            )
+        )
+    return sorted(responses, key=_rank)[:count]
+
+
+def _rank(response: ReplayedResponse) -> float:
+    """Lower is shown earlier: a response with a number that is none, then the most changed."""
+    numbers = (response.change, response.score, *(token.advantage for token in response.tokens))
+    return -response.change if all(map(math.isfinite, numbers)) else -math.inf
+
+
+def heading(response: ReplayedResponse) -> str:
+    """The numbers of a whole response, in one line."""
+    parts = [f"{name} {part:+z.3f}" for name, part in response.parts.items()]
+    return ", ".join(
+        [
+            f"response {response.row}: score {response.score:+z.3f}",
+            *(parts if len(parts) > 1 else []),
+            f"{len(response.tokens)} tokens",
+            "ended" if response.ended else "cut off",
+            f"KL {sum(t.kl for t in response.tokens):+z.3f} to "
+            f"{sum(t.kl_after for t in response.tokens):+z.3f} nats",
+            f"mean |log ratio| {response.change:.4f}",
+        ]
+    )
+
+
+COLUMNS = (
+    "token",
+    "advantage",
+    "KL before",
+    "KL after",
+    "ratio",
+    "clipped",
+    "value before",
+    "value after",
+)
+
+
+def cells(token: ReplayedToken) -> list[str]:
+    """The token under COLUMNS; without a critic nothing under the last two."""
+    values = [] if token.value is None else [f"{token.value:+z.3f}", f"{token.value_after:+z.3f}"]
+    return [
+        repr(token.text),
+        f"{token.advantage:+z.3f}",
+        f"{token.kl:+z.4f}",
+        f"{token.kl_after:+z.4f}",
+        f"{token.ratio:.4f}",
+        "clipped" if token.clipped else "",
+        *values,
+    ]
+
+
+def visible(text: str) -> str:
+    """The text with its line breaks marked and kept, and what cannot be printed written out."""
+    return "".join("⏎\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def scale(numbers: Sequence[float]) -> float:
+    """The largest finite absolute value; 1 where all are 0."""
+    return max((abs(x) for x in numbers if math.isfinite(x)), default=0.0) or 1.0
