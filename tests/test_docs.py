@@ -17,11 +17,14 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lightning_rlhf.cli.main import CONF, OPEN, RECIPES, register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
+from lightning_rlhf.cli.replay import parser
 from lightning_rlhf.cli.settings import REWARDS as REWARD_KINDS
 from lightning_rlhf.cli.settings import STAGES, SUM, read_settings
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import Normalization
+from lightning_rlhf.data.rollouts import PER_TOKEN
 from lightning_rlhf.report.findings import CHECKS, MIN_COUNT, MIN_PROBES
+from lightning_rlhf.report.replayed import COLUMNS
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.function import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
@@ -35,10 +38,11 @@ NOT_THE_ALGORITHM = (
     "checkpoint_every", "checkpoint_minutes", "checkpoints_kept",
 )  # fmt: skip
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
+REPLAY = (HOME / "docs" / "replay.md").read_text()
 COMMANDS = [
     line.split("#")[0].strip()
-    for page in (PPO, REWARDS)
-    for line in re.findall(r"python train\.py [^\n`]+", page.replace("\\\n", ""))
+    for page in (PPO, REWARDS, REPLAY)
+    for line in re.findall(r"python train\.py (?!replay)[^\n`]+", page.replace("\\\n", ""))
 ]
 
 
@@ -235,3 +239,28 @@ def test_thresholds_are_those_of_the_code() -> None:
     between = REWARDS.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
     assert between.strip().splitlines() == table
     assert f"Below {MIN_COUNT} pairs or samples, and {MIN_PROBES} prompts for a probe" in REWARDS
+
+
+# docs/replay.md
+
+
+def test_the_columns_in_the_docs_are_those_of_the_code() -> None:
+    table = REPLAY.split("## The files")[1].split("```")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert re.findall(r"`(\w+)`", " ".join(cells)) == [
+        *("index", "prompt", "response", "prompt_tokens", "response_tokens", "padding_tokens"),
+        *PER_TOKEN,
+        *("score", "parts", "ended"),
+    ]
+
+
+def test_the_columns_in_the_picture_are_those_of_the_code() -> None:
+    table = REPLAY.split("## The picture")[1]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [name.strip() for cell in cells for name in cell.split(",")] == list(COLUMNS[1:])
+
+
+def test_the_replay_in_the_docs_is_a_command() -> None:
+    [command] = re.findall(r"^lightning-rlhf replay (.*)$", REPLAY, re.MULTILINE)
+    given = parser().parse_args(command.split())
+    assert (given.run, given.iteration) == ("outputs/default/tiny/ppo", 40)

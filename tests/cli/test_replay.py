@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 from lightning_rlhf.callbacks.recorder import latest
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli import replay_run
+from lightning_rlhf.cli.main import HOME
 from lightning_rlhf.cli.replay_plan import plan_replay
 from lightning_rlhf.data.rollouts import file_of, read_recorded, recorded_iterations, write_recorded
 from lightning_rlhf.modules.ppo import PPOModule
@@ -100,6 +101,21 @@ def test_a_record_says_what_was_said(place: Workplace) -> None:
         assert list(table["score"]) == pytest.approx(list(expected["score"]))
         assert [kl.sum() for kl in table["kl"]] == pytest.approx(list(expected["kl"]), abs=1e-6)
         assert [part["head"] for part in table["parts"]] == list(table["score"])
+
+
+def test_the_example_in_the_docs_reads_it(
+    place: Workplace, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    code = re.search(r"```python\n(.*?)```", (HOME / "docs" / "replay.md").read_text(), re.DOTALL)
+    assert code is not None
+    monkeypatch.chdir(run.parents[3])
+    path = "outputs/default/tiny/ppo/rollouts/000040.parquet"
+    assert path in code[1]
+    names: dict[str, Any] = {}
+    exec(code[1].replace(path, "outputs/recorded/mini/ppo/rollouts/000002.parquet"), names)
+    experience = read_recorded(file_of(run, 2)).experience
+    assert len(names["tokens"]) == int(experience.response_mask.sum())
+    assert len(capsys.readouterr().out.splitlines()) > 8
 
 
 def test_other_stages_have_no_rollouts(finished: Workplace) -> None:

@@ -31,10 +31,12 @@ def on_terminal(responses: Sequence[ReplayedResponse]) -> Iterator[RenderableTyp
             text.append(visible(token.text), style=style(token, largest))
         yield text
         shown = [cells(token) for token in response.tokens]
-        table = Table(box=SIMPLE, pad_edge=False)
+        table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for name in COLUMNS[: len(shown[0])]:
             side: JustifyMethod = "left" if name in ("token", "clipped") else "right"
-            table.add_column(name.replace(" ", "\n"), justify=side, no_wrap=True)
+            table.add_column(
+                name.replace(" ", "\n"), justify=side, overflow="fold", no_wrap=name != "token"
+            )
         for token, row in zip(response.tokens, shown, strict=True):
             table.add_row(Text(row[0], style=style(token, largest)), *row[1:])
         yield table
