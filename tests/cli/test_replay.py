@@ -151,14 +151,13 @@ def test_an_update_is_replayed_bit_for_bit(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whatever_ppo_learns_with(finished: Workplace, variant: str) -> None:
+    """From elsewhere: earlier stages are found where the run's folder says, from the start."""
     command = ["stage=ppo", "record=true", "ppo.iterations=2", *VARIANTS[variant]]
-    if variant != "hybrid":
-        command += given(finished)
-    finished.mini(*command, f"run={variant}").succeeded  # noqa: B018
-    run = finished.stage("ppo", variant)
-    (run / "checkpoints" / "last.ckpt").unlink(missing_ok=True)
+    finished.mini(*command, f"job={variant}").succeeded  # noqa: B018
+    run = finished.outputs / "default" / "mini" / variant / "ppo"
+    shutil.rmtree(run / "checkpoints")
     updates = read_recorded(file_of(run, 2)).updates or ()
-    check_same(replay(finished, run, 2), 2, len(updates))
+    check_same(replay(Workplace(finished.folder.parent), run, 2), 2, len(updates))
 
 
 def test_nothing_is_sampled_and_no_reward_is_asked(
@@ -173,7 +172,6 @@ def test_nothing_is_sampled_and_no_reward_is_asked(
 
 
 def test_the_program_from_elsewhere(place: Workplace) -> None:
-    """Earlier stages are found beside the run, wherever one stands."""
     inside = Workplace(place.stage("ppo", "recorded"))
     check_same(inside.process(TRAIN_PY, "replay", ".", "--iteration", "1"), 1, 4)
 
