@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, shape_score
+from lightning_rlhf.core.shaping import NO_SCORES, Normalization, RunningMoments, Term, shape_score
 
 from .configs import ppo_config
 from .conftest import F, Ragged, T, close, drawn, ragged
@@ -146,3 +146,14 @@ def test_normalising_by_the_moments_of_a_batch_whitens_it() -> None:
     found = shape_score(SCORE, ENDED, TOKENS, config, moments)
     close(found.mean(), doubles(0)[0])
     close(found.std(correction=0), doubles(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("normalization", "clip", "expected"),
+    [("none", None, True), ("stored", None, True), ("running", None, False), ("none", 1.0, False)],
+)
+def test_a_component_is_paid_as_reported_unless_moments_or_a_clip_change_it(
+    normalization: Normalization, clip: float | None, expected: bool
+) -> None:
+    term = Term(name="a", weight=2.0, normalization=normalization, clip=clip)
+    assert term.is_paid_as_reported == expected
