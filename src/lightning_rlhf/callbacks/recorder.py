@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from rich import get_console
 
 from lightning_rlhf.callbacks.contract import ppo_view
 from lightning_rlhf.core.digest import digest
+from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.types import UpdateStats
 from lightning_rlhf.data.rollouts import (
@@ -47,6 +49,28 @@ class Recorder(Callback):
         iteration = ppo_view(pl_module).iteration
         recorded = latest(pl_module, iteration, outputs["updates"])
         write_recorded(file_of(self._run_dir, iteration), recorded)
+
+
+class LastWords(Callback):
+    """Where update after update is not finite, writes what they were to learn from.
+
+    The file is that of the iteration which was not finished: `lightning-rlhf replay` runs it.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, NotFiniteError):
+            iteration = ppo_view(pl_module).iteration + 1
+            path = file_of(self._run_dir, iteration)
+            write_recorded(path, latest(pl_module, iteration, updates=None))
+            line = (
+                f"kept for `lightning-rlhf replay {self._run_dir} --iteration {iteration}`: {path}"
+            )
+            get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def latest(

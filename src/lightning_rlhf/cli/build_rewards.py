@@ -15,6 +15,7 @@ from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.cli.text_rewards import check_text_reward, text_reward
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
 from lightning_rlhf.models.handover import add_critic, attach_reward, random_reward
@@ -71,7 +72,7 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source
 
 
 def build_reward(
-    ready: Prepared, roles: Roles, light: Mapping[str, Source], batch_size: int
+    ready: Prepared, roles: Roles, light: Mapping[str, Source], batch_size: BatchSize
 ) -> Reward:
     """What PPO maximises: every component, in the order of the configuration.
 
@@ -88,7 +89,7 @@ def build_reward(
     )
 
 
-def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: int) -> Source:
+def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: BatchSize) -> Source:
     """A component that is a model."""
     config = ready.settings.reward[name]
     role = reward_role(ready.settings, name)
@@ -102,7 +103,7 @@ def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: int) -> S
             return random_source(ready, roles, role, batch_size)
 
 
-def random_source(ready: Prepared, roles: Roles, role: str, batch_size: int) -> Source:
+def random_source(ready: Prepared, roles: Roles, role: str, batch_size: BatchSize) -> Source:
     """A head that means nothing."""
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
@@ -111,7 +112,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: int) -> 
 
 
 def head_source(
-    ready: Prepared, roles: Roles, role: str, config: HeadConfig, batch_size: int
+    ready: Prepared, roles: Roles, role: str, config: HeadConfig, batch_size: BatchSize
 ) -> LearnedReward:
     """A reward model of stage=rm, on the policy's base or with its own."""
     final = ready.parents[role]

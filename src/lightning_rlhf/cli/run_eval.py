@@ -26,6 +26,7 @@ from lightning_rlhf.cli.launch import Prepared, identity, make_ready
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
 from lightning_rlhf.core.types import Replies
 from lightning_rlhf.data.problems import find_problems
@@ -59,7 +60,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
     longest = max(len(prompt) for prompt in prompts) + settings.data.max_response_tokens
     check_positions(roles, longest, "the longest prompt with data.max_response_tokens")
-    reward = build_reward(ready, roles, light, config.batch_size)
+    reward = build_reward(ready, roles, light, BatchSize("eval.batch_size", config.batch_size))
     roles.to(ready.device)
     check_formats(ready, reward)
 

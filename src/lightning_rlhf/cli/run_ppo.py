@@ -11,7 +11,7 @@ from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.recorder import Recorder
+from lightning_rlhf.callbacks.recorder import LastWords, Recorder
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
 from lightning_rlhf.cli.console import say_lengths
@@ -19,6 +19,7 @@ from lightning_rlhf.cli.folders import find_parents
 from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
@@ -57,7 +58,9 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         roles, longest + config.max_response_tokens,
         "the longest prompt with ppo.max_response_tokens",
     )  # fmt: skip
-    reward = build_reward(ready, roles, light, config.microbatch_size)
+    reward = build_reward(
+        ready, roles, light, BatchSize("ppo.microbatch_size", config.microbatch_size)
+    )
     roles.to(ready.device)
     check_formats(ready, reward)
     data = StageData(
@@ -76,8 +79,8 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     samples = Samples(
         every_n_iterations=config.samples_every, count=4, characters=160, run_dir=ready.folder
     )
-    recorder = [Recorder(ready.folder)] if settings.record else []
-    fit(ready, module, data, [PPOMetrics(), evaluation, samples, *recorder])
+    recorders = [LastWords(ready.folder), *([Recorder(ready.folder)] if settings.record else [])]
+    fit(ready, module, data, [PPOMetrics(), evaluation, samples, *recorders])
     assert evaluation.first is not None
     assert evaluation.last is not None
     get_console().print(before_after_table(evaluation.first, evaluation.last))

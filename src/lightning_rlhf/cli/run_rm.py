@@ -26,6 +26,7 @@ from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.cli.supervised import supervised_data
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Rollout
 from lightning_rlhf.data.collate import collate_preferences
 from lightning_rlhf.data.lengths import tokenise_preferences
@@ -111,7 +112,8 @@ def report_fitness(
         return
     roles.to(ready.device)
     write_pairs(folder, known_pairs(roles, pairs, chat))
-    source = LearnedReward(roles.rewards, 0.0, 1.0, 0.0, config.microbatch_size)
+    batch_size = BatchSize("rm.microbatch_size", config.microbatch_size)
+    source = LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size)
     page, numbers = write_report(
         folder,
         source,

@@ -16,6 +16,7 @@ from lightning_rlhf.cli.main import CONF
 from lightning_rlhf.cli.settings import read_model, read_reward
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
@@ -57,7 +58,8 @@ def text_reward(
         limit = min(limit, positions or limit)
     if config.normalization == "stored":
         mean, std = final.reward_moments()
-    return TextReward(model, mean, std, config.uncertainty_coef, config.batch_size, limit, key)
+    batch_size = BatchSize(f"{key}.batch_size", config.batch_size)
+    return TextReward(model, mean, std, config.uncertainty_coef, batch_size, limit, key)
 
 
 def found(config: ModelConfig, key: str) -> Final:

@@ -25,6 +25,10 @@ class TrainingError(RLHFError):
     """A model has come to where nothing can be sampled from it or learned any more."""
 
 
+class NotFiniteError(TrainingError):
+    """Update after update has a loss or a gradient that is NaN or infinite."""
+
+
 class RewardError(RLHFError):
     """A reward source gives no number for a response, or cannot be asked any more."""
 

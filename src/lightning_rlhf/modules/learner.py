@@ -8,7 +8,7 @@ import lightning as L
 from torch import Tensor
 
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.modules.optim import backward, step
 
@@ -34,7 +34,7 @@ class Learner:
     def step(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
         """Move the parameters, unless one of the two 0-d tensors is not finite; whether it did.
 
-        Raises: TrainingError at the last of `max_nonfinite` updates in a row that were not made.
+        Raises: NotFiniteError at the last of `max_nonfinite` updates in a row that were not made.
         """
         if (loss + grad_norm).isfinite():
             self.nonfinite = 0
@@ -42,8 +42,9 @@ class Learner:
             return True
         self.nonfinite += 1
         if self.nonfinite == self.config.max_nonfinite:
-            raise TrainingError(
-                f"{self.nonfinite} updates in a row ({self.stage}.max_nonfinite) had a loss or a "
+            self.nonfinite = 0  # for what goes on from here
+            raise NotFiniteError(
+                f"{self.config.max_nonfinite} updates in a row ({self.stage}.max_nonfinite) had a loss or a "
                 f"gradient that is not finite, the last a loss of {loss:g} and a gradient of norm "
                 f"{grad_norm:g}. None of them was made. A learning rate that is too large does "
                 "this, and so does a reward of enormous size"

@@ -154,7 +154,7 @@ class PPOModule(L.LightningModule):
 
     def predict_step(self, batch: Collected, batch_idx: int) -> dict[str, Tensor | None]:
         """What policy and critic as they are now say of responses: logprobs, values, [B, T]."""
-        size, values = self.config.microbatch_size, None
+        size, values = self.learner.microbatch.rows, None
         if self.critic is not None:
             values = self.critic.all_values(batch.experience, size)
         logprobs = all_logprobs(self.roles, batch.experience, self.config.temperature, size)

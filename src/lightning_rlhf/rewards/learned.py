@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Replies
 
 TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
@@ -29,17 +30,18 @@ class LearnedReward:
     mean: float
     std: float
     uncertainty_coef: float
-    batch_size: int
+    batch_size: BatchSize
     """Rows that are read at once, of alike lengths."""
 
     @torch.no_grad()
     def __call__(self, replies: Replies) -> Float[Tensor, " B"]:
         rollout = replies.rollout
         order = by_length(rollout.mask)
-        parts = [
-            self.rewards(rollout.tokens[rows], rollout.mask[rows])
-            for rows in order.split(self.batch_size)
-        ]
+        parts = self.batch_size.fitting(
+            lambda size: [
+                self.rewards(rollout.tokens[rows], rollout.mask[rows]) for rows in order.split(size)
+            ]
+        )
         rewards = torch.cat(parts)[order.argsort()]
         return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
 

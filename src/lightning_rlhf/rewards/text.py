@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Replies
 from lightning_rlhf.rewards.learned import standardised
 
@@ -45,7 +46,7 @@ class TextReward:
     std: float
     uncertainty_coef: float
     """Price of the deviation between the heads of an ensemble."""
-    batch_size: int
+    batch_size: BatchSize
     """Dialogues that are read at once, of alike lengths."""
     max_tokens: int
     """A longer dialogue loses what follows its start tokens; its end stays."""
@@ -62,10 +63,12 @@ class TextReward:
         """Of each response to the prompt in its row; on the CPU."""
         encoded = [self.encode(*pair) for pair in zip(rows, responses, strict=True)]
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]["input_ids"]))
-        parts = [
-            self.model.read([encoded[i] for i in order[start : start + self.batch_size]])
-            for start in range(0, len(order), self.batch_size)
-        ]
+        parts = self.batch_size.fitting(
+            lambda size: [
+                self.model.read([encoded[i] for i in order[start : start + size]])
+                for start in range(0, len(order), size)
+            ]
+        )
         rewards = torch.cat(parts).float().cpu()[torch.tensor(order).argsort()]
         return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
 
