@@ -38,7 +38,8 @@ NEVER = 1000
 def config(**changes: Any) -> SFTConfig:
     """A stage's rhythm; the rest of it is not read."""
     values: dict[str, Any] = {
-        "lr": 1.0, "adam_beta2": 0.9, "adam_eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0, "max_nonfinite": 1,
+        "lr": 1.0, "adam_beta2": 0.9, "adam_eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "max_nonfinite": 1,
         "lr_schedule": "constant", "warmup_fraction": 0.0, "microbatch_size": 1,
         "finetune": "lora", "epochs": 1.0, "batch_size": 1,
         "val_every": NEVER, "checkpoint_every": NEVER, "checkpoint_minutes": None,

@@ -244,9 +244,8 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         roles.add_adapter(POLICY, LORA, 3)
         config = ppo_config(**changes)
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
-        learned = LearnedReward(
-            roles.rewards, 0.1, 0.5, 0.0, BatchSize("ppo.microbatch_size", config.microbatch_size)
-        )
+        batch_size = BatchSize("ppo.microbatch_size", config.microbatch_size)
+        learned = LearnedReward(roles.rewards, 0.1, 0.5, 0.0, batch_size)
         if not fresh:
             shake(roles, f".{POLICY}.", seed=3)
             if critic is not None:

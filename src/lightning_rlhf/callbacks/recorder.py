@@ -25,18 +25,10 @@ from lightning_rlhf.data.rollouts import (
 
 
 class Recorder(Callback):
-    """Writes `<run_dir>/rollouts/<iteration>.parquet` after each iteration.
-
-    A resumed run forgets the iterations after its checkpoint, which it goes through again.
-    """
+    """Writes `<run_dir>/rollouts/<iteration>.parquet` after each iteration."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for iteration in recorded_iterations(self._run_dir):
-            if iteration > ppo_view(pl_module).iteration:
-                file_of(self._run_dir, iteration).unlink()
 
     def on_train_batch_end(
         self,
@@ -55,10 +47,16 @@ class LastWords(Callback):
     """Where update after update is not finite, writes what they were to learn from.
 
     The file is that of the iteration which was not finished: `lightning-rlhf replay` runs it.
+    A resumed run forgets the files after its checkpoint: it goes through those iterations again.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for iteration in recorded_iterations(self._run_dir):
+            if iteration > ppo_view(pl_module).iteration:
+                file_of(self._run_dir, iteration).unlink()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -44,10 +44,10 @@ class Learner:
         if self.nonfinite == self.config.max_nonfinite:
             self.nonfinite = 0  # for what goes on from here
             raise NotFiniteError(
-                f"{self.config.max_nonfinite} updates in a row ({self.stage}.max_nonfinite) had a loss or a "
-                f"gradient that is not finite, the last a loss of {loss:g} and a gradient of norm "
-                f"{grad_norm:g}. None of them was made. A learning rate that is too large does "
-                "this, and so does a reward of enormous size"
+                f"{self.config.max_nonfinite} updates in a row ({self.stage}.max_nonfinite) had a "
+                f"loss or a gradient that is not finite, the last a loss of {loss:g} and a gradient "
+                f"of norm {grad_norm:g}. None of them was made. A learning rate that is too large "
+                "does this, and so does a reward of enormous size"
             )
         return False
 
