@@ -17,6 +17,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
     WholeFiles,
     check_checkpoint,
+    link_best,
     numbered,
     read_run,
     stamp,
@@ -160,6 +161,14 @@ def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:
         saver.on_validation_end(trainer, FakePPO())
     assert (saver.best, saver.best_step) == (2.0, 1)
     assert (tmp_path / "best.ckpt").read_text() == "1"
+
+
+def test_the_best_may_be_linked_again(tmp_path: Path) -> None:
+    """As by an evaluation done anew; among links of one file a rename does nothing."""
+    (tmp_path / "000001.ckpt").write_text("1")
+    for _ in range(2):
+        link_best(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001.ckpt", "best.ckpt"]
 
 
 class Cut(Exception):
