@@ -13,10 +13,8 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from lightning.pytorch import Callback
+from torch import Tensor
 
-from lightning_rlhf.callbacks.recorder import latest
-from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli import replay_run
 from lightning_rlhf.cli.main import HOME
 from lightning_rlhf.cli.replay_plan import plan_replay
@@ -41,7 +39,7 @@ VARIANTS = {
                "+model.from_config.linear_value_head_dim=8"],
 }  # fmt: skip
 
-RECORDING = ("record=true", "ppo.checkpoint_every=2", "ppo.val_every=3")
+RECORDING = ("record=true", "ppo.checkpoint_every=2", "ppo.val_every=3", "ppo.max_nonfinite=2")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +127,7 @@ def test_a_resumed_run_forgets_what_it_does_again(place: Workplace, run: Path) -
     shutil.copy(file_of(run, 3), file_of(run, 9))
     shutil.rmtree(run / "final")
     file_of(run, 3).write_bytes(b"")
-    again = ["run=recorded", *RECORDING, f"outputs={run.parents[2]}", "resume=true"]
+    again = ["run=recorded", *RECORDING, f"outputs={run.parents[2]}", "resume=2"]
     place.mini("stage=ppo", *again, *given(place)).succeeded  # noqa: B018
     assert tree(run / "rollouts") == before
 
@@ -236,33 +234,37 @@ def test_a_batch_that_broke_the_run_off_is_replayed(place: Workplace, run: Path)
     for iteration in (1, 2):
         file_of(run, iteration).unlink()
     experience = read_recorded(file_of(run, 3)).experience
-    advantages = experience.advantages.clone()
-    advantages[0, 0] = torch.nan
-    broken = replace(experience, advantages=advantages)
+    broken = replace(experience, advantages=experience.advantages * torch.nan)
     rewritten(run, 3, experience=broken, updates=None, parameters=None)
     outcome = replay(place, run, 3).succeeded
     last = outcome.out.splitlines()[-1]
     assert last.startswith("iteration 3 broke the run off, so that there is no outcome")
-    assert "an update has loss nan" in last
+    assert "2 updates in a row (ppo.max_nonfinite)" in last
     assert outcome.out.splitlines()[2].startswith("response 0:")  # before those that changed
     assert "nan" in (run / "replay_3.html").read_text()
 
 
-def test_what_a_module_learns_from_can_be_written_when_it_fails(
+def test_what_no_update_can_be_made_of_is_kept(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback's on_exception has the module, and the module its batch."""
-    run = finished.stage("ppo", "next")
+    """Of a run that records nothing. The critic spoils the loss of the second iteration."""
+    run, value_loss = finished.stage("ppo", "next"), PPOModule.value_loss
 
-    def save(self: Callback, trainer: object, module: Any, exception: BaseException) -> None:
-        iteration = module.iteration + 1
-        write_recorded(file_of(run, iteration), latest(module, iteration, None))
+    def spoiled(self: PPOModule, *args: Any) -> tuple[Tensor, Tensor]:
+        loss, clipped = value_loss(self, *args)
+        return loss * (torch.nan if self.iteration == 1 else 1.0), clipped
 
-    monkeypatch.setattr(Samples, "on_exception", save)
-    monkeypatch.setattr(PPOModule, "update", lambda self, minibatch: 1 / 0)
-    assert "ZeroDivisionError" in finished.mini("stage=ppo", "run=next", *given(finished)).err
+    monkeypatch.setattr(PPOModule, "value_loss", spoiled)
+    command = ["stage=ppo", "run=next", "ppo.max_nonfinite=2", *given(finished)]
+    outcome = finished.mini(*command)
+    assert "2 updates in a row (ppo.max_nonfinite)" in outcome.err
+    assert "kept for `lightning-rlhf replay outputs/next/mini/ppo --iteration 2`: " in outcome.out
+    assert recorded_iterations(run) == [2]
     monkeypatch.undo()
-    assert "no outcome to compare with" in replay(finished, run, 1).succeeded.out
+    # No update was made, so that the checkpoint is the one before them, and all can be made now.
+    assert "no outcome to compare with" in replay(finished, run, 2).succeeded.out
+    finished.mini(*command, "resume=true").succeeded  # noqa: B018
+    assert recorded_iterations(run) == []
 
 
 # Shown.
@@ -359,7 +361,7 @@ def another_parent(run: Path) -> str:
 def damaged_checkpoint(run: Path) -> str:
     path = sorted((run / "checkpoints").iterdir())[0]
     path.write_bytes(path.read_bytes()[:500])
-    return f"{path} is damaged"
+    return f"{path} cannot be read"
 
 
 @pytest.mark.usefixtures("no_model")

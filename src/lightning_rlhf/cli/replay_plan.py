@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli.folders import CONFIG, is_stale, run_folder
+from lightning_rlhf.callbacks.checkpoint_files import BEST, SUFFIX, numbered, step_of
+from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, is_stale, run_folder
 from lightning_rlhf.cli.settings import Settings, read_settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
@@ -74,14 +73,13 @@ def plan_replay(folder: Path, iteration: int) -> Plan:
 
 
 def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:
-    """The latest checkpoint of the run that is not after `iteration`, with its own before it."""
-    found: list[tuple[int, Path | None]] = [(0, None)]
-    for path in sorted((folder / "checkpoints").glob("*.ckpt")):
-        try:
-            finished = torch.load(path, weights_only=True, mmap=True)["iteration"]
-        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, OSError) as error:
-            raise CheckpointError(f"{path} is damaged: {error!r}. Delete it to go on") from error
-        found.append((finished, path))
+    """The latest checkpoint of the run that is not after `iteration`, with its own before it.
+
+    Raises CheckpointError where one cannot be read.
+    """
+    checkpoints = folder / CHECKPOINTS
+    files = [*numbered(checkpoints), *checkpoints.glob(f"{BEST}{SUFFIX}")]
+    found: list[tuple[int, Path | None]] = [(0, None), *((step_of(path), path) for path in files)]
     return max((x for x in found if x[0] <= iteration), key=lambda x: x[0])
 
 

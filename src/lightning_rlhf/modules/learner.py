@@ -45,9 +45,9 @@ class Learner:
             self.nonfinite = 0  # for what goes on from here
             raise NotFiniteError(
                 f"{self.config.max_nonfinite} updates in a row ({self.stage}.max_nonfinite) had a "
-                f"loss or a gradient that is not finite, the last a loss of {loss:g} and a gradient "
-                f"of norm {grad_norm:g}. None of them was made. A learning rate that is too large "
-                "does this, and so does a reward of enormous size"
+                f"loss or gradient that is not finite (the last: {loss:g}, and a norm of "
+                f"{grad_norm:g}) and were not made. A learning rate that is too large does this, "
+                "and so does a reward of enormous size"
             )
         return False
 
