@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.core.config import require_number
+from lightning_rlhf.core.config import require, require_number, require_one_of, require_text
 from lightning_rlhf.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,8 +57,14 @@ class WandbConfig(LoggerConfig):
     def __post_init__(self) -> None:
         for key in ("init_timeout_s", "finish_timeout_s"):
             require_number(f"logger.{key}", getattr(self, key), above=0)
-        if self.mode not in get_args(WandbMode):
-            raise ConfigError(f"logger.mode is {self.mode!r}; allowed: {_listed(WandbMode)}")
+        require_text("logger.project", self.project, "the name of a project")
+        if self.entity is not None:
+            require_text("logger.entity", self.entity, "a user or team, or null")
+        is_list = isinstance(self.tags, list | tuple)
+        require(is_list, "logger.tags", self.tags, "a list of texts")
+        for tag in self.tags:
+            require_text("logger.tags", tag, "a list of texts")
+        require_one_of("logger.mode", self.mode, get_args(WandbMode))
         has_key = _wandb_key_present() or os.getenv("WANDB_IDENTITY_TOKEN_FILE")
         if wandb_mode(self.mode) == "online" and not has_key:
             raise ConfigError(
@@ -82,13 +88,13 @@ class RunIdentity:
 
 def logger_config(options: Mapping[str, Any]) -> LoggerConfig:
     """The section `logger` of a configuration, checked."""
-    kind = options.get("kind")
-    if kind not in get_args(Kind):
-        raise ConfigError(f"logger.kind is {kind!r}; allowed: {_listed(Kind)}")
+    kind = options["kind"]
+    require_one_of("logger.kind", kind, get_args(Kind))
     config = WandbConfig if kind == "wandb" else LoggerConfig
     keys = sorted(field.name for field in fields(config))
-    if sorted(options) != keys:
-        raise ConfigError(f"logger has the keys {sorted(options)}; logger={kind} wants {keys}")
+    found = sorted(map(str, options))
+    if found != keys:
+        raise ConfigError(f"logger has the keys {found}; logger={kind} wants {keys}")
     return config(**options)
 
 
@@ -220,7 +226,3 @@ def _wandb_id(run_dir: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(4))
     return path.read_text()
-
-
-def _listed(allowed: Any) -> str:
-    return ", ".join(get_args(allowed))

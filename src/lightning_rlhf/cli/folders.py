@@ -15,7 +15,9 @@ from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.models.checkpoint import Final, digest, find
+from lightning_rlhf.models.loading import is_folder, refuse_missing_folder
 from lightning_rlhf.models.roles import REWARD, SFT
+from lightning_rlhf.models.weights import check_weights
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 
 BASE = "base"
@@ -53,7 +55,7 @@ def folder_of(settings: Settings, stage: str | None = None) -> Path:
 
 def check_writable(outputs: Path, folder: Path) -> None:
     """Raise ConfigError where `folder` could not be made or written into."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"outputs={outputs}: {there} is not a folder that can be written into")
 
@@ -165,7 +167,10 @@ def find_parents(settings: Settings) -> dict[str, Final]:
         found[SFT] = find_sft(settings)
     if settings.stage in ("ppo", "eval"):
         found |= find_rewards(settings)
-    return {role: final for role, final in found.items() if final is not None}
+    parents = {role: final for role, final in found.items() if final is not None}
+    for final in parents.values():
+        check_weights(final.path)
+    return parents
 
 
 def find_sft(settings: Settings) -> Final | None:
@@ -197,14 +202,11 @@ def find_rewards(settings: Settings) -> dict[str, Final]:
         role, key = reward_role(settings, name), reward_key(settings, name)
         if isinstance(component, HeadConfig):
             found[role] = find_head(settings, component, f"{key}.checkpoint")
-        elif isinstance(component, ModelConfig) and is_folder(component.name_or_path):
-            found[role] = find(component.name_or_path, f"{key}.name_or_path")
+        elif isinstance(component, ModelConfig):
+            refuse_missing_folder(component.name_or_path, f"{key}.name_or_path")
+            if is_folder(component.name_or_path):
+                found[role] = find(component.name_or_path, f"{key}.name_or_path")
     return found
-
-
-def is_folder(source: str) -> bool:
-    """Whether it is a folder of this machine, and no hub id."""
-    return Path(source).expanduser().is_dir()
 
 
 def find_head(settings: Settings, config: HeadConfig, key: str) -> Final:

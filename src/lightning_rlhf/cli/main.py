@@ -27,7 +27,7 @@ CHECKOUT = PACKAGE.parents[1]
 HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
 """Where conf/ and recipes/ are: beside src/ in a checkout, inside the package in a wheel."""
 CONF, RECIPES = HOME / "conf", HOME / "recipes"
-OPEN = "sft|rm|ppo|eval|reward"
+OPEN = "sft|rm|ppo|eval|reward|data|trainer|logger|policy|model(?![.]from_config)"
 """Sections of the configuration whose keys may be given before they are there."""
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Variable that is set for the stages of a recipe, which says itself how it goes on."""
@@ -53,9 +53,18 @@ def main() -> None:
     refuse_secrets(sys.argv[1:])
     # A stage's numbers may be given where the stage is not chosen yet: to a recipe, or to a sweep
     # over stages. So may arguments to a reward's function, which the configuration cannot know.
-    # Hydra wants ++ for keys that are not there; unknown ones are refused later.
+    # Hydra wants ++ for keys that are not there; unknown ones are refused later, with a hint.
     sys.argv[1:] = [re.sub(rf"^({OPEN})\.", r"++\1.", word) for word in sys.argv[1:]]
-    compose()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra refuses is said here, in one line
+    try:
+        compose()
+    except Exception as error:
+        from lightning_rlhf.cli.refusals import in_our_words
+
+        if "debug=true" in sys.argv:
+            traceback.print_exc()
+        print(f"error: {without_passwords(in_our_words(error))}", file=sys.stderr)
+        sys.exit(1)
 
 
 def refuse_secrets(words: Sequence[str]) -> None:
@@ -90,22 +99,26 @@ def compose(cfg: DictConfig) -> str | None:
             print("; ".join(["stopped", *way_on(cfg, in_sweep)]))
         sys.exit(stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT)
     except RLHFError as error:
-        if cfg.debug and not in_sweep:
-            raise
-        if cfg.debug:
+        if "debug" in cfg and cfg.debug is True:
             traceback.print_exc()
         is_cut_off = isinstance(error, RewardError | StorageError)
         on = way_on(cfg, in_sweep) if is_cut_off else []
-        print("; ".join([f"error: {error}", *on]), file=sys.stderr)
+        told = without_passwords(str(error))
+        print("; ".join([f"error: {told}", *on]), file=sys.stderr)
         if not in_sweep:
             sys.exit(1)
-        return sweep.mark_failed(cfg, str(error))
+        return sweep.mark_failed(cfg, told)
     except Exception as error:
+        traceback.print_exc()  # Hydra would show the overrides as well, passwords among them
         if not in_sweep:
-            raise
-        traceback.print_exc()
-        return sweep.mark_failed(cfg, f"{type(error).__name__}: {error}")
+            sys.exit(1)
+        return sweep.mark_failed(cfg, without_passwords(f"{type(error).__name__}: {error}"))
     return None
+
+
+def without_passwords(text: str) -> str:
+    """What is said, without the user and the password of an address in it."""
+    return re.sub(r"://[^/\s'\"]*@", "://***@", text)
 
 
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:

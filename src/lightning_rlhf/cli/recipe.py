@@ -120,10 +120,10 @@ class Recipe:
 
 def read_recipe(name: str, recipes: Path) -> Recipe:
     """Raises ConfigError where there is no recipe of this name."""
-    file = recipes / name / "recipe.yaml"
-    if not file.is_file():
-        known = sorted(path.parent.name for path in recipes.glob("*/recipe.yaml"))
+    known = sorted(path.parent.name for path in recipes.glob("*/recipe.yaml"))
+    if name not in known:
         raise ConfigError(f"recipe={name} is not known; allowed: {', '.join(known)}")
+    file = recipes / name / "recipe.yaml"
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.load(file))
         for key in LISTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from lightning_rlhf.core.config import (
     require_flag,
     require_number,
     require_one_of,
+    require_text,
 )
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -56,6 +58,10 @@ class PolicySource:
 
     checkpoint: str | None
 
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None:
+            require_text("policy.checkpoint", self.checkpoint, "a folder, a hub id, base, or null")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -74,7 +80,7 @@ class TrainerConfig:
         require_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
         require_one_of("trainer.weights_dtype", self.weights_dtype, ("float32", "bfloat16"))
         if self.threads is not None:
-            require_number("trainer.threads", self.threads, at_least=1, whole=True)
+            require_number("trainer.threads", self.threads, at_least=1, at_most=1024, whole=True)
         require_number("trainer.log_every_n_steps", self.log_every_n_steps, at_least=1, whole=True)
 
 
@@ -113,7 +119,7 @@ def read_settings(cfg: DictConfig) -> Settings:
     refuse_unknown(tree, known | {"recipe", stage}, "")
     for key in known:
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
-    require_number("seed", tree["seed"], at_least=0, whole=True)
+    require_number("seed", tree["seed"], at_least=0, at_most=2**32 - 1, whole=True)
     for key in ("overwrite", "record", "debug"):
         require_flag(key, tree[key])
     tree["resume"] = read_resume(tree["resume"])
@@ -124,10 +130,11 @@ def read_settings(cfg: DictConfig) -> Settings:
         is_word = isinstance(name, str | int) and not isinstance(name, bool)
         is_name = is_word and re.fullmatch(r"\w[^/\\]*", str(name)) is not None
         require(is_name, key, name, "a folder name without slashes")
+        require_text(key, str(name), "a folder name of at most 255 bytes, no line breaks")
         require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
     tree |= {key: str(tree[key]) for key in ("run", "job") if key in names}
     tree["model"] = {**tree["model"], "name": str(tree["model"]["name"])}
-    require(isinstance(tree["outputs"], str), "outputs", tree["outputs"], "a folder")
+    require_text("outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
@@ -147,7 +154,7 @@ def read_settings(cfg: DictConfig) -> Settings:
         run=tree["run"],
         job=tree["job"],
         seed=tree["seed"],
-        outputs=Path(tree["outputs"]).expanduser(),
+        outputs=Path(os.path.expanduser(tree["outputs"])),
         resume=tree["resume"],
         overwrite=tree["overwrite"],
         record=tree["record"],
@@ -159,7 +166,11 @@ def read_settings(cfg: DictConfig) -> Settings:
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """The configuration resolved, as plain types. Raises ConfigError where a value is missing."""
     try:
-        tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            told = " ".join(f"{key}=..." for key in missing)
+            raise ConfigError(f"{' and '.join(missing)} must be given: {told}")
+        tree = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         key = error.full_key or "a key"
         raise ConfigError(f"{key} has no value: {str(error).splitlines()[0]}") from error
@@ -183,8 +194,8 @@ def read_reward(node: Any) -> dict[str, ComponentConfig]:
     if kind != SUM:
         return {kind: _component(node, "reward")}
     refuse_unknown(node, {"kind", "components"}, "reward.")
-    components = section(node, "components") if "components" in node else {}
-    require(bool(components), "reward.components", components,
+    components = node.get("components")
+    require(isinstance(components, Mapping) and bool(components), "reward.components", components,
             "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
     for name in components:
         require(re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None, "a name in reward.components",
@@ -269,6 +280,7 @@ def _data(tree: Mapping[str, Any]) -> DataConfig:
 
 def section(tree: Mapping[str, Any], name: str, *keys: str) -> Mapping[str, Any]:
     """The mapping `tree[name]`, which must hold `keys`."""
+    require(name in tree, name, "missing", "a mapping of keys to values")
     found = tree[name]
     require(isinstance(found, Mapping), name, found, "a mapping of keys to values")
     for key in keys:

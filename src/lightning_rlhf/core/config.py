@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -10,6 +11,8 @@ from lightning_rlhf.core.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
 Finetune = Literal["lora", "full"]
+LARGEST = 2**53
+"""Of whole numbers: a float counts no further."""
 
 
 def require(holds: bool, key: str, found: Any, allowed: str) -> None:
@@ -20,7 +23,29 @@ def require(holds: bool, key: str, found: Any, allowed: str) -> None:
 
 def require_one_of(key: str, found: Any, allowed: Collection[Any]) -> None:
     """Raise ConfigError unless `found` is one of `allowed`."""
-    require(found in allowed, key, found, ", ".join(str(a) for a in allowed))
+    choices = list(allowed)  # in which an unhashable value can be looked for
+    require(found in choices, key, found, ", ".join(str(a) for a in choices))
+
+
+def require_text(key: str, found: Any, allowed: str) -> None:
+    """Raise ConfigError unless `found` is text that can name a file, a folder or a model.
+
+    Not empty, without control characters and halves of surrogate pairs; and no longer than file
+    systems allow: 255 bytes between two slashes, 4095 in all.
+    """
+    fits = (
+        isinstance(found, str)
+        and found.strip() != ""
+        and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", found) is None
+        and len(found.encode()) <= 4095
+        and all(len(part.encode()) <= 255 for part in found.split("/"))
+    )
+    shown = f"{found[:40]}… ({len(found)} characters)" if _is_long(found) else found
+    require(fits, key, shown, allowed)
+
+
+def _is_long(found: Any) -> bool:
+    return isinstance(found, str) and len(found) > 200
 
 
 def require_number(
@@ -35,14 +60,11 @@ def require_number(
 ) -> None:
     """Raise ConfigError unless `found` is a finite number within the bounds."""
     kind = int if whole else (int, float)
+    if whole and isinstance(found, int) and found > LARGEST:
+        at_most = min(at_most, LARGEST)
     limits = [
-        text
-        for bound, text in [
-            (above, f"> {above:g}"),
-            (at_least, f">= {at_least:g}"),
-            (below, f"< {below:g}"),
-            (at_most, f"<= {at_most:g}"),
-        ]
+        f"{sign} {bound:g}" if isinstance(bound, float) else f"{sign} {bound}"
+        for sign, bound in ((">", above), (">=", at_least), ("<", below), ("<=", at_most))
         if abs(bound) != float("inf")
     ]
     allowed = " and ".join(["a whole number" if whole else "a number", *limits])
@@ -111,7 +133,7 @@ class SupervisedConfig(StageConfig):
         """As StageConfig.check."""
         super().check(stage)
         require_one_of(f"{stage}.finetune", self.finetune, get_args(Finetune))
-        require_number(f"{stage}.epochs", self.epochs, above=0)
+        require_number(f"{stage}.epochs", self.epochs, above=0, at_most=1_000_000)
         require_number(f"{stage}.batch_size", self.batch_size, at_least=1, whole=True)
         require_divides(
             f"{stage}.microbatch_size", self.microbatch_size, f"{stage}.batch_size", self.batch_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     where, _, name = source.rpartition(":")
     require(bool(where and name), key, source, ALLOWED)
     is_file = where.endswith(".py")
-    path = str(Path(where).expanduser()) if is_file else where
+    path = os.path.expanduser(where) if is_file else where
     told = f"{key} is {source!r}; "
     found = vars(_file(path, told) if is_file else _module(path, told))
     if name in found and callable(found[name]):
@@ -64,7 +65,7 @@ def _file(path: str, told: str) -> ModuleType:
     sys.modules[name] = module  # where dataclasses look for the names of their annotations
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{told}{path} fails: {error!r}") from error
     return module

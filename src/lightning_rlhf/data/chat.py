@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation import StopStringCriteria
 
+from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.rows import Message, Messages
 
@@ -33,6 +35,11 @@ The response starts on a line of its own because a word after a newline is token
 alone; after "Assistant: " a model would meet a lone space that it seldom saw before a word.
 """
 
+_TAKEN = {"self", "messages", *inspect.signature(
+    PreTrainedTokenizerBase.apply_chat_template
+).parameters} - {"tools", "documents", "kwargs"}  # fmt: skip
+"""Names that a chat template is given already, or that are not for it."""
+
 _SENTINELS = (Message("user", "sentinel question"), Message("assistant", "sentinel answer"))
 
 
@@ -52,9 +59,12 @@ class ChatFormat:
         """A `tokenizer` without a chat template is given PLAIN_TEMPLATE, to be saved with it.
 
         Raises:
-            ConfigError: the template loses or rewrites what was said, or no token can end a
-                response.
+            ConfigError: the template loses or rewrites what was said, no token can end a
+                response, or `template_kwargs` has a name that is taken.
         """
+        for name in template_kwargs:
+            require(name not in _TAKEN, "a name in data.chat_template_kwargs", name,
+                    "one that the chat template itself reads, such as enable_thinking")  # fmt: skip
         if tokenizer.chat_template is None:
             tokenizer.chat_template = PLAIN_TEMPLATE
         self.tokenizer = tokenizer
@@ -84,10 +94,10 @@ class ChatFormat:
                 return_dict=False,
                 **self.template_kwargs,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: it may fail in any way
             roles = ", ".join(turn["role"] for turn in _as_dicts(prompt))
             raise DataError(
-                f"the chat template refuses a prompt with the turns {roles}: {error}"
+                f"the chat template refuses a prompt with the turns {roles}: {_told(error)}"
             ) from error
         return tokens
 
@@ -119,8 +129,7 @@ class ChatFormat:
     def render(self, messages: str | Messages) -> str:
         """The dialogue as the chat template writes it, without an opening for the next turn.
 
-        Raises:
-            jinja2.TemplateError: the chat template refuses these messages.
+        Raises whatever a chat template that refuses these messages raises.
         """
         text: str = self.tokenizer.apply_chat_template(
             _as_dicts(messages), tokenize=False, **self.template_kwargs
@@ -137,10 +146,10 @@ class ChatFormat:
         question, answer = (message.content for message in _SENTINELS)
         try:
             _, found_question, rest = self.render(_SENTINELS).partition(question)
-        except TemplateError as error:
+        except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "
-                f"{error}; data.chat_template_kwargs is {self.template_kwargs}"
+                f"{_told(error)}; data.chat_template_kwargs is {self.template_kwargs}"
             ) from error
         _, found_answer, after = rest.partition(answer)
         if not (found_question and found_answer):
@@ -160,6 +169,12 @@ class ChatFormat:
                 "turn with no special token, so that no response could end; set eos_token"
             )
         return eos
+
+
+def _told(error: Exception) -> str:
+    """What a template said in its own words, or how else it failed; in one line."""
+    words = " ".join(str(error).split())[:200]
+    return words if isinstance(error, TemplateError) else f"{type(error).__name__}: {words}"
 
 
 def _as_dicts(messages: str | Messages) -> list[dict[str, str]]:

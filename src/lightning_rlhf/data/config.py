@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rlhf.core.config import require, require_number, require_one_of
+from lightning_rlhf.core.config import require, require_number, require_one_of, require_text
 
 TooLong = Literal["drop", "cut"]
 
@@ -53,8 +53,8 @@ class DataConfig:
             require(isinstance(split, Split), f"data.{key}", split, "train and val")
             for part in ("train", "val"):
                 source = getattr(split, part)
-                require(source is None or _is_name(source), f"data.{key}.{part}", source,
-                        "a file, a hub data set, or null")  # fmt: skip
+                if source is not None:
+                    require_text(f"data.{key}.{part}", source, "a file, a hub data set, or null")
         require_number("data.val_fraction", self.val_fraction, above=0, below=1)
         if self.max_val_rows is not None:
             require_number("data.max_val_rows", self.max_val_rows, at_least=1, whole=True)
@@ -63,11 +63,9 @@ class DataConfig:
         require_one_of("data.long_responses", self.long_responses, ("drop", "cut"))
         for key in ("max_prompt_tokens", "max_response_tokens", "pool_batches"):
             require_number(f"data.{key}", getattr(self, key), at_least=1, whole=True)
-        require(isinstance(self.chat_template_kwargs, dict), "data.chat_template_kwargs",
-                self.chat_template_kwargs, "a mapping of names to values")  # fmt: skip
-        require(self.judge is None or (_is_name(self.judge) and ".py:" in self.judge),
-                "data.judge", self.judge, "path.py:function, or null")  # fmt: skip
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+        kwargs = self.chat_template_kwargs
+        require(isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs),
+                "data.chat_template_kwargs", kwargs, "a mapping of names to values")  # fmt: skip
+        if self.judge is not None:
+            require_text("data.judge", self.judge, "path.py:function, or null")
+            require(".py:" in self.judge, "data.judge", self.judge, "path.py:function, or null")

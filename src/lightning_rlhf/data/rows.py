@@ -84,17 +84,28 @@ def decode_row(raw: bytes | Row) -> Row:
     if not isinstance(raw, bytes):
         return raw
     try:
-        row = json.loads(raw.decode("utf-8").rstrip("\r\n"))
+        row = json.loads(raw.decode("utf-8").rstrip("\r\n"), object_pairs_hook=_once_each)
     except UnicodeDecodeError as error:
         raise BadRow("not UTF-8", f"at byte {error.start + 1} of the line") from error
     except json.JSONDecodeError as error:
         where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-        raise BadRow("broken JSON", where) from error
+        is_spread = raw.strip() in (b"{", b"[")
+        raise BadRow("broken JSON", "a row stands on one line" if is_spread else where) from error
     except (ValueError, RecursionError) as error:  # numbers of 4,300 digits; endless nesting
         raise BadRow("broken JSON", str(error)) from error
     if not isinstance(row, dict):
         raise BadRow("not a JSON object", f"found {type(row).__name__}")
     return row
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`; JSON leaves open which of two values a repeated name has."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRow("a field stands twice in one object", f"found {twice!r}")
+    return found
 
 
 def parse_demonstration(row: Row) -> Demonstration:

@@ -31,13 +31,13 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.loading import naming
+from lightning_rlhf.models.loading import is_folder, naming, refuse_missing_folder
 from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles, rounding, same_logits
+from lightning_rlhf.models.weights import ADAPTER, PICKLES, json_object
 
 MANIFEST = "manifest.json"
 FROM_CONFIG = "from_config"
 """Base of what was trained from random weights."""
-ADAPTER = "adapter_config.json"
 PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
 
 
@@ -61,6 +61,22 @@ class Manifest:
     config: dict[str, Any]
     versions: dict[str, str]
 
+    def __post_init__(self) -> None:
+        """Raise TypeError where a value is of another type, as in a file of another program."""
+        kinds: tuple[tuple[Any, tuple[str, ...]], ...] = (
+            (str, ("stage", "base", "tokenizer_hash", "chat_template")),
+            (dict, ("parents", "metrics", "config", "versions")),
+            (int, ("base_seed",)),
+            (int | float | None, ("reward_mean", "reward_std")),
+        )
+        for kind, keys in kinds:
+            for key in keys:
+                if not isinstance(getattr(self, key), kind):
+                    raise TypeError(f"{key} is {getattr(self, key)!r}")
+        for role, source in self.parents.items():
+            if not isinstance(source, str):
+                raise TypeError(f"parents.{role} is {source!r}")
+
 
 @dataclass(frozen=True)
 class Final:
@@ -77,12 +93,12 @@ class Final:
     def base_folder(self) -> str | None:
         """The folder of the weights that the adapter stands on; None where that is no folder."""
         file = self.path / ADAPTER
-        try:
-            config = json.loads(file.read_text())
-            base, _ = config["base_model_name_or_path"], config["peft_type"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise CheckpointError(f"{file} does not describe an adapter: {error!r}") from error
-        return base if base and Path(base).is_dir() else None
+        config = json_object(file)
+        for key in ("base_model_name_or_path", "peft_type"):
+            if key not in config or not isinstance(config[key], str | None):
+                raise CheckpointError(f"{file} does not describe an adapter: it lacks {key}")
+        base: str | None = config["base_model_name_or_path"]
+        return base if base and os.path.isdir(base) else None
 
     def require_manifest(self, stage: str) -> Manifest:
         """The manifest, which must be of `stage`."""
@@ -117,21 +133,29 @@ class Final:
 
 def find(source: str, key: str) -> Final:
     """The checkpoint at a local folder or hub id. Raises CheckpointError or HubError."""
-    path = Path(source).expanduser()
-    if not path.is_dir():
+    if is_folder(source):
+        path = Path(os.path.expanduser(source))
+    else:
+        refuse_missing_folder(source, key)
         with naming(source, key):
-            path = Path(snapshot_download(source))
+            path = Path(snapshot_download(source, ignore_patterns=[f"*{p}" for p in PICKLES]))
     file = path / MANIFEST
-    if not file.is_file():
-        if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
-            raise CheckpointError(
-                f"{key}={source} holds neither config.json nor {ADAPTER}: not a model folder"
-            )
-        return Final(path, None)
+    if file.is_file():
+        return Final(path, read_manifest(file))
+    if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{key}={source} holds neither config.json nor {ADAPTER}: not a model folder"
+        )
+    return Final(path, None)
+
+
+def read_manifest(file: Path) -> Manifest:
+    """The manifest in a `final/` folder. Raises CheckpointError."""
     try:
-        return Final(path, Manifest(**json.loads(file.read_text())))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise CheckpointError(f"{file} is not a manifest of this program: {error}") from error
+        return Manifest(**json_object(file))
+    except (TypeError, CheckpointError) as error:
+        reason = str(error).removeprefix("Manifest.__init__() ").removeprefix(f"{file} ")
+        raise CheckpointError(f"{file} is not a manifest of this program: {reason}") from error
 
 
 def write_final(
@@ -224,7 +248,7 @@ def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
         count, found = state["linear.weight"].shape
         heads = RewardHeads(found, count)
         heads.load_state_dict(state)
-    except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{file} is not a {name} head: {error}") from error
     if found != hidden_size:
         raise CheckpointError(
@@ -241,7 +265,7 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
         return None
     try:
         return load_file(file)[of]
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 

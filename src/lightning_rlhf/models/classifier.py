@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,6 +28,7 @@ from lightning_rlhf.models.loading import (
     naming,
     quantization_config,
 )
+from lightning_rlhf.models.weights import check_weights
 
 PAIR = "pair"
 """As a chat template: tokenizer(prompt, response)."""
@@ -57,7 +58,7 @@ class Classifier:
         messages = [*row["messages"], {"role": "assistant", "content": response}]
         try:
             return self.tokenizer.apply_chat_template(messages, **form)
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: it may fail in any way
             turns = ", ".join(turn["role"] for turn in messages)
             raise RewardError(
                 f"the chat template of {self.tokenizer.name_or_path} refuses a dialogue with the "
@@ -170,6 +171,7 @@ def load_classifier(
             dtype=kept,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            use_safetensors=True,
             quantization_config=quantization_config(quantization, kept),
             **({} if quantization == "none" else {"device_map": {"": device}}),
         )
@@ -203,7 +205,9 @@ def check_classifier(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     check_label(config, label, folder, key)
     check_length(config, max_tokens, key)
-    return config, load_reader(tokenizer or str(folder), chat_template, key, trust_remote_code)
+    reader = load_reader(tokenizer or str(folder), chat_template, key, trust_remote_code)
+    check_weights(folder)
+    return config, reader
 
 
 def check_label(config: PretrainedConfig, label: int | None, folder: Path, key: str) -> None:
@@ -240,7 +244,7 @@ def load_reader(
     with naming(source, f"{key}.tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if chat_template not in (None, PAIR):
-        file = Path(str(chat_template)).expanduser()
+        file = Path(os.path.expanduser(str(chat_template)))
         if not file.is_file():
             raise ConfigError(
                 f"{key}.chat_template is {chat_template!r}, and there is no such file; allowed: a "

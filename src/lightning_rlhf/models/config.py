@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_rlhf.core.config import require, require_flag, require_number, require_one_of
+from lightning_rlhf.core.config import (
+    require,
+    require_flag,
+    require_number,
+    require_one_of,
+    require_text,
+)
 from lightning_rlhf.core.errors import ConfigError
 
 DType = Literal["float32", "bfloat16"]
@@ -24,7 +30,10 @@ class LoRASettings:
     def __post_init__(self) -> None:
         require_number("model.lora.r", self.r, at_least=1, whole=True)
         require_number("model.lora.alpha", self.alpha, above=0)
-        require(bool(self.target_modules), "model.lora.target_modules", self.target_modules,
+        targets = self.target_modules
+        names = [targets] if isinstance(targets, str) else targets
+        is_names = isinstance(names, list | tuple) and all(isinstance(n, str) and n for n in names)
+        require(is_names and len(names) > 0, "model.lora.target_modules", targets,
                 "a list of module names, or all-linear")  # fmt: skip
 
 
@@ -54,9 +63,13 @@ class ModelConfig:
                 f"(a model with random weights) must be set; found {self.name_or_path!r} and "
                 f"{'a configuration' if self.from_config else None!r}"
             )
+        for key in ("name_or_path", "revision", "tokenizer", "attn_implementation"):
+            if getattr(self, key) is not None:
+                require_text(f"model.{key}", getattr(self, key), "text, or null")
         if self.from_config is not None:
-            require("model_type" in self.from_config, "model.from_config",
-                    sorted(self.from_config), "a configuration with model_type")  # fmt: skip
+            is_mapping = isinstance(self.from_config, dict)
+            require(is_mapping and "model_type" in self.from_config, "model.from_config",
+                    self.from_config, "a configuration with model_type")  # fmt: skip
             require(self.tokenizer is not None, "model.tokenizer", None,
                     "a folder or hub id, since model.from_config has no tokenizer")  # fmt: skip
             require(self.quantization == "none", "model.quantization", self.quantization,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import torch
 from peft import PeftModel
@@ -33,6 +34,7 @@ from lightning_rlhf.models.roles import (
     rounding,
     same_logits,
 )
+from lightning_rlhf.models.weights import check_weights
 
 
 def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed: int) -> Roles:
@@ -234,6 +236,7 @@ def whole_weights(
         seed = sft.manifest.base_seed if sft.manifest else seed
     model = load_causal_lm(config, weights, trainable=True, seed=seed)
     for adapter in adapters:
+        check_weights(Path(adapter))
         with naming(adapter, "ppo.critic"):
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return model.requires_grad_(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,6 @@ from pathlib import Path
 import bitsandbytes
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +22,7 @@ from transformers import (
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.config import ModelConfig, Quantization
+from lightning_rlhf.models.weights import check_weights
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -61,16 +61,17 @@ def load_causal_lm(
     if weights is None and config.from_config is not None:
         torch.manual_seed(seed)
         try:
-            model_config = AutoConfig.for_model(**config.from_config)
-        except (ValueError, TypeError, StrictDataclassError) as error:
-            message = " ".join(str(error).split())[:300]
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config.from_config),
+                attn_implementation=config.attn_implementation,
+            ).to(dtype)
+        except Exception as error:  # sizes that do not fit fail anywhere in the library
+            message = " ".join(str(error).split())[:300] or repr(error)
             raise ConfigError(f"model.from_config: {message}") from error
-        model = AutoModelForCausalLM.from_config(
-            model_config, attn_implementation=config.attn_implementation
-        ).to(dtype)
     else:
         source = weights or str(config.name_or_path)
         folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
+        check_weights(folder)
         with naming(source, "model.name_or_path"):
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -78,6 +79,7 @@ def load_causal_lm(
                 dtype=dtype,
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
                 quantization_config=quantization_config(config.quantization, dtype),
             )
         if info["missing_keys"]:
@@ -103,9 +105,9 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 def local_folder(source: str, key: str, revision: str | None) -> Path:
     """`source` where it is a folder, else the hub's snapshot of it; asks the hub once."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
+    if is_folder(source):
+        return Path(os.path.expanduser(source))
+    refuse_missing_folder(source, key)
     with naming(source, key):
         return Path(snapshot_download(source, revision=revision, allow_patterns=FILES))
 
@@ -132,23 +134,44 @@ def quantization_config(
 
 @contextmanager
 def naming(source: str, key: str) -> Iterator[None]:
-    """Turns the loading library's failures into one short error that names the source."""
-    if source.startswith(("/", ".", "~")) and not Path(source).expanduser().is_dir():
-        raise CheckpointError(
-            f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
-            "tokenizer, or a hub id"
-        )
+    """Turns the loading library's failures into one short error that names the source.
+
+    Any failure: for a damaged file, what half a dozen libraries raise is as often a KeyError.
+    """
     try:
         yield
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, UserWarning) as error:
-        if Path(source).expanduser().is_dir():
-            raise CheckpointError(f"{source} cannot be loaded: {_first_line(error)}") from error
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            own = f"{key.rpartition('.')[0]}.trust_remote_code"
+            raise CheckpointError(
+                f"{source} asks for Python code that it brings (auto_map in its configuration), "
+                f"which is not run unless {own}=true"
+            ) from error
+        if is_folder(source):
+            raise CheckpointError(f"{source} cannot be loaded: {_in_short(error)}") from error
         raise HubError(
             f"{source!r} is neither a local folder nor reachable on the hub "
-            f"({_first_line(error)}). Download it on a machine with access "
+            f"({_in_short(error)}). Download it on a machine with access "
             f"(hf download {source} --local-dir FOLDER) and set {key}=FOLDER"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]
+def is_folder(source: str) -> bool:
+    """Whether it is a folder of this machine, and no hub id."""
+    return os.path.isdir(os.path.expanduser(source))
+
+
+def refuse_missing_folder(source: str, key: str) -> None:
+    """Raise CheckpointError where `source` is written as a folder's path, and there is none."""
+    if not is_folder(source) and (
+        source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
+    ):
+        raise CheckpointError(
+            f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
+            "tokenizer, or a hub id"
+        )
+
+
+def _in_short(error: Exception) -> str:
+    words = " ".join(str(error).split())[:200]
+    return words if " " in words else repr(error)  # of a KeyError, the key alone

@@ -34,6 +34,7 @@ from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import last_real
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import quicken
+from lightning_rlhf.models.weights import check_weights
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
 POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
@@ -110,6 +111,7 @@ class Roles(nn.Module):
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
         """An adapter from a `final/` folder, on top of the reference."""
+        check_weights(folder)
         with naming(str(folder), role), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*missing adapter keys.*")
             if isinstance(self.model, PeftModel):

@@ -11,7 +11,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_rlhf.core.config import require, require_flag, require_number, require_one_of
+from lightning_rlhf.core.config import (
+    require,
+    require_flag,
+    require_number,
+    require_one_of,
+    require_text,
+)
 from lightning_rlhf.core.shaping import Normalization, Term
 from lightning_rlhf.rewards.address import parsed
 
@@ -80,6 +86,8 @@ class HeadConfig(LearnedConfig):
         """As ComponentConfig.check."""
         super().check(key)
         require_number(f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0)
+        if self.checkpoint is not None:
+            require_text(f"{key}.checkpoint", self.checkpoint, "a folder, a hub id, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +116,10 @@ class ModelConfig(LearnedConfig):
     def check(self, key: str) -> None:
         """As ComponentConfig.check."""
         super().check(key)
-        require(isinstance(self.name_or_path, str) and self.name_or_path != "",
-                f"{key}.name_or_path", self.name_or_path, "a folder or hub id")  # fmt: skip
+        require_text(f"{key}.name_or_path", self.name_or_path, "a folder or hub id")
+        for name in ("revision", "tokenizer", "chat_template", "attn_implementation"):
+            if getattr(self, name) is not None:
+                require_text(f"{key}.{name}", getattr(self, name), "text, or null")
         require_one_of(f"{key}.dtype", self.dtype, (None, *get_args(DType)))
         require_one_of(f"{key}.quantization", self.quantization, get_args(Quantization))
         require_flag(f"{key}.trust_remote_code", self.trust_remote_code)
@@ -144,9 +154,9 @@ class FunctionConfig(ComponentConfig):
         """As ComponentConfig.check."""
         super().check(key)
         not_stored(key, self.normalization, "a function has no scale that was measured")
-        is_source = isinstance(self.path, str) and ":" in self.path
-        require(is_source, f"{key}.path", self.path,
-                "path/to/file.py:name, package.module:name")  # fmt: skip
+        allowed = "path/to/file.py:name, package.module:name"
+        require_text(f"{key}.path", self.path, allowed)
+        require(":" in self.path, f"{key}.path", self.path, allowed)
         is_mapping = isinstance(self.arguments, dict) and all(
             isinstance(name, str) for name in self.arguments
         )

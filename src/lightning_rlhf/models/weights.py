@@ -1,0 +1,78 @@
+"""Which files of a model folder are read as weights: safetensors, which hold numbers alone.
+
+A pickle can run code of whoever wrote it when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.core.errors import CheckpointError
+
+ADAPTER = "adapter_config.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OF_ADAPTER = "adapter_model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+def check_weights(folder: Path) -> None:
+    """Raise CheckpointError unless the folder's weights are there as safetensors.
+
+    Of an adapter, where it has an adapter's configuration, else of a whole model.
+    """
+    names = (OF_ADAPTER,) if (folder / ADAPTER).is_file() else (WHOLE, INDEX)
+    found = [name for name in names if (folder / name).is_file()]
+    if not found:
+        pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLES)
+        has = "no weights"
+        if pickles:
+            has = f"only a pickle, {pickles[0]}, which may run code when it is read"
+        raise CheckpointError(
+            f"{folder} cannot be loaded: it has {has}; allowed: {' or '.join(names)}"
+        )
+    if found == [INDEX]:
+        check_shards(folder / INDEX)
+    if names != (OF_ADAPTER,):
+        check_references(folder / "config.json")
+
+
+def check_shards(index: Path) -> None:
+    """Raise CheckpointError unless every shard is safetensors."""
+    names = json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(_is_safe(name) for name in names.values()):
+        raise CheckpointError(f"{index} does not name shards that end in .safetensors")
+
+
+def check_references(config: Path) -> None:
+    """Raise CheckpointError where a model's configuration has weights or code come from elsewhere.
+
+    Attention named org/repository is code of the hub's, which transformers would fetch and run.
+    """
+    found = json_object(config)
+    name = found.get("transformers_weights")
+    if name is not None and not _is_safe(name):
+        raise CheckpointError(f"{config}: transformers_weights is {name!r}; allowed: *.safetensors")
+    for key in ("attn_implementation", "_attn_implementation"):
+        if key in found and "/" in str(found[key]):
+            raise CheckpointError(
+                f"{config}: {key} is {found[key]!r}, code on the hub; allowed: eager, sdpa, "
+                "flash_attention_2, or none and model.attn_implementation"
+            )
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError where it is missing or damaged."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file} cannot be loaded: {reason}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds no JSON object, but a {type(found).__name__}")
+    return found
+
+
+def _is_safe(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors")

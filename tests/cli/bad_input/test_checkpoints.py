@@ -1,0 +1,140 @@
+"""Model folders that are damaged, foreign, or of another run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Refusals
+
+PPO = ("stage=ppo", "run=next", "policy.checkpoint=sft", "reward.checkpoint=rm")
+Edit = Callable[[Path], Any]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def says(content: str | bytes) -> Edit:
+    """The file holds something else."""
+    raw = content.encode() if isinstance(content, str) else content
+    return lambda file: file.write_bytes(raw)
+
+
+def sets(**values: Any) -> Edit:
+    """The JSON object in the file has other values; one that is ... is not there."""
+
+    def edit(file: Path) -> None:
+        changed = json.loads(file.read_text()) | values
+        file.write_text(json.dumps({k: v for k, v in changed.items() if v is not ...}))
+
+    return edit
+
+
+def pickled(file: Path) -> None:
+    """The weights are there in the other format alone."""
+    file.unlink()
+    (file.parent / "pytorch_model.bin").write_bytes(b"pickle")
+
+
+WHOLE, ADAPTER, HEAD = "model.safetensors", "adapter_model.safetensors", "reward_head.safetensors"
+EARLY: list[tuple[str, str, Edit, list[str]]] = [
+    ("sft", WHOLE, Path.unlink, ["sft cannot be loaded: it has no weights", WHOLE]),
+    ("sft", WHOLE, pickled, ["sft cannot be loaded", "pickle, pytorch_model.bin", WHOLE]),
+    ("sft", "config.json", Path.unlink, ["sft/config.json cannot be loaded", "No such file"]),
+    ("sft", "config.json", cut, ["sft/config.json cannot be loaded"]),
+    ("sft", "config.json", says("[]"), ["sft/config.json holds no JSON object", "list"]),
+    ("sft", "config.json", sets(hidden_size="x"), ["sft cannot be loaded", "'hidden_size'"]),
+    ("sft", "config.json", sets(transformers_weights="x.bin"), ["'x.bin'", "*.safetensors"]),
+    ("sft", "config.json", sets(attn_implementation="a/b"), ["'a/b', code on the hub", "eager"]),
+    ("sft", "manifest.json", says(""), ["sft/manifest.json is not a manifest"]),
+    ("sft", "manifest.json", says(b"\xff\xfe"), ["sft/manifest.json is not a manifest"]),
+    ("sft", "manifest.json", says("[]"), ["sft/manifest.json is not a manifest", "list"]),
+    ("sft", "manifest.json", says('{"name": "x"}'), ["is not a manifest", "'name'"]),
+    ("sft", "manifest.json", sets(stage=...), ["is not a manifest", "'stage'"]),
+    ("sft", "manifest.json", sets(stage=5), ["is not a manifest", "stage is 5"]),
+    ("sft", "manifest.json", sets(parents={"a": 1}), ["is not a manifest", "parents.a is 1"]),
+    ("sft", "tokenizer.json", cut, ["sft cannot be loaded"]),
+    ("sft", "tokenizer.json", Path.unlink, ["sft cannot be loaded"]),
+    ("sft", "tokenizer.json", says("{}"), ["sft cannot be loaded", "added_tokens"]),
+    ("sft", "tokenizer_config.json", says("[]"), ["sft cannot be loaded"]),
+    ("sft", "chat_template.jinja", says("{% for"), ["chat template", "sft", "unexpected"]),
+    ("sft", "chat_template.jinja", says("{{ 1/0 }}"), ["chat template", "ZeroDivisionError"]),
+    ("sft", "chat_template.jinja", says("hello"), ["does not reproduce the user's text"]),
+    ("sft", "chat_template.jinja", says(b"\xff"), ["sft cannot be loaded", "utf-8"]),
+    ("rm", ADAPTER, Path.unlink, ["rm cannot be loaded: it has no weights", ADAPTER]),
+    ("rm", ADAPTER, pickled, ["rm cannot be loaded", "pickle", ADAPTER]),
+    ("rm", "manifest.json", sets(reward_mean="x"), ["is not a manifest", "reward_mean is 'x'"]),
+]
+"""Seen before a model loads."""
+LATE: list[tuple[str, str, Edit, list[str]]] = [
+    ("sft", WHOLE, cut, ["sft cannot be loaded", "header"]),
+    ("sft", WHOLE, says(b""), ["sft cannot be loaded", "header"]),
+    ("sft", WHOLE, says(b"\xff" * 999), ["sft cannot be loaded", "header"]),
+    ("sft", "config.json", sets(model_type="none"), ["sft cannot be loaded", "`none`"]),
+    ("sft", "config.json", sets(hidden_size=64), ["sft cannot be loaded"]),
+    ("sft", "generation_config.json", says("[]"), ["sft cannot be loaded", "mapping"]),
+    ("sft", "manifest.json", sets(stage="rm"), ["sft is a reward model", "stage=sft"]),
+    ("sft", "fingerprint.safetensors", cut, ["sft/fingerprint.safetensors cannot be read"]),
+    ("rm", HEAD, cut, [f"rm/{HEAD} is not a reward head"]),
+    ("rm", ADAPTER, cut, ["rm cannot be loaded", "header"]),
+    ("rm", "adapter_config.json", cut, ["rm cannot be loaded"]),
+    ("rm", "adapter_config.json", says("[]"), ["rm cannot be loaded", "list"]),
+    ("rm", "adapter_config.json", sets(peft_type="X"), ["rm cannot be loaded", "'X'"]),
+    ("rm", "adapter_config.json", sets(r=3), ["rm cannot be loaded", "size mismatch"]),
+    ("rm", "adapter_config.json", sets(target_modules=["x"]), ["rm cannot be loaded", "'x'"]),
+    ("rm", "manifest.json", Path.unlink, ["rm has no manifest.json", "stage=rm"]),
+    ("rm", "manifest.json", sets(reward_std=0), ["rm/manifest.json: reward_std is 0"]),
+    ("rm", "manifest.json", sets(tokenizer_hash="0f"), ["another tokenizer", "0f"]),
+]
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(("folder", "file", "edit", "named"), EARLY, ids=range(len(EARLY)))
+def test_a_folder_is_named_before_a_model_loads(
+    models: Refusals, folder: str, file: str, edit: Edit, named: list[str]
+) -> None:
+    edit(models.folder / folder / file)
+    models.value("reward.format_check", "off", *PPO, named=named)
+
+
+@pytest.mark.parametrize(("folder", "file", "edit", "named"), LATE, ids=range(len(LATE)))
+def test_a_folder_is_named(
+    models: Refusals, folder: str, file: str, edit: Edit, named: list[str]
+) -> None:
+    edit(models.folder / folder / file)
+    models.value("reward.format_check", "off", *PPO, named=named)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("checkpoint", "named"),
+    [
+        ("sft/config.json", ["policy.checkpoint=sft/config.json: no such folder"]),
+        ("./none", ["policy.checkpoint=./none: no such folder"]),
+        ("a/b/c", ["policy.checkpoint=a/b/c: no such folder"]),
+        ("~nobody-here/x", ["policy.checkpoint=~nobody-here/x: no such folder"]),
+        ("data", ["policy.checkpoint=data holds neither config.json"]),
+        ("", ["policy.checkpoint is ''"]),
+    ],
+)
+def test_what_is_no_folder(models: Refusals, checkpoint: str, named: list[str]) -> None:
+    models.value("policy.checkpoint", checkpoint, *PPO, named=named)
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "named"),
+    [
+        ("config.json", Path.unlink, ["sft/config.json cannot be loaded"]),
+        (WHOLE, Path.unlink, ["sft cannot be loaded: it has no weights"]),
+        (WHOLE, pickled, ["sft cannot be loaded", "pickle, pytorch_model.bin"]),
+        ("tokenizer.json", Path.unlink, ["sft cannot be loaded"]),
+    ],
+)
+def test_a_base_folder(models: Refusals, file: str, edit: Edit, named: list[str]) -> None:
+    edit(models.folder / "sft" / file)
+    models("stage=sft", "model=hub", "model.name=mini", "model.name_or_path=sft", named=named)

@@ -1,0 +1,227 @@
+"""Values and keys that mean nothing, and what cannot be composed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from ..conftest import MODULE, TRAIN_PY, Workplace
+from .conftest import Refusals
+
+pytestmark = pytest.mark.usefixtures("no_model")
+
+SFT = ("stage=sft",)
+RM = ("stage=rm", "policy.checkpoint=base")
+PPO = ("stage=ppo", "policy.checkpoint=base", "reward=random")
+EVAL = ("stage=eval", "policy.checkpoint=base", "reward=random")
+FUNCTION = (*PPO[:2], "reward=function", "reward.path=lightning_rlhf.rewards.functions:length_band")
+HTTP = (*PPO[:2], "reward=http", "reward.url=http://127.0.0.1:9/score")
+MODEL = (*PPO[:2], "reward=model", "reward.name_or_path=org/name")
+WANDB = ("stage=sft", "logger=wandb")
+DIGITS = int("9" * 30)
+
+VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
+    (SFT, "seed", -1, ["seed is -1", ">= 0"]),
+    (SFT, "seed", 2**32, ["seed is 4294967296", "<= 4294967295"]),
+    (SFT, "seed", 1.5, ["seed is 1.5", "a whole number"]),
+    (SFT, "seed", None, ["seed is None"]),
+    (SFT, "sft.lr", math.nan, ["sft.lr is nan", "> 0"]),
+    (SFT, "sft.lr", math.inf, ["sft.lr is inf", "> 0"]),
+    (SFT, "sft.lr", "fast", ["sft.lr is 'fast'", "a number"]),
+    (SFT, "sft.lr", True, ["sft.lr is True", "a number"]),
+    (SFT, "sft.lr", [1e-4], ["sft.lr is (0.0001,)", "a number"]),
+    (SFT, "sft.batch_size", 2.0, ["sft.batch_size is 2.0", "a whole number"]),
+    (SFT, "sft.batch_size", DIGITS, ["sft.batch_size is 9999", f"<= {2**53}"]),
+    (SFT, "sft.epochs", 1e30, ["sft.epochs is 1e+30", "<= 1000000"]),
+    (SFT, "sft.val_every", 0, ["sft.val_every is 0", ">= 1"]),
+    (SFT, "sft.lr_schedule", {"a": 1}, ["sft.lr_schedule is {'a': 1}", "cosine"]),
+    (SFT, "sft", 5, ["sft is 5", "a mapping"]),
+    (SFT, "policy", None, ["policy is None", "a mapping"]),
+    (SFT, "policy.checkpoint", 5, ["policy.checkpoint is 5", "a folder, a hub id"]),
+    (SFT, "outputs", "", ["outputs is ''", "a folder"]),
+    (SFT, "outputs", "a" * 5000, ["outputs is 'aaa", "(5000 characters)"]),
+    (SFT, "run", "", ["run is ''", "a folder name"]),
+    (SFT, "run", ".", ["run is '.'", "a folder name"]),
+    (SFT, "run", "a\\b", [r"run is 'a\\b'", "slashes"]),
+    (SFT, "run", "a\nb", [r"run is 'a\nb'", "no line breaks"]),
+    (SFT, "run", "a" * 256, ["run is 'aaa", "255 bytes"]),
+    (SFT, "debug", "yes", ["debug is 'yes'", "true, false"]),
+    (SFT, "resume", 1, ["resume is 1", "true, false"]),
+    (SFT, "recipe", 5, ["recipe=5", "leave stage= out"]),
+    (SFT, "wandb.api_key", "k", ["wandb is not a known key"]),
+    # the model
+    (SFT, "model.name", "", ["model.name is ''"]),
+    (SFT, "model.revision", 5, ["model.revision is 5", "text, or null"]),
+    (SFT, "model.tokenizer", ["a"], ["model.tokenizer is ['a']", "text, or null"]),
+    (SFT, "model.attn_implementation", 5, ["model.attn_implementation is 5"]),
+    (SFT, "model.dtype", ["a"], ["model.dtype is ['a']", "float32, bfloat16"]),
+    (SFT, "model.trust_remote_code", "yes", ["model.trust_remote_code is 'yes'"]),
+    (SFT, "model.from_config", 5, ["model.from_config is 5", "model_type"]),
+    (SFT, "model.from_config", None, ["exactly one of model.name_or_path"]),
+    (SFT, "model.lora.r", 0, ["model.lora.r is 0", ">= 1"]),
+    (SFT, "model.lora.target_modules", 5, ["model.lora.target_modules is 5", "all-linear"]),
+    (SFT, "model.lora.target_modules", [1], ["model.lora.target_modules is (1,)"]),
+    (SFT, "model.lora.target_modules", [], ["model.lora.target_modules is ()"]),
+    # the data
+    (SFT, "data.val_fraction", 0, ["data.val_fraction is 0", "< 1"]),
+    (SFT, "data.demonstrations", None, ["data.demonstrations is None", "a mapping"]),
+    (SFT, "data.demonstrations.test", "x", ["data.demonstrations.test is not a known key"]),
+    (SFT, "data.chat_template_kwargs", {1: 2}, ["data.chat_template_kwargs is {1: 2}"]),
+    (SFT, "data.chat_template_kwargs.tokenize", 5, ["chat_template_kwargs is 'tokenize'"]),
+    (SFT, "data.chat_template_kwargs.messages", 5, ["chat_template_kwargs is 'messages'"]),
+    (SFT, "data.chat_template_kwargs.tools", 5, ["the chat template", "{'tools': 5}"]),
+    (PPO, "data.judge", "x.py:", ["data.judge is 'x.py:'", "file.py:function"]),
+    # the trainer and the loggers
+    (SFT, "trainer.devices", 2, ["trainer.devices is 2", "allowed: 1"]),
+    (SFT, "trainer.threads", DIGITS, ["trainer.threads is 999", "<= 1024"]),
+    (SFT, "trainer.accelerator", {"a": 1}, ["trainer.accelerator is {'a': 1}", "cpu, gpu"]),
+    (SFT, "logger.kind", ["csv"], ["logger.kind is ['csv']", "tensorboard"]),
+    (SFT, "logger.project", "x", ["logger has the keys", "['kind']"]),
+    (WANDB, "logger.project", 5, ["logger.project is 5"]),
+    (WANDB, "logger.entity", [1], ["logger.entity is [1]"]),
+    (WANDB, "logger.tags", "x", ["logger.tags is 'x'", "a list"]),
+    (WANDB, "logger.tags", [{"a": 1}], ["logger.tags is {'a': 1}", "texts"]),
+    (WANDB, "logger.mode", ["x"], ["logger.mode is ['x']", "offline"]),
+    # the stages
+    (RM, "rm.heads", 0, ["rm.heads is 0"]),
+    (RM, "rm.label_smoothing", 0.5, ["rm.label_smoothing is 0.5", "< 0.5"]),
+    (EVAL, "eval.samples", "all", ["eval.samples is 'all'", "a whole number"]),
+    (PPO, "ppo.temperature", 0, ["ppo.temperature is 0", "> 0"]),
+    (PPO, "ppo.advantage", ["gae"], ["ppo.advantage is ('gae',)", "grpo"]),
+    (PPO, "ppo.stop_strings", [1], ["ppo.stop_strings is 1", "texts"]),
+    (PPO, "ppo.kl_in", "loss", ["ppo.kl_estimator is 'k1'", "ppo.kl_in=loss"]),
+    (PPO, "ppo.critic_warmup", 5, ["ppo.critic_warmup is 5", "< ppo.iterations, 3"]),
+    # the reward
+    (PPO, "reward.kind", {"a": 1}, ["reward.kind is {'a': 1}", "function, head, http"]),
+    (PPO, "reward.weight", math.nan, ["reward.weight is nan"]),
+    (PPO, "reward.normalization", "stored", ["reward.normalization is 'stored'"]),
+    (FUNCTION, "reward.path", 5, ["reward.path is 5", "path/to/file.py:name"]),
+    (FUNCTION, "reward.arguments", 5, ["reward.arguments is 5", "a mapping"]),
+    (FUNCTION, "reward.path", "os:system", ["function system takes (command)"]),
+    (HTTP, "reward.url", "ftp://me:s3cret@x", ["reward.url is 'ftp://***@x'", "http://HOST"]),
+    (HTTP, "reward.token_env", "NO_SUCH_VARIABLE", ["reward.token_env is 'NO_SUCH_VARIABLE'"]),
+    (MODEL, "reward.name_or_path", "./none", ["reward.name_or_path=./none: no such folder"]),
+    (MODEL, "reward.name_or_path", "data", ["reward.name_or_path=data", "config.json"]),
+    (MODEL, "reward.tokenizer", 5, ["reward.tokenizer is 5"]),
+    (MODEL, "reward.device", "cuda:99", ["reward.device is 'cuda:99'", "null, cpu"]),
+]
+
+
+@pytest.mark.parametrize(("command", "key", "value", "named"), VALUES, ids=range(len(VALUES)))
+def test_a_value_is_named(
+    refused: Refusals, command: tuple[str, ...], key: str, value: Any, named: list[str]
+) -> None:
+    error = refused.value(key, value, *command, named=named)
+    assert "s3cret" not in error
+
+
+def test_components_of_a_reward(refused: Refusals) -> None:
+    for components, named in (
+        (5, "reward.components is 5"),
+        ({"a-b": {}}, "a name in reward.components is 'a-b'"),
+        ({"a": 5}, "reward.components.a is 5"),
+        ({"a": {"kind": ["x"]}}, "reward.components.a.kind is ['x']"),
+        ({"a": {"kind": "sum"}}, "reward.components.a.kind is 'sum'"),
+    ):
+        given = OmegaConf.create({"kind": "sum", "components": components})
+        refused.value("reward", given, *PPO, named=[named])
+
+
+COMMANDS: list[tuple[list[str], list[str]]] = [
+    (["stage=sft", "model=hub"], ["model.name=... model.name_or_path=..."]),
+    (["stage=sft", "model=hub", "model.name=x"], ["model.name_or_path must be given"]),
+    (["stage=ppo", "reward=http", "policy.checkpoint=base"], ["reward.url must be given"]),
+    (["stage=sft", "model=nosuch"], ["model=nosuch is not known", "hub,", "mini", "tiny"]),
+    (["stage=nosuch"], ["stage=nosuch is not known; allowed: eval, ppo, rm, sft"]),
+    (["stage=ppo", "advantage=nosuch"], ["advantage=nosuch is not known", "rloo"]),
+    (["stage=sft", "model=5"], ["a choice of the configuration", "one name"]),
+    (["stage=sft", "~model"], ["a choice of the configuration", "one name"]),
+    (["stage=sft", "model=[tiny,mini]"], ["a choice of the configuration", "a list"]),
+    (["stage=sft", "++data=5"], ["++data=5"]),
+    (["stage=sft", "sed=1"], ["sed is not a known key; did you mean seed?"]),
+    (["stage=sft", "data.max_val_row=1"], ["did you mean data.max_val_rows?"]),
+    (["stage=sft", "trainer.thread=1"], ["did you mean trainer.threads?"]),
+    (["stage=sft", "model.lora.alpa=1"], ["did you mean model.lora.alpha?"]),
+    (["stage=sft", "model.from_config.hiden_size=8"], ["model.from_config.hiden_size"]),
+    (["stage=sft", "nosuch"], ["nosuch is no override", "KEY=VALUE"]),
+    (["stage=sft", "sft.lr=[1"], ["sft.lr=[1 is no override", "KEY=VALUE"]),
+    (["stage=sft", "run='x"], ["run='x is no override", "KEY=VALUE"]),
+    (["stage=sft", "seed=" + "9" * 5000], ["5000 digits"]),
+    (["stage=sft", "run=${nosuch}"], ["run has no value", "nosuch"]),
+    (["stage=ppo", "ppo.stop_strings={a:1}"], ["ppo.stop_strings={a:1}", "Cannot merge"]),
+    (["stage=sft", "~seed"], ["seed is 'missing'"]),
+    (["stage=sft", "~debug"], ["debug is 'missing'"]),
+    (["stage=sft", "~sft.lr"], ["sft.lr is missing"]),
+    (["recipe=../x"], ["recipe=../x is not known", "quickstart"]),
+    (["recipe=5"], ["recipe=5 is not known", "quickstart"]),
+]
+
+
+@pytest.mark.parametrize(("command", "named"), COMMANDS, ids=range(len(COMMANDS)))
+def test_what_cannot_be_composed(refused: Refusals, command: list[str], named: list[str]) -> None:
+    refused(*command, named=named)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("def (", ["j.py fails", "SyntaxError"]),
+        ("import sys; sys.exit(3)", ["j.py fails", "SystemExit(3)"]),
+        ("1 / 0", ["j.py fails", "ZeroDivisionError"]),
+        ("x = 1", ["has no function 'f'"]),
+        ("f = 1", ["has no function 'f'", "f is 1"]),
+        (b"x = '\xff'\n", ["j.py fails", "SyntaxError"]),
+        (None, ["there is no file"]),
+    ],
+)
+def test_a_judge_that_is_broken(
+    refused: Refusals, text: str | bytes | None, named: list[str]
+) -> None:
+    file = refused.folder / "j.py"
+    if text is None:
+        file.mkdir()
+    else:
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+    refused.value("data.judge", "j.py:f", *PPO, named=["data.judge is 'j.py:f'", *named])
+
+
+@pytest.mark.parametrize("outputs", ["taken", "taken/below", "link"])
+def test_a_file_where_outputs_should_be(refused: Refusals, outputs: str) -> None:
+    """Whoever runs the tests may be root, who may write into every folder: so a file."""
+    (refused.folder / "taken").write_text("a file")
+    (refused.folder / "link").symlink_to("nowhere")
+    refused.value("outputs", outputs, *SFT, named=[f"outputs={outputs}: ", "is not a folder"])
+
+
+def test_a_file_where_the_run_should_be(refused: Refusals) -> None:
+    file = refused.folder / "outputs" / "default" / "mini"
+    file.parent.mkdir(parents=True)
+    file.write_text("a file")
+    refused.value("run", "default", *SFT, named=["outputs=outputs: ", "mini is not a folder"])
+
+
+def test_a_traceback_is_for_who_asks(refused: Refusals) -> None:
+    for wrong in ("seed=-1", "sed=1"):
+        outcome = refused.place.mini("stage=sft", wrong, "debug=true")
+        assert outcome.status == 1
+        assert "Traceback" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "named"),
+    [
+        (TRAIN_PY, ["stage=sft", "model=nosuch"], "error: model=nosuch is not known"),
+        (MODULE, ["stage=ppo", "nosuch"], "error: nosuch is no override"),
+    ],
+)
+def test_as_a_shell_sees_it(
+    workplace: Workplace, command: list[str], arguments: list[str], named: str
+) -> None:
+    outcome = workplace.process(command, *arguments)
+    assert outcome.err.startswith(named)
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.error
+    assert not workplace.outputs.exists()

@@ -1,0 +1,184 @@
+"""Files from elsewhere run no code: what they plant would write a marker."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_rlhf
+
+from .conftest import Refusals, run
+
+PPO = ("stage=ppo", "run=next", "policy.checkpoint=sft", "reward.checkpoint=rm")
+SOURCE = Path(lightning_rlhf.__file__).parent
+
+
+class Planted:
+    """Writes the marker when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.marker,))
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "marker"
+
+
+def plant(marker: Path, *files: Path) -> None:
+    for file in files:
+        file.write_bytes(pickle.dumps(Planted(marker)))
+
+
+def test_the_pickle_bites(tmp_path: Path, marker: Path) -> None:
+    plant(marker, tmp_path / "x.bin")
+    pickle.loads((tmp_path / "x.bin").read_bytes())
+    assert marker.exists()
+
+
+def test_pickles_beside_or_instead_of_weights(models: Refusals, marker: Path) -> None:
+    for folder, whole in (("rm", "adapter_model"), ("sft", "model")):
+        names = ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "x.pt")
+        plant(marker, *(models.folder / folder / name for name in names))
+        (models.folder / folder / f"{whole}.safetensors").unlink()
+        models.value("debug", False, *PPO, named=[f"{folder} cannot be loaded", "pickle"])
+    assert not marker.exists()
+
+
+def test_shards_that_are_pickles(models: Refusals, marker: Path) -> None:
+    sft = models.folder / "sft"
+    (sft / "model.safetensors").unlink()
+    plant(marker, sft / "a.bin")
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "a.bin"}}
+    (sft / "model.safetensors.index.json").write_text(json.dumps(index))
+    models.value("debug", False, *PPO, named=["sft/model.safetensors.index.json", ".safetensors"])
+    assert not marker.exists()
+
+
+def test_a_checkpoint_to_resume_from(models: Refusals, marker: Path) -> None:
+    """The run is a copy of a real one, with another last.ckpt."""
+    place = models.place
+    place.mini("stage=sft").succeeded  # noqa: B018
+    shutil.rmtree(place.stage("sft") / "final")
+    torch.save({"state_dict": Planted(marker)}, place.stage("sft") / "checkpoints" / "last.ckpt")
+    outcome = place.mini("stage=sft", "resume=true")
+    assert outcome.status == 1
+    assert "weights_only" in outcome.err.lower() or "Weights only" in outcome.err
+    assert not marker.exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_data_folder(refused: Refusals, marker: Path) -> None:
+    folder = refused.folder / "org" / "name"
+    folder.mkdir(parents=True)
+    plant(marker, folder / "train.pkl")
+    (folder / "name.py").write_text(f"open({str(marker)!r}, 'w')")
+    for source in ("org/name", "org/name:train", "org/name/train.pkl"):
+        key = "data.demonstrations.train"
+        refused.value(key, source, "stage=sft", named=[f"'{source}'", ".jsonl"])
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "auto_map"),
+    [
+        ("config.json", {"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["x.T", None]}),
+    ],
+)
+def test_code_that_a_model_brings(
+    models: Refusals, marker: Path, file: str, auto_map: dict[str, Any]
+) -> None:
+    """A family that transformers does not know: only that code could load it."""
+    sft = models.folder / "sft"
+    (sft / "x.py").write_text(f"open({str(marker)!r}, 'w')")
+    config = json.loads((sft / "config.json").read_text()) | {"model_type": "unheard_of"}
+    (sft / "config.json").write_text(json.dumps(config))
+    tree = json.loads((sft / file).read_text()) | {"auto_map": auto_map, "tokenizer_class": "T"}
+    (sft / file).write_text(json.dumps(tree))
+    models.value("debug", False, *PPO, named=["sft", "auto_map", "model.trust_remote_code=true"])
+    assert not marker.exists()
+
+
+def test_code_beside_a_model_that_is_known(models: Refusals, marker: Path) -> None:
+    """Its own configuration asks for code, and the library's own is used."""
+    sft = models.folder / "sft"
+    (sft / "x.py").write_text(f"open({str(marker)!r}, 'w')")
+    config = json.loads((sft / "config.json").read_text())
+    (sft / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "x.C"}}))
+    models.place.mini(*PPO, "ppo.iterations=1").succeeded  # noqa: B018
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}",
+        "{{ messages.append(messages[0]) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+@pytest.mark.usefixtures("no_model")
+def test_a_chat_template_is_kept_in_its_sandbox(
+    models: Refusals, marker: Path, template: str
+) -> None:
+    text = template.replace("MARKER", str(marker))
+    (models.folder / "sft" / "chat_template.jinja").write_text(text)
+    models.value("debug", False, *PPO, named=["the chat template of tokenizer", "sft"])
+    assert not marker.exists()
+
+
+def test_functions_that_a_manifest_names_are_not_loaded(models: Refusals, marker: Path) -> None:
+    """Neither as the judge, nor as a reward, of a final/ of stage=sft or stage=rm."""
+    code = models.folder / "evil.py"
+    code.write_text(f"open({str(marker)!r}, 'w')\ndef f(*a, **k): return 1")
+    for folder in ("sft", "rm"):
+        file = models.folder / folder / "manifest.json"
+        manifest = json.loads(file.read_text())
+        manifest["config"]["data"]["judge"] = f"{code}:f"
+        manifest["config"]["reward"] = {"kind": "function", "path": f"{code}:f", "weight": 1.0}
+        file.write_text(json.dumps(manifest))
+    outcome = run(models.place, "ppo.iterations", 1, *PPO)
+    assert outcome.succeeded
+    assert not marker.exists()
+
+
+UNSAFE = {
+    ("pickle", "load"), ("pickle", "loads"), ("torch", "load"), ("yaml", "load"), ("np", "load"),
+    ("yaml", "unsafe_load"), ("os", "system"), ("joblib", "load"), ("marshal", "loads"),
+}  # fmt: skip
+ALLOWED = {("core/functions.py", "exec_module")}
+"""A file that the user names on the command line, as a module."""
+
+
+def test_the_sources_read_nothing_that_could_run() -> None:
+    found = set()
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func
+            place = str(file.relative_to(SOURCE))
+            if isinstance(name, ast.Name) and name.id in ("eval", "exec", "compile", "__import__"):
+                found.add((place, name.id))
+            if isinstance(name, ast.Attribute):
+                owner = name.value.id if isinstance(name.value, ast.Name) else ""
+                if (owner, name.attr) in UNSAFE or name.attr == "exec_module":
+                    found.add((place, name.attr))
+            for keyword in node.keywords:
+                value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if (keyword.arg, value) in (("trust_remote_code", True), ("weights_only", False)):
+                    found.add((place, keyword.arg))
+    assert found == ALLOWED
