@@ -21,6 +21,7 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.core.storage import full_disk_told
+from lightning_rlhf.rewards.address import redacted
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
@@ -88,6 +89,7 @@ def compose(cfg: DictConfig) -> str | None:
     """One job: what Hydra composed from the command line. Returns why a sweep's job failed."""
     from lightning_rlhf.cli import sweep
 
+    sys.argv[1:] = [without_address(word) for word in sys.argv[1:]]  # which W&B writes down
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep:
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
@@ -116,9 +118,15 @@ def compose(cfg: DictConfig) -> str | None:
     return None
 
 
+def without_address(word: str) -> str:
+    """An override as it may be written down: of an address no user, password and query."""
+    found = re.search(r"url['\"]?\s*[=:]", word)
+    return word if found is None else word[: found.end()] + redacted(word[found.end() :])
+
+
 def without_passwords(text: str) -> str:
     """What is said, without the user and the password of an address in it."""
-    return re.sub(r"://[^/\s'\"]*@", "://***@", text)
+    return re.sub(r"//[^/\s'\"]*@", "//***@", text)
 
 
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:

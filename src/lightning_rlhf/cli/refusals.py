@@ -15,7 +15,11 @@ ONE_CHOICE = "allowed: one name of a file in conf/ for each of stage, model, dat
 
 
 def in_our_words(error: Exception) -> str:
-    """Why the configuration could not be composed."""
+    """Why the configuration could not be composed, in one line whatever was given."""
+    return " ".join(_reason(error).split())
+
+
+def _reason(error: Exception) -> str:
     match error:
         case OverrideParseException():
             return f"{_given(error.override)} is no override: {_joined(error)}; allowed: KEY=VALUE"

@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,0 +1,104 @@
+"""What is secret reaches no file of a run and no line of its output."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.rewards.serve import RewardServer
+
+from .conftest import Refusals
+
+SECRETS = {
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "HF_TOKEN": "hf_plantedsecretofthehub",
+    "JUDGE_TOKEN": "planted-bearer-token",
+}
+USER, PASSWORD, QUERY = "planteduser", "pl4nted-p4ss", "planted-query"
+
+
+def found_in(secrets: list[str], folder: Path, *texts: str) -> list[tuple[str, str]]:
+    """Every (secret, place) in a file below `folder`, in a name of one, or in what was said."""
+    places = {str(i): text.encode() for i, text in enumerate(texts)}
+    for file in folder.rglob("*"):
+        places[str(file)] = file.read_bytes() if file.is_file() else b""
+    return [
+        (secret, place)
+        for secret in secrets
+        for place, content in places.items()
+        if secret.encode() in content or secret in place
+    ]
+
+
+def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "key").write_bytes(b"\xff" + USER.encode())
+    (tmp_path / QUERY).write_text("")
+    found = found_in([USER, PASSWORD, QUERY], tmp_path, f"said {PASSWORD}")
+    assert [secret for secret, _ in found] == [USER, PASSWORD, QUERY]
+
+
+@pytest.mark.parametrize("by", ["token", "password"])
+def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """The server is asked with them; wandb keeps its own files in the folder of the run."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    seen: list[str] = []
+
+    def score(prompts: list[object], responses: list[str], columns: object) -> list[float]:
+        return [float(len(response)) for response in responses]
+
+    server = RewardServer(score, "127.0.0.1", 0)
+    handle = server.RequestHandlerClass.do_POST
+
+    def watch(self: object) -> None:
+        seen.append(self.path + str(self.headers))  # type: ignore[attr-defined]
+        handle(self)
+
+    monkeypatch.setattr(server.RequestHandlerClass, "do_POST", watch)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    user = f"{USER}:{PASSWORD}@" if by == "password" else ""
+    url = server.url.replace("//", f"//{user}") + f"?key={QUERY}"
+    token = ["reward.token_env=JUDGE_TOKEN"] if by == "token" else []
+    try:
+        outcome = models.place.mini(
+            "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http", f"reward.url='{url}'",
+            "ppo.iterations=1", "logger=wandb", "logger.mode=offline", *token,
+        ).succeeded  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert QUERY in seen[0]
+    assert (SECRETS["JUDGE_TOKEN"] if by == "token" else "Basic ") in seen[0]
+    secrets = [*SECRETS.values(), USER, PASSWORD, QUERY]
+    assert (models.folder / "outputs" / "next" / "mini" / "ppo" / "wandb").is_dir()
+    assert found_in(secrets, models.folder / "outputs", outcome.out, outcome.err) == []
+
+
+def test_a_crash_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that nobody foresaw is shown with its traceback, and without the overrides."""
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("unforeseen")
+
+    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    outcome = models.place.mini(
+        "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http",
+        f"reward.url='http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}'",
+    )  # fmt: skip
+    assert outcome.status == 1
+    assert "unforeseen" in outcome.err
+    assert found_in([USER, PASSWORD, QUERY], models.folder, outcome.out, outcome.err) == []
+
+
+def test_a_mistake_in_an_address_with_secrets(models: Refusals) -> None:
+    """Told by us and told by Hydra."""
+    for wrong in (
+        f"reward.url=http://{USER}:{PASSWORD}@x/{{",
+        f"+reward.url.x=//{USER}:{PASSWORD}@",
+    ):
+        outcome = models.place.mini("stage=ppo", "reward=http", wrong)
+        assert outcome.error
+        assert found_in([USER, PASSWORD], models.folder, outcome.out, outcome.err) == []
