@@ -390,9 +390,9 @@ def test_unknown_keys_of_a_logger_are_refused() -> None:
 
 
 def test_a_missing_value_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.name has no value"):
+    with pytest.raises(ConfigError, match=r"^model\.name and model\.name_or_path must be given"):
         read_settings(composed("stage=sft", "model=hub"))
-    with pytest.raises(ConfigError, match=r"^model\.name_or_path has no value"):
+    with pytest.raises(ConfigError, match=r"^model\.name_or_path must be given"):
         read_settings(composed("stage=sft", "model=hub", "model.name=x"))
 
 
