@@ -126,7 +126,8 @@ def test_a_stop_is_seen_in_the_exit_status(
     [
         (["stage=sft"], ["config.json", "checkpoints/000004.ckpt"],
          "stopped; resume=true goes on from the last checkpoint"),
-        (["stage=sft"], ["config.json"],
+        (["stage=sft"], ["config.json"], "stopped; the same command starts it anew"),
+        (["stage=sft"], ["config.json", "metrics.csv"],
          "stopped; it has no checkpoint yet (sft.checkpoint_every="),
         (["stage=sft"], [], "stopped"),
         (["stage=sft", "overwrite=true"], ["config.json", "final/model", "checkpoints/000004.ckpt"],
@@ -148,7 +149,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
         for name in left:
             file = workplace.stage("sft") / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
+            file.write_text("step\n0\n1\n" if name == "metrics.csv" else "")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_rlhf.callbacks.checkpoint_files import numbered
+from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
@@ -22,7 +23,7 @@ from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 
 BASE = "base"
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
-CONFIG, PARENTS = "config.json", "parents.json"
+CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
 SAVING = tuple(
     f"{stage}.{key}"
     for stage in ("sft", "rm", "ppo")
@@ -61,14 +62,17 @@ def check_writable(outputs: Path, folder: Path) -> None:
 
 
 def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
-    """Make the run's folder, without what an overwritten run left in it, and note its `parents`.
+    """Make the run's folder, without what another run left in it, and note its `parents`.
+
+    That is one to be overwritten, or one that ended before its first step.
 
     Raises ConfigError where it cannot be written.
     """
     folder = folder_of(settings)
     digests = {role: digest(final.path) for role, final in parents.items()}
     try:
-        if settings.overwrite and folder.exists():
+        anew = settings.overwrite or (is_unbegun(folder) and not settings.resume)
+        if folder.exists() and anew:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FAILED).unlink(missing_ok=True)
@@ -85,6 +89,18 @@ def is_used(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def is_unbegun(folder: Path) -> bool:
+    """Whether a run was started in `folder` and ended before its first step was done."""
+    steps = [step_named(path) for path in numbered(folder / CHECKPOINTS)]
+    if not is_used(folder) or (folder / FINAL).is_dir() or any(steps):
+        return False
+    file = folder / METRICS
+    if not file.is_file():
+        return True
+    with file.open(newline="") as opened:
+        return all(row["step"] == "0" for row in csv.DictReader(opened))
+
+
 State = Literal["new", "done", "cut off", "outdated"]
 
 
@@ -94,7 +110,7 @@ def state_of(settings: Settings) -> State:
     Raises ConfigError where the folder holds the stage with another configuration.
     """
     folder = folder_of(settings)
-    if not is_used(folder):
+    if not is_used(folder) or is_unbegun(folder):
         return "new"
     key = changed_key(settings.tree, folder)
     if key is not None:

@@ -132,7 +132,7 @@ def without_passwords(text: str) -> str:
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """How to go on with what was stopped; nothing where the command had not come that far."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
-    from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, folder_of, is_used
+    from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
     from lightning_rlhf.cli.settings import read_settings
     from lightning_rlhf.core.config import EvalConfig
 
@@ -145,10 +145,10 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     folder = folder_of(settings)
     if not is_used(folder) or (folder / FINAL).is_dir():
         return []
-    if isinstance(settings.config, EvalConfig):
-        return ["overwrite=true starts it anew"]
     if numbered(folder / CHECKPOINTS):
         return ["resume=true goes on from the last checkpoint"]
+    if is_unbegun(folder) or isinstance(settings.config, EvalConfig):
+        return ["the same command starts it anew"]
     every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
     return [f"it has no checkpoint yet ({every}), overwrite=true starts it anew"]
 

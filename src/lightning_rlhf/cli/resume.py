@@ -26,6 +26,7 @@ from lightning_rlhf.cli.folders import (
     find_parents,
     folder_of,
     is_stale,
+    is_unbegun,
     is_used,
 )
 from lightning_rlhf.cli.settings import Settings
@@ -92,6 +93,8 @@ def resume_point(settings: Settings) -> Path | None:
         return there[-1] if settings.resume is True else named(folder, settings.resume)
     if settings.resume:
         raise ConfigError(f"{folder} was cut off before its first checkpoint. Give {anew}")
+    if is_unbegun(folder):
+        return None
     go_on = "resume=true to go on, " if there else ""
     raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
 
