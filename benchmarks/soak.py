@@ -1,0 +1,365 @@
+"""Kill runs with SIGKILL at random moments, go on each time, and compare with runs never stopped.
+
+python benchmarks/soak.py [--kills 60] [--seed 0] [--out benchmarks/results]
+
+Every stage is cut again and again in a phase drawn at random, a moment drawn at random after that
+phase began; the command that goes on is cut likewise. Then it is left alone until it ends, and its
+weights, metrics and samples are held against those of a run that nobody touched. The recipe is
+killed, its stage's process with it, at moments drawn from its whole duration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import datetime
+import hashlib
+import json
+import mmap
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from common import commit, markdown_table, processor
+from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.cli import launch
+from lightning_rlhf.cli.main import main as command_line
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
+
+STAGES = ("sft", "rm", "ppo")
+SMALL = {
+    "sft": ["sft.epochs=0.05", "sft.val_every=16", "sft.checkpoint_every=12"],
+    "rm": ["rm.epochs=0.1", "rm.val_every=16", "rm.checkpoint_every=12",
+           "rm.calibration_samples=16"],
+    "ppo": ["ppo.iterations=12", "ppo.val_every=5", "ppo.checkpoint_every=3",
+            "ppo.rollout_batch_size=32", "ppo.kl_control=adaptive", "ppo.samples_every=2",
+            "ppo.score_normalization=running", "ppo.val_samples_per_prompt=1"],
+}  # fmt: skip
+"""Numbers of a run of a few seconds, with every part of the state in use."""
+PHASES = ("start", "generation", "scoring", "update", "training", "evaluation",
+          "checkpoint", "export", "end")  # fmt: skip
+"""What a process is at, in the order of the bytes by which it says so."""
+OWN = {
+    "sft": ("start", "training", "evaluation", "checkpoint", "export"),
+    "rm": ("start", "training", "evaluation", "checkpoint", "export"),
+    "ppo": ("start", "generation", "scoring", "update", "evaluation", "checkpoint", "export"),
+}
+"""Phases of each stage."""
+MARKED = [
+    (PPOModule, "generate", "generation"),
+    (PPOModule, "score", "scoring"),
+    (PPOModule, "update", "update"),
+    (PPOModule, "validation_step", "evaluation"),
+    (SFTModule, "training_step", "training"),
+    (SFTModule, "validation_step", "evaluation"),
+    (RewardModule, "training_step", "training"),
+    (RewardModule, "validation_step", "evaluation"),
+    (Checkpoints, "save", "checkpoint"),
+    (launch, "write_final", "export"),
+]
+"""(owner, function, phase)."""
+RECIPE_SHARE = 0.2
+"""Of the kills."""
+LONGEST = {"export": 0.15, "checkpoint": 0.05, "start": 3.0}
+"""Seconds after the beginning of a phase within which it is killed; of others 0.1."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of the runs of a stage, or of the recipe."""
+
+    kills: Counter[str] = dataclasses.field(default_factory=Counter)
+    """By the phase in which the process died."""
+    finished: int = 0
+    """Runs that came to their end and were compared."""
+    anew: int = 0
+    """Times that a run had no checkpoint yet and was begun again."""
+    lost: list[int] = dataclasses.field(default_factory=list)
+    """Steps done again after each kill."""
+    failures: list[str] = dataclasses.field(default_factory=list)
+    """Commands that did not go on, and differences."""
+
+
+class Phase:
+    """One byte that a child writes and its parent reads, also after the child's death."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, 2)
+
+    def set(self, name: str) -> str:
+        """Enter a phase; the one before."""
+        before = PHASES[self.memory[0]]
+        self.memory[0] = PHASES.index(name)
+        self.memory[1] = (self.memory[1] + 1) % 256  # so that each entry is seen
+        return before
+
+    @property
+    def now(self) -> tuple[str, int]:
+        """The phase, and a number that changes with every entry."""
+        return PHASES[self.memory[0]], self.memory[1]
+
+    def marking(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The function, within its phase."""
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            before = self.set(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.set(before)
+
+        return within
+
+
+def fork(words: Sequence[str], phase: Phase, log: Path) -> int:
+    """The command in a process that has all libraries loaded already; its number."""
+    phase.set("start")
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.argv = ["train.py", *words]
+        with contextlib.ExitStack() as patches:
+            for owner, name, what in MARKED:
+                marked = phase.marking(getattr(owner, name), what)
+                patches.enter_context(patch.object(owner, name, marked))
+            command_line()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    finally:
+        phase.set("end")
+        os._exit(status)
+
+
+def ended(child: int) -> int | None:
+    """The exit status, below 0 where a signal ended it; None while it runs."""
+    found, status = os.waitpid(child, os.WNOHANG)
+    return None if found == 0 else os.waitstatus_to_exitcode(status)
+
+
+def cut(child: int, phase: Phase, target: str, entry: int, delay: float) -> int:
+    """Kill the child `delay` seconds after it entered `target` for the n-th time; its status."""
+    seen, last = 0, -1
+    while (status := ended(child)) is None:
+        name, number = phase.now
+        if number != last:
+            seen, last = seen + (name == target), number
+        if seen >= entry:
+            time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        time.sleep(0.0002)
+    return status
+
+
+def command(stage: str, run: str, outputs: Path) -> list[str]:
+    """The words of a stage that start a run or go on with it."""
+    folder = outputs / run / "tiny" / stage
+    parents = [f"policy.checkpoint={outputs}/whole/tiny/sft/final"] * (stage != "sft")
+    parents += [f"reward.checkpoint={outputs}/whole/tiny/rm/final"] * (stage == "ppo")
+    words = [f"stage={stage}", f"run={run}", f"outputs={outputs}", *SMALL[stage], *parents]
+    if saved(folder):
+        return [*words, "resume=true"]
+    return [*words, "overwrite=true"] if folder.exists() else words
+
+
+def saved(folder: Path) -> list[int]:
+    """Steps of the checkpoints."""
+    return sorted(int(p.stem) for p in (folder / "checkpoints").glob("*.ckpt") if p.stem.isdigit())
+
+
+def steps_done(folder: Path, stage: str) -> int:
+    """By metrics.csv, which has a row for each iteration of PPO and some of the other stages."""
+    file = folder / "metrics.csv"
+    return max((int(row["step"]) for row in read_rows(file)), default=0) if file.exists() else 0
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """metrics.csv without seconds, which differ between two equal runs."""
+    with file.open(newline="") as opened:
+        return [
+            {k: v for k, v in row.items() if v and not k.startswith("time/")}
+            for row in csv.DictReader(opened)
+        ]
+
+
+def content(folder: Path) -> dict[str, object]:
+    """What must be the same: weights and tokenizer in final/, samples, and rows of metrics."""
+    kept = [*(folder / "final").rglob("*"), *(folder / "samples").rglob("*")]
+    files = [f for f in kept if f.is_file() and f.suffix in (".safetensors", ".jsonl")]
+    found: dict[str, object] = {
+        str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files
+    }
+    return found | {"metrics.csv": read_rows(folder / "metrics.csv")}
+
+
+def differences(folder: Path, whole: Path) -> list[str]:
+    """Names of what is not the same in two runs."""
+    one, other = content(folder), content(whole)
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def soak_stage(stage: str, kills: int, outputs: Path, dice: random.Random) -> Outcome:
+    """Kill runs of the stage so many times, and let the last one end."""
+    outcome, phase, log = Outcome(), Phase(), outputs / f"{stage}.log"
+    whole = outputs / "whole" / "tiny" / stage
+    folder, run = outputs / "cut" / "tiny" / stage, "cut"
+    while True:
+        is_last = outcome.kills.total() >= kills
+        before = steps_done(folder, stage)
+        words = command(stage, run, outputs)
+        outcome.anew += "overwrite=true" in words
+        child = fork(words, phase, log)
+        target = dice.choice(OWN[stage])
+        entry = 1 if target in ("export", "start") else dice.randint(1, 4)
+        delay = dice.uniform(0, LONGEST.get(target, 0.1))
+        status = cut(child, phase, "none" if is_last else target, entry, delay)
+        if status == -signal.SIGKILL:
+            outcome.kills[phase.now[0]] += 1
+            point = max(saved(folder), default=0)
+            outcome.lost.append(max(0, steps_done(folder, stage) - point))
+        elif status != 0:
+            outcome.failures.append(f"exit status {status} of {' '.join(words)}, after {before}")
+            return outcome
+        if (folder / "final").is_dir():
+            outcome.finished += 1
+            outcome.failures += [f"{name} differs" for name in differences(folder, whole)]
+            shutil.rmtree(folder)
+            if is_last:
+                return outcome
+
+
+def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
+    """Kill the recipe and its stage at moments of its whole duration, then let it end."""
+    words = [sys.executable, "-m", "lightning_rlhf", "recipe=quickstart", f"outputs={outputs}"]
+    words += [word for stage in STAGES for word in SMALL[stage]]
+    log = (outputs / "recipe.log").open("a")
+
+    def start(run: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*words, f"run={run}"], stdout=log, stderr=log, start_new_session=True
+        )
+
+    began = time.monotonic()
+    start("recipe").wait()
+    longest, outcome = (time.monotonic() - began) / 2, Outcome()
+    for left in range(kills, -1, -1):
+        process, marks = start("recipe_cut"), finals(outputs)
+        moment, between = time.monotonic() + dice.uniform(4, longest), dice.random() < 0.5
+        while process.poll() is None:
+            new = finals(outputs) - marks
+            if left and (time.monotonic() > moment or (between and new)):
+                time.sleep(dice.uniform(0, 1.5) if new else 0)
+                kill_session(process.pid)
+                break
+            time.sleep(0.002)
+        if process.wait() == -signal.SIGKILL:
+            outcome.kills["between stages" if between and new else "a stage"] += 1
+    folders = [outputs / run / "tiny" for run in ("recipe_cut", "recipe")]
+    for stage in STAGES:
+        cut_one, whole = (folder / stage for folder in folders)
+        outcome.failures += [f"{stage}: {n} differs" for n in differences(cut_one, whole)]
+    outcome.finished = 1
+    return outcome
+
+
+def finals(outputs: Path) -> set[Path]:
+    """Stages of the recipe that have ended."""
+    return set(outputs.glob("recipe_cut/tiny/*/final"))
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL to a process and to all that it started, whatever their groups."""
+    for number in children(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def children(leader: int) -> Iterator[int]:
+    """The leader of a session and its members."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.getsid(int(entry.name)) == leader:
+                    yield int(entry.name)
+
+
+def table(found: dict[str, Outcome]) -> str:
+    """A row a stage."""
+    rows = []
+    for name, outcome in found.items():
+        died = ", ".join(f"{n} in {phase}" for phase, n in sorted(outcome.kills.items()))
+        rows.append([
+            name, f"{outcome.kills.total()}: {died}", str(outcome.finished), str(outcome.anew),
+            str(max(outcome.lost, default=0)) if outcome.lost else "", str(len(outcome.failures)),
+        ])  # fmt: skip
+    total = sum(outcome.kills.total() for outcome in found.values())
+    failed = sum(len(outcome.failures) for outcome in found.values())
+    ended_well = sum(outcome.finished for outcome in found.values())
+    rows.append(["all", str(total), str(ended_well), "", "", str(failed)])
+    header = ["", "killed", "runs compared", "begun anew", "steps lost at most", "differences"]
+    return markdown_table(header, rows)
+
+
+def main() -> None:
+    """Soak every stage and the recipe; exit status 1 where anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of phases and moments")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    dice, began = random.Random(args.seed), time.monotonic()
+    outputs = Path(tempfile.mkdtemp(prefix="soak-"))
+    of_recipe = max(1, round(RECIPE_SHARE * args.kills))
+    of_stage = -(-(args.kills - of_recipe) // len(STAGES))
+    found: dict[str, Outcome] = {}
+    for stage in STAGES:
+        child = fork(command(stage, "whole", outputs), Phase(), outputs / "whole.log")
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(f"{stage} fails uncut: {(outputs / 'whole.log').read_text()[-2000:]}")
+        found[stage] = soak_stage(stage, of_stage, outputs, dice)
+        print(f"{stage}: {found[stage]}", flush=True)
+    found["recipe"] = soak_recipe(of_recipe, outputs, dice)
+    minutes = (time.monotonic() - began) / 60
+    facts: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "minutes": round(minutes, 1),
+        "seed": args.seed,
+    }
+    head = "{date}, commit {commit}; {machine}; {minutes} minutes, seed {seed}.".format(**facts)
+    text = f"# Runs that were killed\n\n{head}\n\n{table(found)}\n"
+    results = {name: dataclasses.asdict(outcome) for name, outcome in found.items()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "soak.json").write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    (args.out / "soak.md").write_text(text)
+    print(text)
+    failures = [failure for outcome in found.values() for failure in outcome.failures]
+    if failures:
+        sys.exit("\n".join([*failures, f"what was left: {outputs}"]))
+    shutil.rmtree(outputs)
+
+
+if __name__ == "__main__":
+    main()
