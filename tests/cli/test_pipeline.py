@@ -190,7 +190,7 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     from lightning_rlhf.cli import run_rm
 
     order = []
-    for name in ("sample_reference", "fit", "reward_moments"):
+    for name in ("sft_samples", "fit", "reward_moments"):
         original = getattr(run_rm, name)
         monkeypatch.setattr(
             run_rm, name,
@@ -198,7 +198,7 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
                 order.append(name), original(*args, **kwargs))[1],
         )  # fmt: skip
     finished.mini("stage=rm", "rm.finetune=full", "job=full").succeeded  # noqa: B018
-    assert order == ["sample_reference", "fit", "reward_moments"]
+    assert order == ["sft_samples", "fit", "reward_moments"]
 
 
 # Cut off and taken up again.

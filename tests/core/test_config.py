@@ -34,7 +34,7 @@ STAGE_BOUNDS: list[tuple[str, Any, str]] = [
 ]
 SUPERVISED_BOUNDS: list[tuple[str, Any, str]] = [
     ("finetune", "half", "lora, full"),
-    ("epochs", 0, "a number and > 0"),
+    ("epochs", 0, "a number and > 0 and <= 1000000"),
     ("batch_size", 0, "a whole number and >= 1"),
     ("batch_size", 4.0, "a whole number and >= 1"),
 ]

@@ -49,7 +49,7 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     (SFT, "run", "a\nb", [r"run is 'a\nb'", "no line breaks"]),
     (SFT, "run", "a" * 256, ["run is 'aaa", "255 bytes"]),
     (SFT, "debug", "yes", ["debug is 'yes'", "true, false"]),
-    (SFT, "resume", 1, ["resume is 1", "true, false"]),
+    (SFT, "resume", "last", ["resume is 'last'", "true, false", "best"]),
     (SFT, "recipe", 5, ["recipe=5", "leave stage= out"]),
     (SFT, "wandb.api_key", "k", ["wandb is not a known key"]),
     # the model

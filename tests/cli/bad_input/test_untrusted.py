@@ -6,6 +6,7 @@ import ast
 import json
 import pickle
 import shutil
+from ast import Constant
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,14 @@ def test_shards_that_are_pickles(models: Refusals, marker: Path) -> None:
 
 
 def test_a_checkpoint_to_resume_from(models: Refusals, marker: Path) -> None:
-    """The run is a copy of a real one, with another last.ckpt."""
+    """The run is a real one, with another newest checkpoint."""
     place = models.place
     place.mini("stage=sft").succeeded  # noqa: B018
     shutil.rmtree(place.stage("sft") / "final")
-    torch.save({"state_dict": Planted(marker)}, place.stage("sft") / "checkpoints" / "last.ckpt")
-    outcome = place.mini("stage=sft", "resume=true")
-    assert outcome.status == 1
-    assert "weights_only" in outcome.err.lower() or "Weights only" in outcome.err
+    torch.save({"state_dict": Planted(marker)}, place.stage("sft") / "checkpoints" / "000007.ckpt")
+    error = place.mini("stage=sft", "resume=true").error
+    assert "checkpoints/000007.ckpt cannot be read: Weights only load failed" in error
+    assert "resume=000006" in error
     assert not marker.exists()
 
 
@@ -175,10 +176,15 @@ def test_the_sources_read_nothing_that_could_run() -> None:
                 found.add((place, name.id))
             if isinstance(name, ast.Attribute):
                 owner = name.value.id if isinstance(name.value, ast.Name) else ""
-                if (owner, name.attr) in UNSAFE or name.attr == "exec_module":
+                given = {
+                    k.arg: k.value.value for k in node.keywords if isinstance(k.value, Constant)
+                }
+                is_harmless = owner == "torch" and given.get("weights_only") is True
+                is_unsafe = (owner, name.attr) in UNSAFE and not is_harmless
+                if is_unsafe or name.attr == "exec_module":
                     found.add((place, name.attr))
             for keyword in node.keywords:
-                value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                value = keyword.value.value if isinstance(keyword.value, Constant) else None
                 if (keyword.arg, value) in (("trust_remote_code", True), ("weights_only", False)):
                     found.add((place, keyword.arg))
     assert found == ALLOWED
