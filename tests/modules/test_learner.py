@@ -138,6 +138,19 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
+    module = make_ppo(samples_per_prompt=2)
+
+    def full(*args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with (
+        patch.dict("lightning_rlhf.modules.ppo.ROLLOUTS", {"native": lambda *a, **k: full()}),
+        pytest.raises(TrainingError, match=r"^8 responses .* out of memory.*ppo.rollout_batch"),
+    ):
+        module.generate(prompts(4), module.generator(0, 0), samples_per_prompt=2)
+
+
 class Spoiled(Callback):
     """Makes one trained weight NaN before some batches, and itself again behind them."""
 

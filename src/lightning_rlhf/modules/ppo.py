@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import require
+from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
@@ -169,19 +170,29 @@ class PPOModule(L.LightningModule):
     def generate(
         self, prompts: Prompts, generator: torch.Generator, samples_per_prompt: int = 1
     ) -> Rollout:
-        """Responses of the policy as it is now, its log-probabilities, a critic's on its trunk."""
+        """Responses of the policy as it is now, its log-probabilities, a critic's on its trunk.
+
+        Raises TrainingError where they do not fit into the device's memory all at once.
+        """
         critic = self.critic
-        return ROLLOUTS[self.config.rollout](
-            self.roles,
-            prompts,
-            value=critic.head if critic is not None and critic.shares_trunk else no_value,
-            max_response_tokens=self.config.max_response_tokens,
-            temperature=self.config.temperature,
-            end_token_ids=self.chat.end_token_ids,
-            samples_per_prompt=samples_per_prompt,
-            stop=self.stop,
-            generator=generator,
-        )
+        try:
+            return ROLLOUTS[self.config.rollout](
+                self.roles,
+                prompts,
+                value=critic.head if critic is not None and critic.shares_trunk else no_value,
+                max_response_tokens=self.config.max_response_tokens,
+                temperature=self.config.temperature,
+                end_token_ids=self.chat.end_token_ids,
+                samples_per_prompt=samples_per_prompt,
+                stop=self.stop,
+                generator=generator,
+            )
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"{len(prompts) * samples_per_prompt} responses are sampled at once, which is too "
+                f"much for the memory of the device: {error} A smaller ppo.rollout_batch_size or "
+                "ppo.max_response_tokens needs less"
+            ) from error
 
     def valued(self, rollout: Rollout) -> Rollout:
         """The rollout with the values of a critic that is not on the policy's trunk."""
