@@ -2,8 +2,8 @@
 
 python benchmarks/soak.py [--kills 60] [--seed 0] [--out benchmarks/results]
 
-Every stage is cut again and again in a phase drawn at random, a moment drawn at random after that
-phase began; the command that goes on is cut likewise. Then it is left alone until it ends, and its
+Every stage is cut again and again in all its phases in turn, a moment drawn at random after the phase
+began; the command that goes on is cut likewise. Then it is left alone until it ends, and its
 weights, metrics and samples are held against those of a run that nobody touched. The recipe is
 killed, its stage's process with it, at moments drawn from its whole duration.
 """
@@ -75,7 +75,7 @@ MARKED = [
 """(owner, function, phase)."""
 RECIPE_SHARE = 0.2
 """Of the kills."""
-LONGEST = {"export": 0.15, "checkpoint": 0.05, "start": 3.0}
+LONGEST = {"export": 0.15, "checkpoint": 0.02, "start": 3.0}
 """Seconds after the beginning of a phase within which it is killed; of others 0.1."""
 
 
@@ -117,6 +117,8 @@ class Phase:
         """The function, within its phase."""
 
         def within(*args: Any, **kwargs: Any) -> Any:
+            if self.now[0] == "evaluation":  # which samples and scores too
+                return function(*args, **kwargs)
             before = self.set(name)
             try:
                 return function(*args, **kwargs)
@@ -224,13 +226,15 @@ def soak_stage(stage: str, kills: int, outputs: Path, dice: random.Random) -> Ou
     outcome, phase, log = Outcome(), Phase(), outputs / f"{stage}.log"
     whole = outputs / "whole" / "tiny" / stage
     folder, run = outputs / "cut" / "tiny" / stage, "cut"
+    tried = Counter(dict.fromkeys(OWN[stage], 0))
     while True:
         is_last = outcome.kills.total() >= kills
         before = steps_done(folder, stage)
         words = command(stage, run, outputs)
         outcome.anew += "overwrite=true" in words
         child = fork(words, phase, log)
-        target = dice.choice(OWN[stage])
+        target = dice.choice([p for p, n in tried.items() if n == min(tried.values())])
+        tried[target] += 1
         entry = 1 if target in ("export", "start") else dice.randint(1, 4)
         delay = dice.uniform(0, LONGEST.get(target, 0.1))
         status = cut(child, phase, "none" if is_last else target, entry, delay)
