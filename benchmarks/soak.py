@@ -2,7 +2,7 @@
 
 python benchmarks/soak.py [--kills 60] [--seed 0] [--out benchmarks/results]
 
-Every stage is cut again and again in all its phases in turn, a moment drawn at random after the phase
+Every stage is cut again and again, in all its phases, at a moment drawn at random after the phase
 began; the command that goes on is cut likewise. Then it is left alone until it ends, and its
 weights, metrics and samples are held against those of a run that nobody touched. The recipe is
 killed, its stage's process with it, at moments drawn from its whole duration.
@@ -344,6 +344,7 @@ def main() -> None:
         found[stage] = soak_stage(stage, of_stage, outputs, dice)
         print(f"{stage}: {found[stage]}", flush=True)
     found["recipe"] = soak_recipe(of_recipe, outputs, dice)
+    print(f"recipe: {found['recipe']}", flush=True)
     minutes = (time.monotonic() - began) / 60
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -354,7 +355,7 @@ def main() -> None:
     }
     head = "{date}, commit {commit}; {machine}; {minutes} minutes, seed {seed}.".format(**facts)
     text = f"# Runs that were killed\n\n{head}\n\n{table(found)}\n"
-    results = {name: dataclasses.asdict(outcome) for name, outcome in found.items()}
+    results = {name: vars(outcome) for name, outcome in found.items()}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "soak.json").write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
     (args.out / "soak.md").write_text(text)
