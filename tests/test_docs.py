@@ -23,7 +23,7 @@ from lightning_rlhf.cli.settings import STAGES, SUM, read_settings
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import Normalization
 from lightning_rlhf.data.rollouts import PER_TOKEN
-from lightning_rlhf.report.findings import CHECKS, MIN_COUNT, MIN_PROBES
+from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
 from lightning_rlhf.report.replayed import COLUMNS
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.function import FunctionReward
@@ -234,7 +234,7 @@ def test_the_server_in_the_docs_answers() -> None:
 
 
 def test_thresholds_are_those_of_the_code() -> None:
-    rows = [f"| {c.name} | {c.threshold:g} | {c.reason} |" for c in CHECKS]
+    rows = [f"| {c.name} | {c.threshold:g} | {c.reason} |" for c in (*CHECKS, *PAIR_CHECKS)]
     table = ["| check | threshold | why this one |", "|---|---|---|", *rows]
     between = REWARDS.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
     assert between.strip().splitlines() == table

@@ -128,7 +128,9 @@ def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
     """Right wherever the longer response was chosen, wrong elsewhere: a gap of 1."""
     command = [*sources(place)["function"], "data.max_val_rows=null"]
     command += [f"data.preferences.val={SHIPPED / 'preferences_val.jsonl'}"]
-    page, numbers, _ = evaluate(place, "length", *command)
+    page, numbers, out = evaluate(place, "length", *command)
+    assert "look at the preference pairs: " in out
+    assert f"{numbers['about_pairs']}\n" in out
     flags = {f["subject"]: f for f in numbers["findings"] if f["outcome"] == "flag"}
     assert flags["length gap"]["value"] > 0.9
     assert "prefers the longer response" in flags["length gap"]["words"]

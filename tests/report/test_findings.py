@@ -1,22 +1,33 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.report.findings import (
+from lightning_rlhf.data.problems import find_problems
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Message, Preference
+from lightning_rlhf.report.advice import for_ppo
+from lightning_rlhf.report.checks import (
     ACCURACY,
+    BEATS_LENGTH,
     CHECKS,
+    CONTRADICTIONS,
+    DUPLICATES,
+    LEAKS,
     LENGTH_CORRELATION,
     LENGTH_GAP,
+    ONE_SIDED,
     OUTSIDE,
     OVERCONFIDENCE,
+    PAIR_CHECKS,
     PROBE,
     Check,
     Finding,
-    find,
-    verdict,
 )
+from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, verdict
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.glossary import metrics
 from lightning_rlhf.report.probing import ProbeResult, measure_probes
@@ -36,8 +47,8 @@ def finding(check: Check, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()
 def test_a_calibrated_model_that_ignores_length_is_clear() -> None:
     for seed in range(5):
         findings = find(measure(simulated(500, per_token=0.0, seed=seed), SAMPLES), [])
-        assert [f.outcome for f in findings] == ["clear"] * 5
-    assert verdict(findings).startswith("No check speaks against it. 0 of 5 checks flagged, 0 not")
+        assert [f.outcome for f in findings] == ["clear"] * 6
+    assert verdict(findings).startswith("No check speaks against it. 0 of 6 checks flagged, 0 not")
 
 
 def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
@@ -103,11 +114,13 @@ def test_samples_off_the_scale() -> None:
 def test_nothing_is_flagged_without_data() -> None:
     wrong = [(0.0, 9.0, 1 + 8 * (i % 2), 5) for i in range(29)]
     findings = find(measure(scored(*wrong), [ScoredSample(99.0, 3)] * 29), [])
-    assert [f.outcome for f in findings] == ["not tested"] * 5
+    assert [f.outcome for f in findings] == ["not tested"] * 6
     assert "29 pairs" in findings[0].words
     assert verdict(findings).startswith("Cannot be told")
     more = find(measure(scored(*wrong, *wrong), [ScoredSample(99.0, 3)] * 30), [])
-    assert [f.check for f in more if f.outcome == "flag"] == [ACCURACY, OVERCONFIDENCE, OUTSIDE]
+    assert [f.check for f in more if f.outcome == "flag"] == [
+        ACCURACY, BEATS_LENGTH, OVERCONFIDENCE, OUTSIDE,
+    ]  # fmt: skip
 
 
 def test_many_pairs_of_one_prompt_and_scores_that_are_no_log_odds() -> None:
@@ -170,8 +183,8 @@ def test_probes_come_in_one_order_and_with_numbers() -> None:
 
 
 def test_every_threshold_has_a_reason() -> None:
-    assert len({check.name for check in CHECKS}) == 6
-    assert all(check.reason for check in CHECKS)
+    assert len({check.name for check in (*CHECKS, *PAIR_CHECKS)}) == 11
+    assert all(check.reason for check in (*CHECKS, *PAIR_CHECKS))
 
 
 def test_metrics_leave_out_what_is_undefined() -> None:
@@ -189,3 +202,70 @@ def test_metrics_leave_out_what_is_undefined() -> None:
     assert named["fitness/flags"] >= 2
     assert "fitness/length_pearson_sft" not in named  # all samples are of one length
     assert len(named) == 15
+
+
+def test_accuracy_that_length_alone_reaches_says_nothing() -> None:
+    # Chosen is longer in 98 of 100 pairs; right are those 98, or 90 of them.
+    fitness = measure(scored(*[(1, 0, 9, 3)] * 98, *[(0, 1, 3, 9)] * 2))
+    assert finding(ACCURACY, fitness).outcome == "clear"
+    assert finding(LENGTH_GAP, fitness).outcome == "not tested"
+    found = finding(BEATS_LENGTH, fitness)
+    assert (found.outcome, found.value) == ("flag", 0.0)
+    assert found.words == (
+        "ranks 98.0% of held-out pairs right; always taking the longer response is right in 98.0%; "
+        "its accuracy cannot be told from length"
+    )
+    assert verdict(find(fitness, [])).startswith("Fit with reservations")
+    assert "length may be what is paid" in for_ppo(find(fitness, []), ())
+    # The shorter one is right in 60; all are ranked right, so that the interval is 1 to 1.
+    better = measure(scored(*[(1, 0, 3, 9)] * 60, *[(1, 0, 9, 3)] * 40))
+    assert finding(BEATS_LENGTH, better).outcome == "clear"
+    assert "taking the shorter response is right in 60.0%" in finding(BEATS_LENGTH, better).words
+
+
+def pairs_of(*rows: tuple[str, str, str]) -> Rows[Preference]:
+    return Rows("v", tuple(Preference((Message("user", p),), c, r) for p, c, r in rows), Counter())
+
+
+def test_broken_pairs_are_flagged_beside_the_reward() -> None:
+    # 40 pairs of equally long responses on 40 prompts; then 2 that stand twice, 1 turned round.
+    clean = [(f"q{i}", "yes", "not") for i in range(40)]
+    assert about_pairs(find_in_pairs(find_problems(pairs_of(*clean), None))) == (
+        "About the pairs: No check speaks against them. 0 of 3 checks flagged, 1 not tested."
+    )
+    broken = pairs_of(*clean, *clean[:2], ("q5", "not", "yes"), *[("l", "longer", "x")] * 1)
+    found = {f.check: f for f in find_in_pairs(find_problems(broken, pairs_of(clean[0])))}
+    assert found[DUPLICATES].value == 3 / 45  # the training pair comes first
+    assert found[CONTRADICTIONS].value == 1 / 45
+    assert found[LEAKS].value == 1 / 41
+    outcomes = [found[check].outcome for check in PAIR_CHECKS]
+    assert outcomes == ["flag", "flag", "clear", "not tested"]
+    told = about_pairs(list(found.values()))
+    assert "2 of 4 checks flagged (duplicate pairs, contradicting pairs)" in told
+    assert told.startswith("About the pairs: Mend them first")
+    clear = find(measure(simulated(500, per_token=0.0), SAMPLES), [])
+    assert "pairs are flagged (duplicate pairs" in for_ppo(clear, list(found.values()))
+
+
+def test_length_that_tells_the_chosen_response_is_flagged_by_the_share() -> None:
+    # 40 of 50: Wilson's interval is 0.67 to 0.89. 27 of 50: 0.40 to 0.67.
+    for longer, outcome in ((40, "flag"), (10, "flag"), (27, "clear")):
+        rows = [(f"q{i}", "yes!", "no") if i < longer else (f"q{i}", "no", "yes!")
+                for i in range(50)]  # fmt: skip
+        found = {f.check: f for f in find_in_pairs(find_problems(pairs_of(*rows), None))}
+        assert found[ONE_SIDED].outcome == outcome
+        assert found[ONE_SIDED].value == max(longer, 50 - longer) / 50
+    few = find_in_pairs(find_problems(pairs_of(*rows[:29]), None))
+    assert {f.outcome for f in few} == {"not tested"}
+    assert "Too few to be judged" in about_pairs(few)
+
+
+def test_whether_ppo_may_run() -> None:
+    words = {
+        right: for_ppo(find(measure(scored(*[(1, 0, 3, 3)] * right,
+                                           *[(0, 1, 3, 3)] * (count - right))), []), ())
+        for right, count in ((50, 100), (9, 10), (100, 100))
+    }  # fmt: skip
+    assert words[50].startswith("Do not run it")
+    assert "hold out more pairs" in words[9]
+    assert words[100].startswith("It may run.")

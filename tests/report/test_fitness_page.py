@@ -67,6 +67,8 @@ def write(folder: Path, count: int, texts: list[str], **changes: Any) -> Written
         "fitness": measure(pairs, [ScoredSample(0.5, 7)] * 3),
         "probes": measure_probes(probes),
         "problems": find_problems(Rows("v", (*rows, *rows), Counter()), None),
+        "sampled_from": "some prompts",
+        "scale": "Raw scores.",
     }
     return write_fitness(folder, **(values | changes))
 
@@ -110,6 +112,10 @@ def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     assert cells["probe repeated"][0] == "clear"  # median 5, as that of scores 0 to 10
     assert cells["flattery"] == ["a | b", "a | b", "5.000", "0.000"]
     assert "3 SFT samples" in page
+    assert "says to some prompts. Raw scores." in page
+    before, after = page.split("## What this means for PPO")[1].split("Good responses are", 1)
+    assert "watch `rollout/response_tokens`" in before  # its scores grow with length
+    assert "held-out pairs, and their score is the median" in after
     assert "duplicates of an earlier pair: 11 of 22 pairs" in page
     assert not re.search(r"\bnan\b|\bNone\b", page)
 
@@ -119,6 +125,11 @@ def test_numbers_for_machines(tmp_path: Path) -> None:
     content = json.loads(written.numbers.read_text(encoding="utf-8"))
     assert content["title"] == "run | *one*"
     assert content["verdict"] == written.verdict
+    assert content["about_pairs"] == written.about_pairs
+    assert content["findings"][-1]["subject"] == "one-sided length"
+    assert content["metrics"]["fitness/flags"] == sum(
+        finding.outcome == "flag" for finding in written.findings
+    )
     assert content["fitness"]["accuracy"]["pairs"] == 40
     assert "samples" not in content["fitness"]
     assert content["findings"][0]["check"]["threshold"] == 0.5

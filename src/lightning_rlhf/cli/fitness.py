@@ -62,6 +62,8 @@ def write_report(
     problems: Problems,
     *,
     title: str,
+    sampled_from: str,
+    scale: str,
     logit_scale: float | None,
     chat: ChatFormat,
     longest: int,
@@ -71,6 +73,7 @@ def write_report(
     """report.md, its pictures and numbers in `folder`; the numbers by the names of metrics.
 
     pairs: held out, one or more. samples: scores and tokens of responses of the SFT model.
+    sampled_from, scale: as of `write_fitness`.
     logit_scale: what a difference of scores is multiplied by to be a log-odds; None where it is
         none.
     longest: tokens of a response, the end token included, after which a probe is cut.
@@ -88,7 +91,15 @@ def write_report(
         logit_scale=logit_scale,
         seed=seed,
     )
-    page = write_fitness(folder, title=title, fitness=fitness, probes=results, problems=problems)
+    page = write_fitness(
+        folder,
+        title=title,
+        fitness=fitness,
+        probes=results,
+        problems=problems,
+        sampled_from=sampled_from,
+        scale=scale,
+    )
     return page, metrics(fitness, results, page.findings)
 
 
@@ -203,9 +214,11 @@ def response_lengths(rollouts: Sequence[Rollout]) -> list[int]:
 def log_fitness(
     page: Written, numbers: Mapping[str, float], loggers: Sequence[Logger], step: int
 ) -> None:
-    """The verdict on the console; the numbers and pictures in the loggers."""
+    """The verdicts on the console; the numbers and pictures in the loggers."""
     check_names(numbers)
     for logger in loggers:
         logger.log_metrics(dict(numbers), step=step)
     log_pictures(loggers, page.pictures, step)
     say(page.verdict)
+    if page.about_pairs is not None:
+        say(page.about_pairs)

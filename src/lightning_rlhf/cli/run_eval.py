@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
 from lightning_rlhf.cli.build_rewards import build_reward, light_sources
-from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.console import say, say_problems
 from lightning_rlhf.cli.fitness import (
     fitting,
     log_fitness,
@@ -45,6 +45,8 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
     parents = find_parents(settings)
     rows = load_preferences(settings.data, settings.seed)
+    problems = find_problems(rows.val, rows.train)
+    say_problems(problems)
     ready = make_ready(settings, parents)
     light = light_sources(ready, {"prompt", "messages"})
     pairs = fitting(rows.val, ready.chat, settings.data)
@@ -81,8 +83,11 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             paid,
             pairs,
             (scores, response_lengths(rollouts)),
-            find_problems(rows.val, rows.train),
+            problems,
             title=", ".join(settings.reward),
+            sampled_from="prompts of the held-out pairs",
+            scale="The scores are what PPO would be paid at its start: weighted, normalised and "
+            "clipped as the reward says; running moments are those of the SFT samples.",
             logit_scale=logit_scale(ready, reward, moments[0]),
             chat=ready.chat,
             longest=settings.data.max_response_tokens,

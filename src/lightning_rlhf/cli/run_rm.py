@@ -121,6 +121,9 @@ def report_fitness(
         (sample_rewards(roles, samples), response_lengths(samples)),
         problems,
         title=f"{settings.run}/{settings.model.name}/rm",
+        sampled_from="prompts of the pairs that the reward model is trained on",
+        scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
+        "`reward.normalization` says otherwise.",
         logit_scale=1.0,
         chat=chat,
         longest=settings.data.max_response_tokens,

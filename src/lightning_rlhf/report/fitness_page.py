@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.data.problems import Problems
+from lightning_rlhf.report.advice import for_ppo
+from lightning_rlhf.report.checks import CHECKS, PAIR_CHECKS, Finding
 from lightning_rlhf.report.estimates import Correlation, Group, Interval
-from lightning_rlhf.report.findings import CHECKS, Finding, find, verdict
+from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, verdict
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.fitness_figures import draw_fitness
 from lightning_rlhf.report.glossary import GLOSSARY, metrics
@@ -32,7 +34,10 @@ class Written:
     pictures: Mapping[str, Path]
     """What it shows -> file."""
     findings: tuple[Finding, ...]
+    """Of the reward."""
     verdict: str
+    about_pairs: str | None
+    """None where nobody looked through the pairs."""
 
 
 def write_fitness(
@@ -42,6 +47,8 @@ def write_fitness(
     fitness: Fitness,
     probes: Sequence[ProbeResult],
     problems: Problems | None,
+    sampled_from: str,
+    scale: str,
 ) -> Written:
     """Write report.md, fitness.json and the pictures, in `report/`, into `folder`.
 
@@ -51,17 +58,27 @@ def write_fitness(
         fitness: what was measured.
         probes: may be empty.
         problems: of the preference data; None where nobody looked.
+        sampled_from: which prompts the SFT model answered, in words.
+        scale: how the scores stand to what PPO is paid, as a sentence.
     """
     findings = find(fitness, probes)
+    in_pairs = () if problems is None else find_in_pairs(problems)
+    pairs = None if problems is None else about_pairs(in_pairs)
     pictures = draw_fitness(folder / PICTURES, fitness, probes)
     words = verdict(findings)
     sections = [
         f"# Is this reward fit to be maximised? {plain(title, CHARACTERS)}",
         f"**{plain(words, 10 * CHARACTERS)}**",
+        *([] if pairs is None else [f"**{plain(pairs, 10 * CHARACTERS)}**"]),
+        "## What this means for PPO",
+        for_ppo(findings, in_pairs),
+        f"Good responses are the chosen ones of held-out pairs, and their score is the median. SFT "
+        f"samples are what the SFT model, where PPO starts, says to {sampled_from}. {scale}",
+        "## Numbers",
         *_numbers(fitness),
         "## Pictures",
         *(f"![{what}]({path.relative_to(folder).as_posix()})" for what, path in pictures.items()),
-        *_checks(findings),
+        *_checks((*findings, *in_pairs)),
         *_probes(probes),
         *_data(problems),
         "## How each number is defined",
@@ -69,9 +86,10 @@ def write_fitness(
     ]
     page, numbers = folder / PAGE, folder / NUMBERS
     page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    content = as_json(fitness, findings, probes, problems) | {"title": title, "verdict": words}
+    told = {"title": title, "verdict": words, "about_pairs": pairs}
+    content = as_json(fitness, (*findings, *in_pairs), probes, problems) | told
     numbers.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return Written(page, numbers, pictures, findings, words)
+    return Written(page, numbers, pictures, findings, words, pairs)
 
 
 def as_json(
@@ -84,7 +102,7 @@ def as_json(
     measured = asdict(fitness)
     del measured["pairs"], measured["samples"]
     return {
-        "metrics": metrics(fitness, probes, findings),
+        "metrics": metrics(fitness, probes, [f for f in findings if f.check in CHECKS]),
         "fitness": measured,
         "findings": [asdict(finding) for finding in findings],
         "probes": [asdict(probe) | {"wins": probe.wins} for probe in probes],
@@ -110,6 +128,9 @@ def _numbers(fitness: Fitness) -> Iterator[str]:
         for group in groups
     ]  # fmt: skip
     length, calibration = fitness.length, fitness.calibration
+    rows.append(
+        ("Accuracy of always taking the longer response", number(length.longer_is_right), "")
+    )
     rows.append(("Length gap", number(length.gap), interval(length.gap_interval)))
     if calibration is not None:
         low_high = interval(calibration.overconfidence_interval)
@@ -153,7 +174,8 @@ def _checks(findings: Sequence[Finding]) -> Iterator[str]:
     )  # fmt: skip
     yield table(("check", "outcome", "measured", "threshold", "in words"), rows, right=(2, 3))
     yield "Why these thresholds:"
-    yield "\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}." for check in CHECKS)
+    yield "\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}."
+                    for check in (*CHECKS, *PAIR_CHECKS))  # fmt: skip
 
 
 def _probes(probes: Sequence[ProbeResult]) -> Iterator[str]:

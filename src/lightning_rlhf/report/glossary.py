@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_rlhf.report.findings import MIN_COUNT, MIN_PROBES, Finding
+from lightning_rlhf.report.checks import MIN_COUNT, MIN_PROBES, Finding
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.length_bias import LONGER, SHORTER
 from lightning_rlhf.report.probing import ProbeResult
@@ -14,6 +14,10 @@ GLOSSARY: Mapping[str, str] = {
     "half.",
     "95% interval": "2.5% and 97.5% quantile of 2,000 bootstrap resamples, which draw whole "
     "prompts with all their pairs.",
+    "Accuracy of length": "how often chosen is the response with more tokens, two of one length "
+    "counting one half: what a rule reaches that reads nothing.",
+    "Good responses": "the chosen responses of held-out pairs; where one number stands for them, "
+    "it is the median of their scores.",
     "Length gap": "accuracy over pairs whose chosen response has more tokens, less accuracy over "
     "those where it has fewer. 1: it takes the longer response whatever it says; 0: length does "
     "not decide how often it is right; -1: it takes the shorter.",

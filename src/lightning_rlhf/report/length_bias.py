@@ -39,6 +39,8 @@ class LengthBias:
     """Share of the pairs of different lengths in which the longer response scores higher."""
     people_prefer_longer: float | None
     """Share of the pairs of different lengths in which the longer response was chosen."""
+    longer_is_right: float
+    """Accuracy of always taking the longer response; two of one length count one half."""
     responses: Correlation
     """Score with length over both responses of every pair."""
     pairs: Correlation
@@ -69,6 +71,7 @@ def measure_length_bias(pairs: Columns, samples: Sequence[ScoredSample], seed: i
         gap_interval=gap_interval,
         model_prefers_longer=float(takes_longer.mean()) if differ.any() else None,
         people_prefer_longer=float((sign[differ] > 0).mean()) if differ.any() else None,
+        longer_is_right=float(((sign + 1) / 2).mean()),
         responses=correlate(
             np.concatenate([pairs.chosen, pairs.rejected]),
             np.concatenate([pairs.chosen_tokens, pairs.rejected_tokens]),
