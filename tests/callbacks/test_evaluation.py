@@ -32,7 +32,7 @@ def test_every_sample_is_kept_and_the_means_are_over_them(fit: Fit, tmp_path: Pa
     assert len(lines) == 4
     assert json.loads(lines[1]) == {
         "index": 1, "prompt": "val question 1 [b]?", "response": "t4", "ended": False,
-        "tokens": 1, "score": 2.0, "parts": [1.0], "kl": -1.0,
+        "tokens": 1, "score": 2.0, "parts": {"head": 1.0}, "kl": -1.0,
         "judge": {"gold": 2.0, "correct": None},
     }  # fmt: skip
     expected = {
@@ -58,8 +58,8 @@ def test_without_a_judge_there_is_no_verdict(fit: Fit, tmp_path: Path) -> None:
 
 
 def test_a_part_that_never_applies_has_no_mean() -> None:
-    sample = {"score": 1.0, "kl": 0.0, "tokens": 1, "ended": True}
-    metrics = evaluation_metrics([{**sample, "judge": {"gold": 1.0, "polite": None}}], ["head"])
+    sample = {"score": 1.0, "kl": 0.0, "tokens": 1, "ended": True, "parts": {"head": 1.0}}
+    metrics = evaluation_metrics([{**sample, "judge": {"gold": 1.0, "polite": None}}])
     assert "eval/judge/gold" in metrics
     assert "eval/judge/polite" not in metrics
 

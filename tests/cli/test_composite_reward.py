@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from .conftest import Workplace, rows
 
@@ -60,7 +61,8 @@ def test_the_score_of_a_sample_is_the_weighted_sum_of_its_parts(folder: Path) ->
     found = samples(folder)
     assert len(found) == 12  # four prompts before, in the middle and at the end
     for sample in found:
-        liked, short, steady, noise, hum = sample["parts"]
+        assert list(sample["parts"]) == list(WEIGHTS)
+        liked, short, steady, noise, hum = sample["parts"].values()
         # The band of 1 to 4 words, which falls to 0 at 8.
         words = len(sample["response"].split())
         assert short == pytest.approx(0 if words == 0 else min(1, max(0, 2 - words / 4)))
@@ -68,8 +70,8 @@ def test_the_score_of_a_sample_is_the_weighted_sum_of_its_parts(folder: Path) ->
         expected = liked - 0.5 * short + 2 * 3 + 0.25 * noise - hum
         assert sample["score"] == pytest.approx(expected, 1e-5)
         assert abs(noise - hum) > 1e-3  # each random head is another one
-    assert len({sample["parts"][0] for sample in found}) > 1
-    assert len({sample["parts"][3] for sample in found}) > 1
+    assert len({sample["parts"]["liked"] for sample in found}) > 1
+    assert len({sample["parts"]["noise"] for sample in found}) > 1
 
 
 def test_every_component_has_its_curve(folder: Path) -> None:
@@ -85,6 +87,11 @@ def test_every_component_has_its_curve(folder: Path) -> None:
             found = sum(weight * float(row[part + name]) for name, weight in WEIGHTS.items())
             assert float(row[whole]) == pytest.approx(found, rel=1e-4)
             assert float(row[f"{part}steady"]) == 3
+
+
+def test_the_figure_has_a_panel_for_them(folder: Path) -> None:
+    """Three rows of panels, of 3.4 inches and 150 dots each, where the other runs have two."""
+    assert imread(folder / "curves.png").shape[0] > 3 * 3.4 * 150
 
 
 def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) -> None:

@@ -26,6 +26,22 @@ def test_the_judge_has_a_panel_where_there_was_a_judge() -> None:
     assert "Judge" not in panels("ppo", ["reward_mean"])[-1].title
 
 
+def test_components_have_a_panel_where_there_are_several(tmp_path: Path) -> None:
+    names = ["liked", "short"]
+    measured = [f"{where}/reward/{name}" for name in names for where in ("rollout", "eval")]
+    (panel,) = panels("ppo", measured)[6:]
+    assert set(panel.metrics) == set(measured)
+    assert [line.label for line in panel.left.lines] == [*names, "", ""]
+    assert len(panels("ppo", measured[:2])) == 6  # one component is the whole
+    colors = [line.color for line in panel.left.lines]
+    assert colors[:2] == colors[2:]
+    assert colors[0] != colors[1]
+    cells = ["1", *["0.5"] * 4]
+    (tmp_path / "metrics.csv").write_text(f"{','.join(['step', *measured])}\n{','.join(cells)}\n")
+    rows = imread(draw_curves(tmp_path, "ppo")).shape[0] / 150 / 3.4
+    assert 3 < rows < 3.5  # seven panels in rows of three
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_run_of_any_length_has_a_legible_figure(stage: Stage, rows: int, tmp_path: Path) -> None:

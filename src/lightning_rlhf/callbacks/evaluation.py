@@ -55,15 +55,15 @@ class Evaluation(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        samples = evaluated(outputs["replies"], outputs["scores"], self._judge)
+        names = [term.name for term in ppo_view(pl_module).reward.terms]
+        samples = evaluated(outputs["replies"], outputs["scores"], names, self._judge)
         self._samples.extend(samples)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_evaluation(trainer):
             return
         samples = _gathered(trainer, self._samples)
-        components = [term.name for term in ppo_view(pl_module).reward.terms]
-        metrics = evaluation_metrics(samples, components)
+        metrics = evaluation_metrics(samples)
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
@@ -80,12 +80,14 @@ class Evaluation(Callback):
         self.first, self.last = state_dict["first"], state_dict["last"]
 
 
-def evaluated(replies: Replies, scores: Scores, judge: Judge | None) -> list[dict[str, Any]]:
+def evaluated(
+    replies: Replies, scores: Scores, components: Sequence[str], judge: Judge | None
+) -> list[dict[str, Any]]:
     """One sample a response.
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
-    says), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats), judge (its parts; empty
-    without a judge).
+    says, by name, before weights), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats),
+    judge (its parts; empty without a judge).
     """
     rollout = replies.rollout
     mask = rollout.response_mask
@@ -105,7 +107,7 @@ def evaluated(replies: Replies, scores: Scores, judge: Judge | None) -> list[dic
                 "ended": bool(ended),
                 "tokens": length,
                 "score": score,
-                "parts": parts,
+                "parts": dict(zip(components, parts, strict=True)),
                 "kl": kl_sum,
                 "judge": verdict,
             }
@@ -113,22 +115,17 @@ def evaluated(replies: Replies, scores: Scores, judge: Judge | None) -> list[dic
     return samples
 
 
-def evaluation_metrics(
-    samples: Sequence[Mapping[str, Any]], components: Sequence[str]
-) -> dict[str, float]:
-    """Means over samples; a part of the judge's verdict over the samples that have it.
-
-    components: names of those of the reward.
-    """
+def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over samples; a part of the judge's verdict over the samples that have it."""
     metrics = {
         "eval/reward_mean": fmean(s["score"] for s in samples),
         "eval/kl": fmean(s["kl"] for s in samples),
         "eval/response_tokens": fmean(s["tokens"] for s in samples),
         "eval/ended": fmean(s["ended"] for s in samples),
     }
-    if len(components) > 1:
-        for i, name in enumerate(components):
-            metrics[EVAL_PART + name] = fmean(s["parts"][i] for s in samples)
+    names = list(samples[0]["parts"])
+    if len(names) > 1:
+        metrics |= {EVAL_PART + name: fmean(s["parts"][name] for s in samples) for name in names}
     verdicts: dict[str, list[float]] = {}
     for sample in samples:
         for part, value in sample["judge"].items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ Stage = Literal["sft", "rm", "ppo"]
 
 # Okabe and Ito's palette, told apart with every common colour blindness.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", "#F0E442")
 
 SHARE = (0.0, 1.04)
 """Limits that show a share as what it is, with room for a line at 1."""
@@ -21,6 +23,7 @@ class Line:
 
     metric: str
     label: str
+    """Empty where the legend has no room for it."""
     color: str
     sparse: bool = False
 
@@ -177,8 +180,9 @@ _STEP_SIZE = Panel(
 )
 
 
-def panels(stage: Stage, measured: Iterable[str]) -> Sequence[Panel]:
-    """The stage's panels; PPO's last one is the judge's where there was a judge."""
+def panels(stage: Stage, measured: Collection[str]) -> Sequence[Panel]:
+    """The stage's panels; PPO has one for the judge, where there was a judge, and one for the
+    components of a reward of several."""
     match stage:
         case "sft":
             return SFT_PANELS
@@ -186,4 +190,17 @@ def panels(stage: Stage, measured: Iterable[str]) -> Sequence[Panel]:
             return RM_PANELS
         case "ppo":
             judged = set(measured) & set(_JUDGE.metrics)
-            return (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE)
+            fixed = (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE)
+            names = [m.removeprefix(_TRAINED) for m in measured if m.startswith(_TRAINED)]
+            return (*fixed, _components(names)) if len(names) > 1 else fixed
+
+
+_TRAINED, _EVALUATED = "rollout/reward/", "eval/reward/"
+
+
+def _components(names: Sequence[str]) -> Panel:
+    colors = list(zip(names, itertools.cycle(PALETTE), strict=False))
+    lines = [Line(_TRAINED + name, name, color) for name, color in colors]
+    lines += [Line(_EVALUATED + name, "", color, sparse=True) for name, color in colors]
+    title = "Components, unweighted (dots: held-out prompts)"
+    return Panel(title, Axis("score", tuple(lines)))

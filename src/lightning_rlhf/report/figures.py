@@ -51,8 +51,10 @@ def draw_curves(run_dir: Path, stage: Stage) -> Path:
         layout = ConstrainedLayoutEngine(wspace=0.05, hspace=0.06)
         figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.4), layout=layout)
         figure.suptitle(f"{TITLES[stage]}: {_short(run_dir)}", x=0.01, ha="left", weight="bold")
-        plots = figure.subplots(rows, columns, squeeze=False).flat
-        for axes, panel in zip(plots, shown, strict=True):
+        plots = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes in plots[len(shown) :]:
+            axes.remove()
+        for axes, panel in zip(plots, shown, strict=False):
             _draw_panel(axes, panel, curves)
             axes.set_xlabel(X_LABELS[stage])
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -110,10 +112,11 @@ def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Lin
             steps, values = curves[line.metric]
             # A line needs two points to be seen.
             marker = "o" if line.sparse or len(steps) == 1 else None
-            handles += axes.plot(
+            drawn = axes.plot(
                 steps, values, color=line.color, label=line.label, marker=marker, markersize=4,
                 linewidth=1.8 if line.sparse else 1.3, zorder=3 if line.sparse else 2,
             )  # fmt: skip
+            handles += drawn if line.label else []
     return handles
 
 
