@@ -51,10 +51,11 @@ def draw_curves(run_dir: Path, stage: Stage) -> Path:
         layout = ConstrainedLayoutEngine(wspace=0.05, hspace=0.06)
         figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.4), layout=layout)
         figure.suptitle(f"{TITLES[stage]}: {_short(run_dir)}", x=0.01, ha="left", weight="bold")
-        plots = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes in plots[len(shown) :]:
-            axes.remove()
-        for axes, panel in zip(plots, shown, strict=False):
+        grid = figure.add_gridspec(rows, columns)
+        for k, panel in enumerate(shown, start=1):
+            row, column = divmod(k - 1, columns)
+            wide = slice(column, None if k == len(shown) else column + 1)  # the last fills its row
+            axes = figure.add_subplot(grid[row, wide])
             _draw_panel(axes, panel, curves)
             axes.set_xlabel(X_LABELS[stage])
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
