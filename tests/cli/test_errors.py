@@ -101,6 +101,11 @@ class TestBeforeAModelLoads:
             (["stage=sft", "model.name=a/b"], ["model.name ", "'a/b'", "slash"]),
             (["stage=sft", "run=.."], ["run ", "'..'"]),
             (["recipe=quikstart"], ["recipe=quikstart", "quickstart"]),
+            (
+                ["stage=ppo", "policy.checkpoint=base", "reward=http", "reward.retries=0",
+                 "reward.url=http://127.0.0.1:9/score"],
+                ["reward: the server http://127.0.0.1:9/score did not answer for 1 try ("],
+            ),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else None,
     )  # fmt: skip

@@ -22,7 +22,7 @@ TEXTS = [("2+2?", "four"), ("3+3?", "sechs 🎈"), ("Größe?", ""), ("4+4?", "\
 def make_reward(url: str, **changes: Any) -> HTTPReward:
     settings: dict[str, Any] = {
         "batch_size": 8, "timeout_s": 5.0, "retries": 3, "backoff_s": 0.0, "cache_size": 100,
-        "token_env": None, "name": "reward",
+        "token_env": None, "name": "reward", "tell": lambda line: None,
     }  # fmt: skip
     return HTTPReward(url, **{**settings, **changes})
 
@@ -147,16 +147,20 @@ def test_a_server_in_trouble_is_asked_again(script: Script, status: int) -> None
 
 
 def test_the_pause_doubles(script: Script, naps: list[float]) -> None:
-    server = script(*[(500, {}, b"")] * 4, scores(3))
-    make_reward(server.url, retries=4, backoff_s=0.5)(make_replies(("p", "r")))
+    server, told = script(*[(500, {}, b"")] * 4, scores(3)), list[str]()
+    reward = make_reward(server.url, retries=4, backoff_s=0.5, tell=told.append)
+    reward(make_replies(("p", "r")))
     assert naps == [1, 2, 4]  # none after the first try, then 0.5 * 2^1, 2^2, 2^3
+    line = f"reward: the server {server.url} answered 500; try"
+    assert told == [f"{line} {k} of 5 in {s} s" for k, s in ((2, 0), (3, 1), (4, 2), (5, 4))]
 
 
 def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) -> None:
     later = {"retry-after": "7"}
-    server = script((429, later, b""), (503, later, b""), (500, {}, b""), scores(3))
-    make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r")))
+    server, told = script((429, later, b""), (503, later, b""), (500, {}, b""), scores(3)), []
+    make_reward(server.url, backoff_s=0.5, tell=told.append)(make_replies(("p", "r")))
     assert naps == [7, 7, 2]
+    assert [line.rpartition(" in ")[2] for line in told] == ["7 s", "7 s", "2 s"]
 
 
 def test_no_pause_is_longer_than_two_minutes(script: Script, naps: list[float]) -> None:

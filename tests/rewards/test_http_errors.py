@@ -23,18 +23,19 @@ def failure(url: str, **changes: Any) -> str:
     settings: dict[str, Any] = {
         "batch_size": 8, "timeout_s": 5.0, "retries": 2, "backoff_s": 0.0, "cache_size": 100,
         "token_env": None, "name": "reward.components.far",
+        "tell": lambda line: None,
     }  # fmt: skip
     reward = HTTPReward(url, **{**settings, **changes})
     with pytest.raises(RewardError) as found:
         reward(REPLIES)
     assert "Max retries" not in "".join(traceback.format_exception(found.value))
-    return str(found.value).removeprefix("reward.components.far: reward server ")
+    return str(found.value).removeprefix("reward.components.far: the server ")
 
 
 ALLOWED = '; allowed: {"scores": [2 numbers]}'
 FINITE = "; allowed: a finite number"
-FIRST = f"the response 'four' to [{{'content': '2+2?', 'role': 'user'}}]{FINITE}"
-SECOND = f"the response 'six' to [{{'content': '3+3?', 'role': 'user'}}]{FINITE}"
+FIRST = f"the response 'four' to the prompt '2+2?'{FINITE}"
+SECOND = f"the response 'six' to the prompt '3+3?'{FINITE}"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,8 @@ SECOND = f"the response 'six' to [{{'content': '3+3?', 'role': 'user'}}]{FINITE}
         ((204, {}, b""), "answered 204: nothing"),
         ((302, {"location": "http://elsewhere.invalid/"}, b"there"), "answered 302: there"),
         ((400, {}, b"\n  too long\nby far"), "answered 400: too long"),
-        ((401, {}, b""), "answered 401: nothing"),
+        ((401, {}, b""), "answered 401: nothing; no token was sent: "
+         "reward.components.far.token_env names the environment variable that holds it"),
         ((404, {}, b"no such model"), "answered 404: no such model"),
         ((404, {}, b"x" * 1000), "answered 404: " + "x" * 300),
     ],
@@ -88,7 +90,7 @@ def test_a_server_that_stays_away(retries: int, tries: str) -> None:
 def test_a_server_that_stays_in_trouble(script: Script) -> None:
     server = script(*[(500, {}, b'{"error": "out of memory"}\nfar too long')] * 3)
     assert failure(server.url) == (
-        f'{server.url} did not answer for 3 tries (500: {{"error": "out of memory"}})'
+        f'{server.url} answered 500 to the last of 3 tries: {{"error": "out of memory"}}'
     )
     assert len(server.requests) == 3
 
@@ -145,3 +147,69 @@ def test_no_secret_is_told_or_logged(
     assert "Retrying" in log
     for secret in ("word", "s3cret", "bWU6d29yZA"):
         assert secret not in " ".join(told) + log
+
+
+def greeted(url: str, **changes: Any) -> list[str]:
+    """What is told while nobody is asked for anything; nothing where all is well."""
+    told: list[str] = []
+    settings: dict[str, Any] = {
+        "batch_size": 8, "timeout_s": 5.0, "retries": 2, "backoff_s": 0.0, "cache_size": 100,
+        "token_env": None, "name": "reward", "tell": told.append,
+    }  # fmt: skip
+    try:
+        HTTPReward(url, **{**settings, **changes}).greet()
+    except RewardError as error:
+        told.append(str(error))
+    return [line.removeprefix(f"reward: the server {url} ") for line in told]
+
+
+@pytest.mark.parametrize(
+    "answer", [scores(), (400, {}, b"none?"), (500, {}, b""), (503, {}, b""), None]
+)
+def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: Any) -> None:
+    """None: it breaks down, and hangs up."""
+
+    def broken(k: int, request: Any) -> Answer:
+        raise ConnectionAbortedError
+
+    server = script(broken if answer is None else answer)
+    assert greeted(server.url) == []
+    assert server.requests == [{"prompts": [], "responses": [], "columns": {}}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((404, {}, b"no such page"), "answered 404: no such page"),
+        ((405, {}, b""), "answered 405: nothing"),
+        ((403, {}, b""), "answered 403: nothing; no token was sent: reward.token_env names the "
+         "environment variable that holds it"),
+        ((200, {}, b"<html>"), 'answered no JSON: <html>; allowed: {"scores": [0 numbers]}'),
+    ],
+)  # fmt: skip
+def test_another_server_than_the_one_that_is_meant(
+    script: Script, answer: Answer, message: str
+) -> None:
+    assert greeted(script(answer).url) == [message]
+
+
+def test_nobody_to_greet() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        told = greeted(f"http://127.0.0.1:{taken.getsockname()[1]}/score")
+    assert [line.split(":")[0].split(" (")[0] for line in told] == [
+        "is away", "is away", "did not answer for 3 tries",
+    ]  # fmt: skip
+    assert told[0].endswith("; try 2 of 3 in 0 s")
+    assert "Connection refused" in told[0]
+
+
+def test_a_server_that_is_slow_to_say_nothing(script: Script) -> None:
+    over = threading.Event()
+
+    def answer(k: int, request: Any) -> Answer:
+        over.wait()
+        return scores()
+
+    assert greeted(script(answer).url, timeout_s=0.05) == []
+    over.set()

@@ -58,7 +58,7 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source
                 found = FunctionReward(function, config.arguments, key)
                 sources[name] = found.for_columns(columns)
             case HTTPConfig():
-                sources[name] = HTTPReward(
+                server = HTTPReward(
                     config.url,
                     batch_size=config.batch_size,
                     timeout_s=config.timeout_s,
@@ -67,7 +67,10 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source
                     cache_size=config.cache_size,
                     token_env=config.token_env,
                     name=key,
+                    tell=partial(say, style="yellow"),
                 )
+                server.greet()
+                sources[name] = server
     return sources
 
 
