@@ -396,6 +396,45 @@ def test_a_missing_value_is_named() -> None:
         read_settings(composed("stage=sft", "model=hub", "model.name=x"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+reward@reward.components.right=function", "++reward.components.rigth.path=a.py:b"],
+         "there is no component 'rigth' in reward.components; did you mean 'right'? "
+         "+reward@reward.components.rigth=KIND puts one there, with all its keys"),
+        (["+reward.components.right.kind=function"],
+         "there is no component 'right' in reward.components; "
+         "+reward@reward.components.right=function puts one there, with all its keys"),
+        (["+reward@reward.components.a=random", "++reward.weight=2"],
+         "reward.weight is not a known key of reward=sum; did you mean "
+         "reward.components.NAME.weight? Its names: a"),
+        (["+reward@reward.components.a=random", "++reward.a.weight=2"],
+         "reward.a is not a known key of reward=sum; did you mean reward.components.a.KEY? "
+         "Its names: a"),
+        (["+reward@reward.components.a=random", "++reward.zebra=2"],
+         "reward.zebra is not a known key"),
+    ],
+)  # fmt: skip
+def test_what_goes_to_no_component_of_a_sum(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_settings(composed("stage=ppo", "reward=sum", *overrides))
+    assert str(raised.value) == message
+
+
+def test_what_must_be_given_of_a_reward_has_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"must be given: reward\.path=rules\.py:score$"):
+        read_settings(composed("stage=ppo", "reward=function"))
+
+
+def test_a_component_may_weigh_nothing_but_not_all_of_them() -> None:
+    both = [f"+reward@reward.components.{name}=random" for name in "ab"]
+    nothing = [f"reward.components.{name}.weight=0" for name in "ab"]
+    read_settings(composed("stage=ppo", "reward=sum", *both, nothing[0]))
+    for command in (["reward=sum", *both, *nothing], ["reward.weight=0"]):
+        with pytest.raises(ConfigError, match=r"^every weight of reward is 0; allowed: one"):
+            read_settings(composed("stage=ppo", *command))
+
+
 def test_a_missing_key_is_named() -> None:
     with pytest.raises(ConfigError, match=r"ppo\.kl_coef is missing"):
         read_settings(composed("stage=ppo", "~ppo.kl_coef"))

@@ -121,6 +121,6 @@ def test_what_is_paid_is_not_said_where_it_is_what_is_reported(pipeline: Workpla
 
 def test_components_with_one_name_of_a_kind_have_keys_of_their_own(place: Workplace) -> None:
     error = place.mini(
-        "stage=ppo", "job=wrong", *several(place), "reward.components.steady.weight=0"
+        "stage=ppo", "job=wrong", *several(place), "reward.components.steady.clip=0"
     ).error
-    assert error.startswith("reward.components.steady.weight is 0")
+    assert error.startswith("reward.components.steady.clip is 0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,14 @@ def test_what_is_no_score_is_left_to_whoever_checks_all_sources() -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (None, "returned None; allowed: a list of numbers"),
-        (1.0, "returned 1.0; allowed: a list of numbers"),
-        (torch.tensor(1.0), "returned tensor(1.); allowed: a list of numbers"),
-        ({"a": 1}, "returned {'a': 1}; allowed: a list of numbers"),
-        ("12", "returned '12'; allowed: a list of numbers"),
+        (None, "returned None; allowed: a list of numbers, one for each of 2 responses"),
+        (1.0, "returned 1.0; allowed: a list of numbers, one for each of 2 responses"),
+        (
+            torch.tensor(1.0),
+            "returned tensor(1.); allowed: a list of numbers, one for each of 2 responses",
+        ),
+        ({"a": 1}, "returned {'a': 1}; allowed: a list of numbers, one for each of 2 responses"),
+        ("12", "returned '12'; allowed: a list of numbers, one for each of 2 responses"),
         ([1.0, "good"], "returned 'good' as score 1 of 2, counted from 0; allowed: a number"),
         (torch.ones(2, 1), "returned [1.0] as score 0 of 2"),
         ([torch.ones(2), 1], "returned tensor([1., 1.]) as score 0 of 2"),
@@ -137,10 +141,30 @@ def test_a_function_that_fails_is_named_with_its_first_texts() -> None:
         reward(mine)(make_replies(("a" * 1000, "four"), ("q", "s")))
     told = str(found.value)
     assert told.startswith(f"{NAME}: the function ")
-    assert "mine fails: ValueError(\"could not convert string to float: 'four'\")" in told
+    line = mine.__code__.co_firstlineno + 1
+    assert f'mine fails at test_function.py:{line}: ValueError("could not convert' in told
     assert "the first of 2 prompts is 'aaa" in told
-    assert told.endswith("its response 'four'")
-    assert len(told) < 600
+    assert told.endswith("its response 'four'; debug=true shows the traceback")
+    assert len(told) < 660
+
+
+def test_the_line_is_the_last_one_of_the_function_s_own_file() -> None:
+    def inner(text: str) -> float:
+        return float(Fraction(text))
+
+    def mine(prompts: Any, responses: Any) -> list[float]:
+        return [inner(response) for response in responses]
+
+    with pytest.raises(RewardError) as found:
+        reward(mine)(REPLIES)  # "seven" is no fraction, which is raised in fractions.py
+    assert f"fails at test_function.py:{inner.__code__.co_firstlineno + 1}: " in str(found.value)
+    with pytest.raises(RewardError, match="fails: TypeError"):
+        reward(Nameless())(REPLIES)
+
+
+class Nameless:
+    def __call__(self, prompts: Any, responses: Any) -> list[float]:
+        raise TypeError
 
 
 def test_a_function_that_refuses_its_arguments_is_a_fault_of_the_configuration() -> None:
@@ -161,14 +185,14 @@ def takes_answer(prompts: Any, responses: Any, answer: Any, *, scale: float = 1)
 def test_a_parameter_that_nothing_gives_is_named() -> None:
     message = (
         rf"{NAME}: the function takes_answer needs 'answer', which is neither in "
-        rf"{NAME}.arguments \(scale\) nor a column of the data \(messages, label\)"
+        rf"{NAME}.arguments \(scale\) nor a column of the data \(label\) nor messages"
     )
     source = reward(takes_answer, scale=2)
     with pytest.raises(ConfigError, match=message):
         source.for_columns(["prompt", "messages", "label"])
     with pytest.raises(ConfigError, match=message):
         source(make_replies(("p", "r"), label=[1]))
-    with pytest.raises(ConfigError, match=r"arguments \(empty\) nor .* \(none\)"):
+    with pytest.raises(ConfigError, match=r"arguments \(empty\) nor .* \(none\) nor"):
         reward(takes_answer).for_columns([])
     assert source.for_columns(["answer"])(REPLIES) == [2, 2]
     reward(takes_answer, answer=["4", "6"]).for_columns([])

@@ -157,6 +157,11 @@ def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
             "of kind head has normalization=running; allowed: none, stored, or "
             "ppo.critic_init=zero"
         )
+    if heads[0][1].weight == 0:
+        raise ConfigError(
+            "ppo.critic_init is 'reward', but the component of kind head has weight=0; allowed: "
+            "another weight, or ppo.critic_init=zero"
+        )
     return heads[0]
 
 

@@ -108,7 +108,7 @@ def logit_scale(ready: Prepared, reward: Reward, seen: RunningMoments) -> float 
     """What makes a log-odds of a difference of scores; None where they are of another kind."""
     (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
     is_learned = isinstance(config, HeadConfig | ModelConfig)
-    if others or not is_learned or config.clip is not None or config.weight < 0:
+    if others or not is_learned or config.clip is not None or config.weight <= 0:
         return None
     assert isinstance(source, LearnedReward | TextReward)
     running = seen.std if config.normalization == "running" else 1.0

@@ -44,6 +44,11 @@ REWARDS: Mapping[str, type[ComponentConfig]] = {
     "random": rewards.RandomConfig,
 }
 """Kind of a component of the reward -> its keys."""
+EXAMPLES = {
+    "reward.path": "rules.py:score",
+    "reward.url": "http://127.0.0.1:8000/score",
+}
+"""Key of a value that must be given -> one that may be."""
 STAGES: Mapping[str, type] = {
     "sft": SFTConfig,
     "rm": RMConfig,
@@ -113,6 +118,7 @@ class Settings:
 
 def read_settings(cfg: DictConfig) -> Settings:
     """Check the composed configuration. Raises ConfigError naming the key."""
+    check_components(OmegaConf.to_container(cfg))
     tree = plain(cfg)
     known = {f.name for f in dataclasses.fields(Settings)} - {"config", "tree"}
     stage = _stage(tree)
@@ -168,7 +174,9 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     try:
         missing = sorted(OmegaConf.missing_keys(cfg))
         if missing:
-            told = " ".join(f"{key}=..." for key in missing)
+            told = " ".join(
+                f"{key}={EXAMPLES[key] if key in EXAMPLES else '...'}" for key in missing
+            )
             raise ConfigError(f"{' and '.join(missing)} must be given: {told}")
         tree = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
@@ -192,18 +200,58 @@ def read_reward(node: Any) -> dict[str, ComponentConfig]:
     kind = section({"reward": node}, "reward", "kind")["kind"]
     require_one_of("reward.kind", kind, (*REWARDS, SUM))
     if kind != SUM:
-        return {kind: _component(node, "reward")}
-    refuse_unknown(node, {"kind", "components"}, "reward.")
+        return _weighing({kind: _component(node, "reward")})
     components = node.get("components")
+    for key in set(node) - {"kind", "components"}:
+        ours = {field.name for cls in REWARDS.values() for field in dataclasses.fields(cls)}
+        names = list(components) if isinstance(components, Mapping) else []
+        meant = f"{key}.KEY" if key in names else f"NAME.{key}" if key in ours else None
+        if meant is not None:
+            raise ConfigError(
+                f"reward.{key} is not a known key of reward=sum; did you mean "
+                f"reward.components.{meant}? Its names: {', '.join(map(str, names))}"
+            )
+    refuse_unknown(node, {"kind", "components"}, "reward.")
     require(isinstance(components, Mapping) and bool(components), "reward.components", components,
             "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
     for name in components:
         require(re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None, "a name in reward.components",
                 name, "letters, digits and _, a letter first")  # fmt: skip
-    return {
+    return _weighing({
         str(name): _component(part, f"reward.components.{name}")
         for name, part in components.items()
-    }
+    })  # fmt: skip
+
+
+def _weighing(reward: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
+    if all(component.weight == 0 for component in reward.values()):
+        raise ConfigError("every weight of reward is 0; allowed: one or more that are not")
+    return reward
+
+
+def check_components(tree: Any) -> None:
+    """Raise ConfigError where a component of a sum was given keys and never put there.
+
+    tree: may have values that are missing, which a name that is misspelt leaves.
+    """
+    for key in ("reward", "components"):
+        if not isinstance(tree, Mapping) or key not in tree:
+            return
+        tree = tree[key]
+    if not isinstance(tree, Mapping):
+        return
+    parts = {name: part for name, part in tree.items() if isinstance(part, Mapping)}
+    whole = [str(name) for name, part in parts.items() if {"kind", "weight"} <= part.keys()]
+    for name, part in parts.items():
+        if str(name) in whole:
+            continue
+        close = difflib.get_close_matches(str(name), whole, n=1)
+        kind = {"kind": "KIND", **part}["kind"]
+        hint = f"did you mean {close[0]!r}? " if close and "kind" not in part else ""
+        raise ConfigError(
+            f"there is no component {str(name)!r} in reward.components; {hint}"
+            f"+reward@reward.components.{name}={kind} puts one there, with all its keys"
+        )
 
 
 def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]) -> None:

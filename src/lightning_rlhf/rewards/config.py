@@ -38,7 +38,6 @@ class ComponentConfig:
     def check(self, key: str) -> None:
         """Raise ConfigError naming `key.…` where a value is out of bounds."""
         require_number(f"{key}.weight", self.weight)
-        require(self.weight != 0, f"{key}.weight", self.weight, "a number other than 0")
         require_one_of(f"{key}.normalization", self.normalization, get_args(Normalization))
         if self.clip is not None:
             require_number(f"{key}.clip", self.clip, above=0)

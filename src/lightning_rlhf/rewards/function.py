@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, RewardError
@@ -75,26 +77,36 @@ class FunctionReward:
             raise ConfigError(f"{self._called} refuses: {error}") from error
         except Exception as error:
             raise RewardError(
-                f"{self._called} fails: {error!r}; the first of {len(responses)} prompts is "
-                f"{quoted(prompts[0])}, its response {quoted(responses[0])}"
+                f"{self._called} fails{self._place(error)}: {error!r}; the first of "
+                f"{len(responses)} prompts is {quoted(prompts[0])}, its response "
+                f"{quoted(responses[0])}; debug=true shows the traceback"
             ) from error
-        return self._numbers(result)
+        return self._numbers(result, len(responses))
+
+    def _place(self, error: Exception) -> str:
+        """The last line of the function's file that was reached; nothing where none is known."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if code and frame.filename == code.co_filename]
+        return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
     def _check(self, columns: Collection[str]) -> None:
         there = [name for name in columns if name != "prompt"]
         for name in self._takes.required:
             if name not in there and name not in self.arguments:
+                in_files = [column for column in there if column != "messages"]
                 raise ConfigError(
                     f"{self._called} needs {name!r}, which is neither in {self.name}.arguments "
                     f"({', '.join(self.arguments) or 'empty'}) nor a column of the data "
-                    f"({', '.join(there) or 'none'})"
+                    f"({', '.join(in_files) or 'none'}) nor messages, the turns of the prompt"
                 )
 
-    def _numbers(self, result: Any) -> list[float | None]:
+    def _numbers(self, result: Any, count: int) -> list[float | None]:
         scores = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(scores, list | tuple):
             raise RewardError(
-                f"{self._called} returned {quoted(result)}; allowed: a list of numbers"
+                f"{self._called} returned {quoted(result)}; allowed: a list of numbers, one for "
+                f"each of {count} responses"
             )
         numbers: list[float | None] = []
         for score in scores:
