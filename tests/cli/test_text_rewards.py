@@ -9,6 +9,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_reward_model_of_another_vocabulary(judged: Workplace, batch_size: int
 
 def test_a_classifier_as_the_hub_has_them(judged: Workplace) -> None:
     folder = judged.folder / "classifier"
-    more = ["reward=model", f"reward.name_or_path={folder}", "reward.max_tokens=256"]
+    more = ["reward=model", f"reward.name_or_path={folder}"]
     ppo(judged, "classifier", *more, "reward.normalization=none")
     said = samples(judged, "classifier")
     expected = classifier_scores(folder, said)
@@ -92,8 +93,8 @@ def test_a_classifier_as_the_hub_has_them(judged: Workplace) -> None:
          "such file; allowed: a Jinja file, pair, null for the tokenizer's own"),
         ("tokenizer=./none", "reward.tokenizer=./none: no such folder; allowed: a folder with "
          "config.json, weights and tokenizer, or a hub id"),
-        ("label=1", "reward.label is 1; allowed: 0 to 0, the outputs of classifier"),
-        ("max_tokens=257", "reward.max_tokens is 257; allowed: at most 256, the model's "
+        ("label=1", "reward.label is 1; allowed: 0 to 0 or LABEL_0, the outputs of classifier"),
+        ("max_tokens=257", "reward.max_tokens is 257; allowed: null, or at most 256, the model's "
          "max_position_embeddings"),
     ],
 )  # fmt: skip
@@ -143,8 +144,10 @@ def test_a_final_brings_its_own(judged: Workplace, key: str, value: str | int) -
     assert error.startswith(f"reward.{key} is {value!r}, but {judge(judged)} was written by")
 
 
-@pytest.mark.parametrize(("asked", "kept"), [(10**6, 512), (7, 7)])
-def test_no_more_is_read_than_there_are_positions(judged: Workplace, asked: int, kept: int) -> None:
+@pytest.mark.parametrize(("asked", "kept"), [(10**6, 512), (7, 7), (None, 512)])
+def test_no_more_is_read_than_there_are_positions(
+    judged: Workplace, asked: int | None, kept: int
+) -> None:
     """model=mini has 512."""
     node = OmegaConf.load(CONF / "reward" / "model.yaml")
     changes = {"name_or_path": str(judge(judged)), "max_tokens": asked}
@@ -152,6 +155,18 @@ def test_no_more_is_read_than_there_are_positions(judged: Workplace, asked: int,
     assert isinstance(config, ModelConfig)
     final = find(str(judge(judged)), "")
     assert text_reward(config, "reward", final, torch.device("cpu")).max_tokens == kept
+
+
+def test_one_head_has_no_deviation_to_price(judged: Workplace) -> None:
+    node = OmegaConf.load(CONF / "reward" / "model.yaml")
+    for coef, warned in ((0.0, 0), (1.0, 1)):
+        changes = {"name_or_path": str(judge(judged)), "uncertainty_coef": coef}
+        (config,) = read_reward(OmegaConf.to_container(OmegaConf.merge(node, changes))).values()
+        assert isinstance(config, ModelConfig)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            text_reward(config, "reward", find(str(judge(judged)), ""), torch.device("cpu"))
+        assert sum("reward.uncertainty_coef is 1, but" in str(w.message) for w in told) == warned
 
 
 @pytest.mark.parametrize("source", ["judge", "classifier"])
@@ -184,7 +199,7 @@ def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> No
         (["classifier", "reward.lable=1"], "reward.lable is not a known key; did you mean"),
         (["classifier", "dtype=float32"], "an option is 'dtype=float32'; allowed: reward.KEY="),
         (["classifier", "reward.batch_size=0"], "reward.batch_size is 0; allowed: "),
-        (["classifier"], "reward.max_tokens is 2048; allowed: at most 256"),
+        (["classifier", "reward.max_tokens=257"], "reward.max_tokens is 257; allowed: null, or at"),
         (["classifier", "reward.weight=2"], "reward.weight is given, but a server does not read "
          "it; give it to the run that asks, with reward=http"),
         (["classifier", "reward.clip=1"], "reward.clip is given, but a server does not read it"),
@@ -193,8 +208,8 @@ def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> No
         (["classifier", "reward.format_check=off"], "reward.format_check is given, but a server"),
         (["classifier", "reward.normalization=running"], "reward.normalization is 'running'; "
          "allowed: none, stored: "),
-        (["./nowhere"], "reward.name_or_path=./nowhere: no such folder"),
-        (["data"], "reward.name_or_path=data holds neither config.json"),
+        (["./nowhere"], "final=./nowhere: no such folder"),
+        (["data"], "final=data holds neither config.json"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_said(

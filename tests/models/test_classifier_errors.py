@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,22 +40,45 @@ def test_a_head_without_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (None, "reward.label is None; allowed: 0 to 2, since {} has 3 outputs"),
-        (3, "reward.label is 3; allowed: 0 to 2, the outputs of {}"),
+        (None, "reward.label is None; allowed: {}"),
+        (3, "reward.label is 3; allowed: {}"),
+        ("GOOD", "reward.label is 'GOOD'; allowed: {}"),
     ],
 )
-def test_an_output_that_is_not_there(tmp_path: Path, label: int | None, message: str) -> None:
+def test_an_output_that_is_not_there(tmp_path: Path, label: Any, message: str) -> None:
     folder = save_classifier(tmp_path / "model", num_labels=3)
     with pytest.raises(ConfigError) as error:
         load(folder, label=label)
-    assert str(error.value) == message.format(folder)
+    allowed = f"0 to 2 or LABEL_0, LABEL_1, LABEL_2, the outputs of {folder}"
+    assert str(error.value) == message.format(allowed)
+
+
+def test_an_output_has_a_number_and_a_name(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path / "model", num_labels=3)
+    assert [load(folder, label=label).label for label in (0, 2, "LABEL_2", "LABEL_0")] == [
+        0,
+        2,
+        2,
+        0,
+    ]
+
+
+def test_all_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path / "model", num_labels=3)
+    save_tokenizer(tmp_path / "plain", None)
+    with pytest.raises(ConfigError) as error:
+        load(folder, tokenizer=str(tmp_path / "plain"), max_tokens=49)
+    label, length, template = str(error.value).split("; and ")
+    assert label.startswith("reward.label is None; ")
+    assert length.startswith("reward.max_tokens is 49; ")
+    assert template.startswith("reward.chat_template is null")
 
 
 def test_more_tokens_than_positions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load(save_classifier(tmp_path / "model"), max_tokens=49)
     assert str(error.value) == (
-        "reward.max_tokens is 49; allowed: at most 48, the model's max_position_embeddings"
+        "reward.max_tokens is 49; allowed: null, or at most 48, the model's max_position_embeddings"
     )
 
 
@@ -62,7 +86,9 @@ def test_more_tokens_than_positions(tmp_path: Path) -> None:
 def test_positions_of_roberta_are_counted_from_behind_its_padding(tmp_path: Path) -> None:
     """Of 48, with the pad token 0, the first is that of padding: 47 tokens can be read."""
     folder = save_classifier(tmp_path / "model", "roberta")
-    with pytest.raises(ConfigError, match=r"reward\.max_tokens is 48; allowed: at most 47, "):
+    with pytest.raises(
+        ConfigError, match=r"reward\.max_tokens is 48; allowed: null, or at most 47, "
+    ):
         load(folder)
     model = load(folder, max_tokens=47)
     # <s> user : p </s> assistant : r </s> are seven tokens besides the words.

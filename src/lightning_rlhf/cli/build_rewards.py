@@ -18,7 +18,12 @@ from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
-from lightning_rlhf.models.handover import add_critic, attach_reward, random_reward
+from lightning_rlhf.models.handover import (
+    add_critic,
+    attach_reward,
+    random_reward,
+    warn_of_one_head,
+)
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.rewards.config import (
     ComponentConfig,
@@ -98,7 +103,7 @@ def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: BatchSize
     role = reward_role(ready.settings, name)
     match config:
         case HeadConfig():
-            return head_source(ready, roles, role, config, batch_size)
+            return head_source(ready, roles, name, config, batch_size)
         case ModelConfig():
             key = reward_key(ready.settings, name)
             return text_reward(config, key, ready.parents.get(role), ready.device)
@@ -115,12 +120,15 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: BatchSiz
 
 
 def head_source(
-    ready: Prepared, roles: Roles, role: str, config: HeadConfig, batch_size: BatchSize
+    ready: Prepared, roles: Roles, name: str, config: HeadConfig, batch_size: BatchSize
 ) -> LearnedReward:
     """A reward model of stage=rm, on the policy's base or with its own."""
+    role = reward_role(ready.settings, name)
     final = ready.parents[role]
     mean, std = reward_scale(final, config)
     owner = attach_reward(roles, role, final, ready.settings.model, tokenizer_hash(ready.tokenizer))
+    key = reward_key(ready.settings, name)
+    warn_of_one_head(owner, role, config.uncertainty_coef, key)
     if owner is not roles:
         owner.to(ready.device)
     return LearnedReward(

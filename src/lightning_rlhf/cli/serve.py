@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "final", help="final/ folder of stage=rm or sequence classifier, or the hub id of one"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="reward.KEY=VALUE",
+        "overrides", nargs="*", default=[], metavar="reward.KEY=VALUE",
         help="as for reward=model, e.g. reward.batch_size=64 reward.chat_template=pair",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")

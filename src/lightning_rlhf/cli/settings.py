@@ -174,9 +174,8 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     try:
         missing = sorted(OmegaConf.missing_keys(cfg))
         if missing:
-            told = " ".join(
-                f"{key}={EXAMPLES[key] if key in EXAMPLES else '...'}" for key in missing
-            )
+            given = {**dict.fromkeys(missing, "..."), **EXAMPLES}
+            told = " ".join(f"{key}={given[key]}" for key in missing)
             raise ConfigError(f"{' and '.join(missing)} must be given: {told}")
         tree = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:

@@ -21,9 +21,10 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
-from lightning_rlhf.models.classifier import check_classifier, load_classifier
-from lightning_rlhf.models.handover import load_reward
+from lightning_rlhf.models.classifier import check_classifier, load_classifier, positions
+from lightning_rlhf.models.handover import load_reward, warn_of_one_head
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
+from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.protocol import Columns, Messages
 from lightning_rlhf.rewards.serve import Score
@@ -52,10 +53,11 @@ def text_reward(
     on = torch.device(config.device) if config.device else device
     mean, std, limit = 0.0, 1.0, config.max_tokens
     if final.manifest is None:
-        model = classifier_model(config, key, on)
+        model, there = classifier_model(config, key, on)
     else:
-        model, positions = own_model(final, config, on)
-        limit = min(limit, positions or limit)
+        model, there = own_model(final, config, key, on)
+    if there is not None:
+        limit = there if limit is None else min(limit, there)
     if config.normalization == "stored":
         mean, std = final.reward_moments()
     batch_size = BatchSize(f"{key}.batch_size", config.batch_size)
@@ -109,8 +111,10 @@ def check_own(final: Final, config: ModelConfig, key: str) -> None:
         final.reward_moments()
 
 
-def classifier_model(config: ModelConfig, key: str, device: torch.device) -> TextModel:
-    """A sequence classifier of any family."""
+def classifier_model(
+    config: ModelConfig, key: str, device: torch.device
+) -> tuple[TextModel, int | None]:
+    """A sequence classifier of any family; returns as `own_model`."""
     classifier = load_classifier(
         config.name_or_path,
         key,
@@ -125,7 +129,7 @@ def classifier_model(config: ModelConfig, key: str, device: torch.device) -> Tex
         max_tokens=config.max_tokens,
         device=device,
     )
-    return TextModel(
+    model = TextModel(
         classifier.encode,
         classifier.read,
         classifier.show,
@@ -133,10 +137,11 @@ def classifier_model(config: ModelConfig, key: str, device: torch.device) -> Tex
         classifier.doubts,
         classifier.starts,
     )
+    return model, positions(classifier.model.config)
 
 
 def own_model(
-    final: Final, config: ModelConfig, device: torch.device
+    final: Final, config: ModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
     """What stage=rm left, on the base that it was trained on, with the format of its training.
 
@@ -153,6 +158,7 @@ def own_model(
         trust_remote_code=config.trust_remote_code,
     )
     roles = load_reward(final, base).to(device)
+    warn_of_one_head(roles, REWARD, config.uncertainty_coef, key)
     tokenizer = load_tokenizer(base, final.path)
     chat = ChatFormat(tokenizer, manifest.config["data"]["chat_template_kwargs"])
 
@@ -165,8 +171,7 @@ def own_model(
         with torch.autocast(device.type, enabled=False):
             return roles.rewards(tokens.to(device), mask.to(device))
 
-    positions = getattr(roles.causal_lm.config, "max_position_embeddings", None)
-    return TextModel(encode, read, chat.show), positions
+    return TextModel(encode, read, chat.show), positions(roles.causal_lm.config)
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:
@@ -176,7 +181,7 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
 
     overrides: `reward.KEY=VALUE`, of the keys in conf/reward/model.yaml that say how it is read.
     """
-    final = find(str(local_folder(source, "reward.name_or_path", None)), "reward.name_or_path")
+    final = find(str(local_folder(source, "final", None)), "final")
     for word in overrides:
         require(re.match(r"reward\.\w+=", word) is not None, "an option", word, "reward.KEY=VALUE")
         key = word.partition("=")[0]

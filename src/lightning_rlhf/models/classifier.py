@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,12 @@ def load_classifier(
     revision: str | None,
     tokenizer: str | None,
     chat_template: str | None,
-    label: int | None,
+    label: int | str | None,
     dtype: DType | None,
     quantization: Quantization,
     attn_implementation: str | None,
     trust_remote_code: bool,
-    max_tokens: int,
+    max_tokens: int | None,
     device: torch.device,
 ) -> Classifier:
     """The reward model at a folder or hub id, frozen; `key` is where the configuration names it.
@@ -184,7 +185,8 @@ def load_classifier(
     if quantization == "none":
         model.to(device)
     model.eval().requires_grad_(False)
-    return Classifier(model, reader, label=label or 0, pair=chat_template == PAIR)
+    index = check_label(config, label, folder, key)
+    return Classifier(model, reader, label=index, pair=chat_template == PAIR)
 
 
 def check_classifier(
@@ -193,25 +195,40 @@ def check_classifier(
     *,
     tokenizer: str | None,
     chat_template: str | None,
-    label: int | None,
+    label: int | str | None,
     trust_remote_code: bool,
-    max_tokens: int,
+    max_tokens: int | None,
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """The configuration and the tokenizer of the reward model in `folder`, without its weights.
 
-    Raises as `load_classifier`.
+    Raises as `load_classifier`, one error for all options that do not fit.
     """
     with naming(str(folder), f"{key}.name_or_path"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    check_label(config, label, folder, key)
-    check_length(config, max_tokens, key)
-    reader = load_reader(tokenizer or str(folder), chat_template, key, trust_remote_code)
+    faults: list[str] = []
+    with collected(faults):
+        check_label(config, label, folder, key)
+    with collected(faults):
+        check_length(config, max_tokens, key)
+    with collected(faults):
+        reader = load_reader(tokenizer or str(folder), chat_template, key, trust_remote_code)
+    if faults:
+        raise ConfigError("; and ".join(faults))
     check_weights(folder)
     return config, reader
 
 
-def check_label(config: PretrainedConfig, label: int | None, folder: Path, key: str) -> None:
-    """Raise where it is not clear which output is the reward."""
+@contextlib.contextmanager
+def collected(faults: list[str]) -> Iterator[None]:
+    """A ConfigError inside is put with the others, to be told together."""
+    try:
+        yield
+    except ConfigError as error:
+        faults.append(str(error))
+
+
+def check_label(config: PretrainedConfig, label: int | str | None, folder: Path, key: str) -> int:
+    """Which output is the reward. Raises where that is not clear."""
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
         raise CheckpointError(
@@ -219,21 +236,33 @@ def check_label(config: PretrainedConfig, label: int | None, folder: Path, key: 
             "classification, or the final/ folder of a stage=rm run"
         )
     count = config.num_labels
+    names = {name: index for index, name in config.id2label.items()}
+    allowed = f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}"
     if label is None:
-        require(count == 1, f"{key}.label", None,
-                f"0 to {count - 1}, since {folder} has {count} outputs")  # fmt: skip
-    else:
-        require(label < count, f"{key}.label", label, f"0 to {count - 1}, the outputs of {folder}")
+        require(count == 1, f"{key}.label", None, allowed)
+        return 0
+    if isinstance(label, str):
+        require(label in names, f"{key}.label", label, allowed)
+        return names[label]
+    require(label < count, f"{key}.label", label, allowed)
+    return label
 
 
-def check_length(config: PretrainedConfig, max_tokens: int, key: str) -> None:
-    """Raise ConfigError where the model has fewer positions than it may be given tokens."""
+def positions(config: PretrainedConfig) -> int | None:
+    """How many tokens the model has positions for, where it says that."""
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
+    limit: int | None = getattr(text, "max_position_embeddings", None)
     if limit is not None and "roberta" in config.model_type:  # counts from behind its padding
         limit -= text.pad_token_id + 1
-    require(limit is None or max_tokens <= limit, f"{key}.max_tokens", max_tokens,
-            f"at most {limit}, the model's max_position_embeddings")  # fmt: skip
+    return limit
+
+
+def check_length(config: PretrainedConfig, max_tokens: int | None, key: str) -> None:
+    """Raise ConfigError where the model has fewer positions than it may be given tokens."""
+    limit = positions(config)
+    fits = limit is None or max_tokens is None or max_tokens <= limit
+    require(fits, f"{key}.max_tokens", max_tokens,
+            f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
 
 
 def load_reader(

@@ -124,6 +124,18 @@ def load_reward(final: Final, config: ModelConfig) -> Roles:
     return attach_reward(roles, REWARD, final, config, manifest.tokenizer_hash)
 
 
+def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str) -> None:
+    """Warn where the deviation between heads has a price and there is one head alone."""
+    heads = roles.heads[role]
+    assert isinstance(heads, RewardHeads)
+    if uncertainty_coef > 0 and heads.linear.out_features == 1:
+        warnings.warn(
+            f"{key}.uncertainty_coef is {uncertainty_coef:g}, but the reward model has one head: "
+            "there is no deviation to price; rm.heads=5 trains an ensemble",
+            stacklevel=2,
+        )
+
+
 def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
     """A random head on the reference, to debug the loop."""
     roles.heads[role] = RewardHeads.random(roles.hidden_size, 1, generator).requires_grad_(False)
@@ -141,12 +153,16 @@ def check_positions(roles: Roles, longest: int, what: str) -> None:
         return
     message = (
         f"{what} has {longest} tokens, but the model has positions for {limit} "
-        "(max_position_embeddings)"
+        "(max_position_embeddings); lower data.max_prompt_tokens, or the tokens of a response"
     )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
         raise ConfigError(message)
-    warnings.warn(message, stacklevel=2)
+    warnings.warn(
+        f"{message}: beyond them it was not trained, and what it says and how it scores may be "
+        "nonsense",
+        stacklevel=2,
+    )
 
 
 def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:

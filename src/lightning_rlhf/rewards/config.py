@@ -98,8 +98,8 @@ class ModelConfig(LearnedConfig):
     tokenizer: str | None
     chat_template: str | None
     """A Jinja file, "pair" for tokenizer(prompt, response), or None for the tokenizer's own."""
-    label: int | None
-    """Which of several outputs is the reward; None where there is one."""
+    label: int | str | None
+    """Which of several outputs is the reward, by number or name; None where there is one."""
     dtype: DType | None
     """None is as it was trained by stage=rm, or as it is stored."""
     quantization: Quantization
@@ -108,7 +108,8 @@ class ModelConfig(LearnedConfig):
     device: str | None
     """Where it computes; None is where the policy does."""
     batch_size: int
-    max_tokens: int
+    max_tokens: int | None
+    """None is as many as it has positions for."""
     uncertainty_coef: float
     """As HeadConfig.uncertainty_coef, for what stage=rm trained."""
 
@@ -122,10 +123,13 @@ class ModelConfig(LearnedConfig):
         require_one_of(f"{key}.dtype", self.dtype, (None, *get_args(DType)))
         require_one_of(f"{key}.quantization", self.quantization, get_args(Quantization))
         require_flag(f"{key}.trust_remote_code", self.trust_remote_code)
-        if self.label is not None:
+        if isinstance(self.label, str):
+            require_text(f"{key}.label", self.label, "a number, the name of an output, or null")
+        elif self.label is not None:
             require_number(f"{key}.label", self.label, at_least=0, whole=True)
-        for name in ("batch_size", "max_tokens"):
-            require_number(f"{key}.{name}", getattr(self, name), at_least=1, whole=True)
+        require_number(f"{key}.batch_size", self.batch_size, at_least=1, whole=True)
+        if self.max_tokens is not None:
+            require_number(f"{key}.max_tokens", self.max_tokens, at_least=1, whole=True)
         require_number(f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0)
         require(self.device is None or is_device(self.device), f"{key}.device", self.device,
                 f"null, cpu, cuda:0 to cuda:{torch.cuda.device_count() - 1}"

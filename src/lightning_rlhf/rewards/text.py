@@ -48,8 +48,8 @@ class TextReward:
     """Price of the deviation between the heads of an ensemble."""
     batch_size: BatchSize
     """Dialogues that are read at once, of alike lengths."""
-    max_tokens: int
-    """A longer dialogue loses what follows its start tokens; its end stays."""
+    max_tokens: int | None
+    """None reads all. A longer dialogue loses what follows its start tokens; its end stays."""
     name: str
     """Its key in the configuration, which warnings name."""
 
@@ -76,17 +76,16 @@ class TextReward:
         """The tokens of a dialogue that are read."""
         features = self.model.encode(row, response)
         length = len(features["input_ids"])
-        if length > self.max_tokens:
-            warnings.warn(  # shown once, since it always comes from this line
-                f"{self.name}: dialogues of more than max_tokens={self.max_tokens} tokens lose "
-                "their beginning before the reward model reads them",
-                stacklevel=1,
-            )
+        if self.max_tokens is None or length <= self.max_tokens:
+            return features
+        warnings.warn(  # shown once, since it always comes from this line
+            f"{self.name}: dialogues of more than max_tokens={self.max_tokens} tokens lose "
+            "their beginning before the reward model reads them",
+            stacklevel=1,
+        )
         start = self.model.starts(features["input_ids"][: self.max_tokens - 1])
-        behind = length - max(0, length - self.max_tokens)
-        return {
-            name: [*ids[:start], *ids[length - behind + start :]] for name, ids in features.items()
-        }
+        behind = length - self.max_tokens + start
+        return {name: [*ids[:start], *ids[behind:]] for name, ids in features.items()}
 
     def rendered(self, row: Mapping[str, Any], response: str) -> str:
         """What the reward model reads, special tokens visible."""
