@@ -90,3 +90,7 @@ def test_an_option_that_is_not_known_is_told(workplace: Workplace) -> None:
     outcome = workplace.call("serve-reward", "final", "--prot", "1")
     assert outcome.status == 2
     assert "--prot" in outcome.err
+
+
+def test_only_the_model_must_be_given(workplace: Workplace) -> None:
+    assert workplace.call("serve-reward").err.strip().endswith("are required: final")

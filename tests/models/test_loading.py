@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -15,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3_5Config,
@@ -24,6 +27,7 @@ from transformers import (
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.models.handover import check_positions
 from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer
 from lightning_rlhf.models.roles import BASE, POLICY, Roles, trainable_names
 
@@ -382,3 +386,16 @@ def test_the_multimodal_checkpoint_loads_as_text(
     expected = text.state_dict()
     assert set(loaded.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[n]) for n, tensor in loaded.state_dict().items())
+
+
+def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:
+    """Its positions are computed, so that nothing breaks."""
+    model: Any = LlamaForCausalLM(LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, max_position_embeddings=64,
+    ))  # fmt: skip
+    roles: Any = SimpleNamespace(causal_lm=model)
+    check_positions(roles, 64, "it")
+    told = r"it has 65 tokens.*lower data\.max_prompt_tokens.*nonsense"
+    with pytest.warns(UserWarning, match=told):
+        check_positions(roles, 65, "it")
