@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import tempfile
+import zipfile
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_rlhf.callbacks.checkpoint_files import (
@@ -33,7 +39,7 @@ from lightning_rlhf.core.errors import CheckpointError, RewardError, StorageErro
 
 from .conftest import FakePPO, Fit
 
-ORIGIN = Origin(stage="ppo", model="mini", version="1")
+ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
 NEVER = 1000
 
 
@@ -149,7 +155,7 @@ def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
 
 
 def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:
-    saver = Checkpoints(tmp_path, config(), Origin(stage="sft", model="m", version="1"), Stop())
+    saver = Checkpoints(tmp_path, config(), replace(ORIGIN, stage="sft"), Stop())
     for step, loss in enumerate((3.0, 2.0, 2.5)):
         (tmp_path / f"{step:06d}.ckpt").write_text(str(step))
         batches = SimpleNamespace(total=SimpleNamespace(processed=step))
@@ -244,6 +250,27 @@ def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run) -> None:
     assert seen == [["000002.ckpt", "best.ckpt"]]
     assert run.steps == [2, 4, 6]
     assert saver.best_step == 6
+
+
+def test_later_ones_go_before_rows_and_samples_do(run: Run, capsys: Any) -> None:
+    """Or a run that is cut off in between would go on from what is later than its rows."""
+    run.train(val_every=2, checkpoints_kept=9)
+    with pytest.raises(Cut):
+        run.train(At("on_train_start", 1, throw(Cut())), val_every=2, resume="000002")
+    assert run.steps == [2]
+    assert len((run.folder / "metrics.csv").read_text().splitlines()) == 1 + 6
+    said = "deleted, as later than step 2 or unreadable: 000004.ckpt, 000006.ckpt, best.ckpt"
+    assert said in capsys.readouterr().out
+
+
+def test_a_best_one_that_cannot_be_read_is_in_nobodys_way(run: Run, capsys: Any) -> None:
+    run.train(val_every=2, checkpoints_kept=9)
+    best = run.checkpoints / "best.ckpt"
+    best.unlink()
+    best.write_bytes(b"PK")
+    saver = run.train(val_every=2, checkpoints_kept=9, resume="000004")
+    assert "unreadable: 000006.ckpt, best.ckpt" in capsys.readouterr().out
+    assert saver.best_step == step_of(best) == 6
 
 
 def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
@@ -408,7 +435,7 @@ def whole(run: Run) -> Path:
 
 def test_a_whole_checkpoint_is_read(whole: Path) -> None:
     check_checkpoint(whole, ORIGIN)
-    assert read_run(whole) == {"stage": "ppo", "model": "mini", "version": "1", "step": 6}
+    assert read_run(whole) == asdict(ORIGIN) | {"step": 6}
 
 
 @pytest.mark.parametrize("size", [0, 1000])
@@ -421,12 +448,14 @@ def test_a_checkpoint_that_was_cut_off_is_refused(whole: Path, size: int) -> Non
 def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
     """torch itself would read it."""
     path, tensor = tmp_path / "000001.ckpt", torch.full((64,), 1.2345)
-    WholeFiles().save_checkpoint({"a": tensor, "lightning_rlhf": stamp(ORIGIN, 1)}, path)
+    WholeFiles().save_checkpoint(
+        {"state_dict": {"a": tensor}, "lightning_rlhf": stamp(ORIGIN, 1)}, path
+    )
     check_checkpoint(path, ORIGIN)
     data = bytearray(path.read_bytes())
     data[data.index(tensor.numpy().tobytes()) + 5] ^= 1
     path.write_bytes(data)
-    assert torch.load(path, weights_only=True)["a"][1] != tensor[1]
+    assert torch.load(path, weights_only=True)["state_dict"]["a"][1] != tensor[1]
     with pytest.raises(CheckpointError, match=r"000001.ckpt cannot be read: \S+ in it is damaged"):
         check_checkpoint(path, ORIGIN)
 
@@ -437,19 +466,51 @@ def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
         ({"stage": "sft"}, "of stage ppo, not sft"),
         ({"model": "tiny"}, "of model mini, not tiny"),
         ({"version": "2"}, "of lightning-rlhf 1, not 2"),
+        ({"run": "b"}, "of run a, not b"),
     ],
 )
 def test_another_runs_checkpoint_is_foreign(whole: Path, change: dict[str, Any], said: str) -> None:
-    asked = {"stage": "ppo", "model": "mini", "version": "1"} | change
     with pytest.raises(CheckpointError, match=f"000006.ckpt is foreign: {said}"):
-        check_checkpoint(whole, Origin(**asked))
+        check_checkpoint(whole, replace(ORIGIN, **change))
 
 
-def test_another_programs_file_is_foreign(tmp_path: Path) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_foreign(whole: Path) -> None:
+    other = whole.rename(whole.with_stem("000009"))
+    with pytest.raises(CheckpointError, match="000009.ckpt is foreign: of step 6, whatever its"):
+        check_checkpoint(other, ORIGIN)
+
+
+STAMP = stamp(ORIGIN, 1)
+
+
+@pytest.mark.parametrize("content", [
+    {"state_dict": {}}, {"lightning_rlhf": STAMP}, [STAMP], None,
+    *({"state_dict": {}, "lightning_rlhf": run} for run in (
+        None, "x", {}, STAMP | {"step": "1"}, STAMP | {"more": 1})),
+])  # fmt: skip
+def test_another_programs_file_is_foreign(tmp_path: Path, content: Any) -> None:
     path = tmp_path / "000001.ckpt"
-    torch.save({"state_dict": {}}, path)
-    with pytest.raises(CheckpointError, match="is foreign: no checkpoint of lightning-rlhf"):
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="is foreign: no checkpoint of this lightning-rlhf"):
         check_checkpoint(path, ORIGIN)
+
+
+@given(place=st.floats(0, 0.999), byte=st.integers(0, 255))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_whatever_bytes_say_is_one_error(place: float, byte: int) -> None:
+    """With a checksum that fits them: the pickle in the file is another one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, changed = Path(folder) / "000001.ckpt", Path(folder) / "000001.other"
+        torch.save({"state_dict": {"a": torch.ones(2)}, "lightning_rlhf": STAMP}, path)
+        with zipfile.ZipFile(path) as one, zipfile.ZipFile(changed, "w") as other:
+            for name in one.namelist():
+                data = bytearray(one.read(name))
+                if name.endswith("data.pkl"):
+                    data[int(place * len(data))] = byte
+                other.writestr(name, bytes(data))
+        changed.replace(path)
+        with contextlib.suppress(CheckpointError):
+            check_checkpoint(path, ORIGIN)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:

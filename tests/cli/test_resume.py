@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_one_process_at_a_time(workplace: Workplace, running: subprocess.Popen[s
         assert "run=NAME" in error
     running.kill()
     running.wait()
-    assert "was cut off before its first checkpoint" in workplace.mini(*SLOW, "resume=true").error
+    assert "has no checkpoint to go on from" in workplace.mini(*SLOW, "resume=true").error
     workplace.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
     assert not list(workplace.outputs.rglob("*.lock"))
 
@@ -258,3 +259,34 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
                           "the same command starts it anew")  # fmt: skip
     workplace.mini("stage=sft", *again).succeeded  # noqa: B018
     assert weights(folder) == weights(pipeline.stage("sft"))
+
+
+PARENT = """
+import sys
+from lightning_rlhf.cli.process import run_command
+CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+run_command([sys.executable, "-c", CHILD], {})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no child")
+def test_a_command_ends_with_a_parent_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = Path("/proc") / parent.stdout.readline().strip()
+    assert child.exists()
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while child.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.exists()
+
+
+def test_what_a_kill_left_of_an_overwritten_run_is_no_part_of_the_next(finished: Workplace) -> None:
+    left = finished.stage("sft").with_name(".sft.deleted")
+    (left / "checkpoints").mkdir(parents=True)
+    (left / "checkpoints" / "000050.ckpt").touch()
+    finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
+    assert not left.exists()
+    assert "000050" not in checkpoints(finished, "sft")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -32,6 +31,8 @@ class Origin:
     model: str
     version: str
     """Of lightning-rlhf."""
+    run: str
+    """A random name that the run got when it began."""
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -94,16 +95,31 @@ def link(source: Path, target: Path) -> None:
             shutil.copyfile(source, beside)
 
 
-def go_back(folder: Path, step: int) -> None:
-    """Delete what is later than `step`, which the run goes on from, and what was half written."""
+def go_back(folder: Path, step: int) -> list[str]:
+    """Delete what is later than `step`, which the run goes on from, and what was half written.
+
+    A best one that cannot be read goes too. Returns: the names of the whole files that went.
+    """
     best = folder / f"{BEST}{SUFFIX}"
-    if best.exists() and not path_of(folder, step).exists() and step_of(best) == step:
-        link(best, path_of(folder, step))
-    later = [path for path in numbered(folder) if step_named(path) > step]
-    if best.exists() and step_of(best) > step:
-        later.append(best)
-    for path in (*later, *folder.glob(f"*{SUFFIX}.tmp")):
+    gone = [path for path in numbered(folder) if step_named(path) > step]
+    if best.exists():
+        best_step = step_of(best) if is_readable(best) else None
+        if best_step == step and not path_of(folder, step).exists():
+            link(best, path_of(folder, step))
+        if best_step is None or best_step > step:
+            gone.append(best)
+    for path in (*gone, *folder.glob(f"*{SUFFIX}.tmp")):
         path.unlink()
+    return [path.name for path in gone]
+
+
+def is_readable(path: Path) -> bool:
+    """Whether it is a checkpoint of a run."""
+    try:
+        read_run(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def step_of(path: Path) -> int:
@@ -123,12 +139,13 @@ def read_run(path: Path) -> dict[str, Any]:
     """
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] or type(error).__name__
+    except Exception as error:  # what damaged bytes raise is anybody's guess
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} cannot be read: {reason}") from error
-    if not isinstance(found, dict) or RUN not in found:
-        raise CheckpointError(f"{path} is foreign: no checkpoint of lightning-rlhf")
-    run: dict[str, Any] = found[RUN]
+    run: Any = found.get(RUN) if isinstance(found, dict) and "state_dict" in found else None
+    keys = {*Origin.__dataclass_fields__, "step"}
+    if not isinstance(run, dict) or run.keys() != keys or not isinstance(run["step"], int):
+        raise CheckpointError(f"{path} is foreign: no checkpoint of this lightning-rlhf")
     return run
 
 
@@ -146,3 +163,5 @@ def check_checkpoint(path: Path, origin: Origin) -> None:
         if found[key] != value:
             what = "lightning-rlhf" if key == "version" else key
             raise CheckpointError(f"{path} is foreign: of {what} {found[key]}, not {value}")
+    if path.stem.isdigit() and found["step"] != step_named(path):
+        raise CheckpointError(f"{path} is foreign: of step {found['step']}, whatever its name")

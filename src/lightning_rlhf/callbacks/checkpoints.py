@@ -69,6 +69,8 @@ class Checkpoints(Callback):
         self._finished: tuple[int, int, int] | None = None
         """`progress` at the end of the last step."""
         self._since = monotonic()
+        self._first = 0
+        """The step that the run goes on from."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
@@ -82,13 +84,23 @@ class Checkpoints(Callback):
     ) -> None:
         checkpoint[RUN] = stamp(self.origin, trained(trainer))
 
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._first = checkpoint[RUN]["step"]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Before rows and samples of later steps go: or a run that is cut off in between would
+        # have a checkpoint that is later than they are.
+        if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
+            tell(f"deleted, as later than step {self._first} or unreadable: {', '.join(gone)}")
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trained(trainer)
         self._finished = progress(trainer, pl_module)
         if trainer.ckpt_path is None:
             return
         self._saved = step, self.evaluated
-        go_back(self.folder, step)
         if not (self.folder / f"{BEST}{SUFFIX}").exists():  # it was later than `step`
             self.best = self.best_step = None
         if step > 0 and step % self.config.val_every == 0 and self.evaluated != step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.data.rollouts import recorded_iterations
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.loading import is_folder, refuse_missing_folder
 from lightning_rlhf.models.roles import REWARD, SFT
@@ -24,6 +26,7 @@ from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 BASE = "base"
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
+RUN_ID = "run_id.txt"
 SAVING = tuple(
     f"{stage}.{key}"
     for stage in ("sft", "rm", "ppo")
@@ -71,10 +74,15 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     folder = folder_of(settings)
     digests = {role: digest(final.path) for role, final in parents.items()}
     try:
-        anew = settings.overwrite or (is_unbegun(folder) and not settings.resume)
-        if folder.exists() and anew:
-            shutil.rmtree(folder)
+        aside = folder.with_name(f".{folder.name}.deleted")  # where a kill may leave a part of it
+        if aside.exists():
+            shutil.rmtree(aside)
+        if folder.exists() and (settings.overwrite or (is_unbegun(folder) and not settings.resume)):
+            os.replace(folder, aside)
+            shutil.rmtree(aside)
         folder.mkdir(parents=True, exist_ok=True)
+        if not settings.resume:
+            (folder / RUN_ID).write_text(secrets.token_hex(8))
         (folder / FAILED).unlink(missing_ok=True)
         for name, tree in ((PARENTS, digests), (CONFIG, settings.tree)):
             with written_whole(folder / name) as beside:
@@ -92,7 +100,8 @@ def is_used(folder: Path) -> bool:
 def is_unbegun(folder: Path) -> bool:
     """Whether a run was started in `folder` and ended before its first step was done."""
     steps = [step_named(path) for path in numbered(folder / CHECKPOINTS)]
-    if not is_used(folder) or (folder / FINAL).is_dir() or any(steps):
+    is_kept = (folder / FINAL).is_dir() or any(steps) or bool(recorded_iterations(folder))
+    if not is_used(folder) or is_kept:
         return False
     file = folder / METRICS
     if not file.is_file():
@@ -150,7 +159,13 @@ def is_stale(settings: Settings) -> bool:
 def changed_key(tree: dict[str, Any], folder: Path) -> str | None:
     """The first key in which `tree` differs from what `folder` was run with, or None."""
     ignored = (*VOLATILE, *UNREAD[tree["stage"]])
-    return differing_key(tree, json.loads((folder / CONFIG).read_text()), ignored)
+    try:
+        then = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder / CONFIG} is damaged: {error}. Give overwrite=true to start anew"
+        ) from error
+    return differing_key(tree, then, ignored)
 
 
 def differing_key(

@@ -135,6 +135,8 @@ def fit(
         enable_model_summary=False,
         default_root_dir=ready.folder,
     )
+    if resume_from is not None:
+        say(f"going on from {resume_from}")
     exit_code = 1
     try:
         with deferred_signals(stop):
@@ -149,6 +151,8 @@ def fit(
     finally:
         close_loggers(loggers, exit_code)
     say(f"curves: {draw_curves(ready.folder, settings.stage)}")
+    if saver.best_step is not None and saver.best_step != saver.evaluated:
+        say(f"the best evaluation was that of step {saver.best_step}; final/ is the last step")
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
 
 

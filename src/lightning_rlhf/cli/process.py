@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl."""
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -31,8 +36,9 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     before = {signum: signal.signal(signum, pass_on) for signum in heard}
     try:
         process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0
-        )
+            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0,
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
         started.append(process)
         for signum in received:  # before there was anything to tell
             process.send_signal(signum)
@@ -43,3 +49,9 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     if received:
         raise Stopped(received[0])
     return status
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when the parent is gone, by a kill too; only Linux can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -21,6 +21,7 @@ from lightning_rlhf.cli.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
+    RUN_ID,
     changed_key,
     check_writable,
     find_parents,
@@ -37,13 +38,17 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 def held(settings: Settings, folder: Path) -> Iterator[None]:
     """`folder` is written by no other process; the system lets go of it with this one.
 
-    The lock is a file beside the folder, which overwrite=true deletes. Nothing is left of it.
+    The lock is a file beside the folder, which overwrite=true deletes. Only a process that is
+    killed leaves it behind, unlocked.
     Raises ConfigError where another process holds it.
     """
     check_writable(settings.outputs, folder)
     parents = (folder.parent, *folder.parent.parents)
     made = [parent for parent in parents if not parent.exists()]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
     file = folder.with_name(f"{folder.name}.lock")
     lock = FileLock(file, timeout=0)
     try:
@@ -92,7 +97,7 @@ def resume_point(settings: Settings) -> Path | None:
             )
         return there[-1] if settings.resume is True else named(folder, settings.resume)
     if settings.resume:
-        raise ConfigError(f"{folder} was cut off before its first checkpoint. Give {anew}")
+        raise ConfigError(f"{folder} has no checkpoint to go on from. Give {anew}")
     if is_unbegun(folder):
         return None
     go_on = "resume=true to go on, " if there else ""
@@ -147,4 +152,6 @@ def origin(settings: Settings) -> Origin:
     """What the run's checkpoints are of."""
     assert settings.stage != "eval"
     version = lightning_rlhf.__version__
-    return Origin(stage=settings.stage, model=settings.model.name, version=version)
+    file = folder_of(settings) / RUN_ID
+    run = file.read_text() if file.is_file() else ""
+    return Origin(stage=settings.stage, model=settings.model.name, version=version, run=run)
