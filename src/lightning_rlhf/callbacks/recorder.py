@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich import get_console
 
 from lightning_rlhf.callbacks.contract import ppo_view
-from lightning_rlhf.core.digest import digest
+from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.types import UpdateStats
@@ -96,6 +96,6 @@ def latest(
         components=[term.name for term in module.reward.terms],
         has_critic=module.critic is not None,
         updates=None if updates is None else stats(updates),
-        parameters=None if updates is None else digest(pl_module.state_dict()),
+        parameters=None if updates is None else parameters_digest(pl_module.state_dict()),
         machine=machine(pl_module.device),
     )

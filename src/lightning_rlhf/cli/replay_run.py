@@ -17,7 +17,7 @@ from lightning_rlhf.cli.launch import Prepared, make_ready
 from lightning_rlhf.cli.replay_plan import Plan
 from lightning_rlhf.cli.run_ppo import build_module
 from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.core.digest import digest
+from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
@@ -83,7 +83,9 @@ class Comparison(Callback):
         batch_idx: int,
     ) -> None:  # fmt: skip
         if batch.updates is not None:
-            found = differences(batch, stats(outputs["updates"]), digest(pl_module.state_dict()))
+            found = differences(
+                batch, stats(outputs["updates"]), parameters_digest(pl_module.state_dict())
+            )
             self.differences += found
 
 

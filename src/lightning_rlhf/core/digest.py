@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
+def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256, in hexadecimal, of the names, types, shapes and bits, in the order of the names."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):

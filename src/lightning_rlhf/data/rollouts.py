@@ -64,7 +64,7 @@ class Recorded(Collected):
     updates: Sequence[Mapping[str, float]] | None
     """UpdateStats of each minibatch; None where the iteration did not come to its end."""
     parameters: str | None
-    """`digest` of the trained parameters after it; None as above."""
+    """`parameters_digest` of the trained parameters after it; None as above."""
     machine: Mapping[str, str]
     """What the numbers may depend on besides the configuration."""
 
