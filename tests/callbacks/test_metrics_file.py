@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.core.errors import StorageError
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -66,3 +69,16 @@ def test_columns_follow_the_table_of_metrics(tmp_path: Path) -> None:
 def test_a_row_without_a_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step"):
         MetricsFile(tmp_path).log_metrics({"reward_mean": 1.0})
+
+
+def test_a_file_that_does_not_fit_leaves_the_one_before(
+    tmp_path: Path, largest_file: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    path = tmp_path / "metrics.csv"
+    file = MetricsFile(tmp_path)
+    file.log_metrics({"reward_mean": 1.0}, step=1)
+    told = rf"^{path} was not written: File too large\. It needs .* and .* are free now"
+    with pytest.raises(StorageError, match=told), largest_file(20):
+        file.log_metrics({"eval/reward_mean": 2.0}, step=1)
+    assert read(path) == [{"step": "1", "reward_mean": "1.0"}]
+    assert list(tmp_path.iterdir()) == [path]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.errors import DataError, StorageError
 from lightning_rlhf.core.types import Experience, UpdateStats
 from lightning_rlhf.data.rollouts import (
     FACTS,
@@ -160,6 +162,19 @@ def test_files_are_found_by_their_number(tmp_path: Path) -> None:
 
 def test_writing_leaves_nothing_else(tmp_path: Path) -> None:
     path = written(tmp_path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_does_not_fit_is_named(
+    tmp_path: Path, largest_file: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    """And the one before it stays."""
+    path = written(tmp_path)
+    before = path.read_bytes()
+    told = rf"^{path} was not written: File too large\. It needs \d\.\d MB, and .* are free now"
+    with pytest.raises(StorageError, match=told), largest_file(1000):
+        written(tmp_path)
+    assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
 

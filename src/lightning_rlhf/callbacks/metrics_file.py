@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.core.storage import written_whole
 
 STEP = "step"
 _ORDER = {name: place for place, name in enumerate(METRICS)}
@@ -71,12 +71,10 @@ class MetricsFile(Logger):
 
     def _rewrite(self) -> None:
         self._columns = _columns(self._rows)
-        draft = self.path.with_suffix(".csv.tmp")
-        with draft.open("w", newline="") as file:
+        with written_whole(self.path) as beside, beside.open("w", newline="") as file:
             writer = self._writer(file)
             writer.writeheader()
             writer.writerows({STEP: step, **self._rows[step]} for step in sorted(self._rows))
-        os.replace(draft, self.path)
 
     def _writer(self, file: Any) -> csv.DictWriter[str]:
         return csv.DictWriter(file, fieldnames=[STEP, *self._columns])

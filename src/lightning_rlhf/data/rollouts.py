@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -33,6 +32,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import Collected, Experience, UpdateStats
 
 FOLDER = "rollouts"
@@ -91,16 +91,20 @@ def recorded_iterations(run_dir: Path) -> list[int]:
 
 
 def write_recorded(path: Path, recorded: Recorded) -> None:
-    """Write the file beside its place, then put it there; its folder is made."""
+    """Write the file whole or not at all; its folder is made.
+
+    Raises StorageError where the disk holds no more.
+    """
     path.parent.mkdir(exist_ok=True)
-    beside = path.with_suffix(".tmp")
     table = as_table(recorded)
-    with pq.ParquetWriter(
-        beside, table.schema, compression="zstd", write_page_checksum=True, store_schema=False
-    ) as file:
+    with (
+        written_whole(path, table.nbytes) as beside,
+        pq.ParquetWriter(
+            beside, table.schema, compression="zstd", write_page_checksum=True, store_schema=False
+        ) as file,
+    ):
         file.add_key_value_metadata(facts_of(recorded))
         file.write_table(table)
-    os.replace(beside, path)
 
 
 def as_table(recorded: Recorded) -> pa.Table:
