@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 from lightning_rlhf.cli import replay_run
 from lightning_rlhf.cli.main import HOME
 from lightning_rlhf.cli.replay_plan import plan_replay
+from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.data.rollouts import file_of, read_recorded, recorded_iterations, write_recorded
 from lightning_rlhf.modules.ppo import PPOModule
 
@@ -147,6 +150,24 @@ def test_an_update_is_replayed_bit_for_bit(
     assert "Warning" not in outcome.err
 
 
+def test_only_the_checkpoint_that_it_starts_from_has_to_be_whole(run: Path) -> None:
+    """Of the others the name tells; the best one is left out."""
+    checkpoints = run / "checkpoints"
+    shutil.copy(checkpoints / "000002.ckpt", checkpoints / "000001.ckpt")
+    for path in (checkpoints / "000003.ckpt", checkpoints / "best.ckpt"):
+        path.unlink()
+        path.write_bytes(b"damaged")
+    assert plan_replay(run, 1).checkpoint is None
+    assert plan_replay(run, 3).checkpoint == checkpoints / "000002.ckpt"
+
+
+def test_the_best_checkpoint_may_be_the_latest(run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    (checkpoints / "000002.ckpt").replace(checkpoints / "best.ckpt")
+    assert plan_replay(run, 3).checkpoint == checkpoints / "best.ckpt"
+    assert plan_replay(run, 2).checkpoint is None
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whatever_ppo_learns_with(finished: Workplace, variant: str) -> None:
     """From elsewhere: earlier stages are found where the run's folder says, from the start."""
@@ -244,27 +265,80 @@ def test_a_batch_that_broke_the_run_off_is_replayed(place: Workplace, run: Path)
     assert "nan" in (run / "replay_3.html").read_text()
 
 
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """spoil(n): the critic spoils the loss of every update after the n-th."""
+
+    def arrange(good: int) -> None:
+        calls, value_loss = itertools.count(1), PPOModule.value_loss
+
+        def spoiled(self: PPOModule, *args: Any) -> tuple[Tensor, Tensor]:
+            loss, clipped = value_loss(self, *args)
+            return loss * (torch.nan if next(calls) > good else 1.0), clipped
+
+        monkeypatch.setattr(PPOModule, "value_loss", spoiled)
+
+    return arrange
+
+
+BREAKING = (
+    "stage=ppo", "run=next", "ppo.max_nonfinite=2", "ppo.checkpoint_every=10",
+    "ppo.microbatch_size=4",  # a minibatch: one loss is one update
+)  # fmt: skip
+KEPT = "kept for `lightning-rlhf replay outputs/next/mini/ppo --iteration 2`: "
+
+
 def test_what_no_update_can_be_made_of_is_kept(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that records nothing. The critic spoils the loss of the second iteration."""
-    run, value_loss = finished.stage("ppo", "next"), PPOModule.value_loss
-
-    def spoiled(self: PPOModule, *args: Any) -> tuple[Tensor, Tensor]:
-        loss, clipped = value_loss(self, *args)
-        return loss * (torch.nan if self.iteration == 1 else 1.0), clipped
-
-    monkeypatch.setattr(PPOModule, "value_loss", spoiled)
-    command = ["stage=ppo", "run=next", "ppo.max_nonfinite=2", *given(finished)]
+    """Of a run that records nothing, from the first of the four updates of iteration 2."""
+    run = finished.stage("ppo", "next")
+    spoil(4)
+    command = [*BREAKING, *given(finished)]
     outcome = finished.mini(*command)
     assert "2 updates in a row (ppo.max_nonfinite)" in outcome.err
-    assert "kept for `lightning-rlhf replay outputs/next/mini/ppo --iteration 2`: " in outcome.out
+    assert KEPT in outcome.out
     assert recorded_iterations(run) == [2]
     monkeypatch.undo()
     # No update was made, so that the checkpoint is the one before them, and all can be made now.
     assert "no outcome to compare with" in replay(finished, run, 2).succeeded.out
     finished.mini(*command, "resume=true").succeeded  # noqa: B018
     assert recorded_iterations(run) == []
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_how_to_replay_is_said_where_it_can_be(
+    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, record: bool
+) -> None:
+    """From the second update of iteration 2, so that no checkpoint is right before it."""
+    run = finished.stage("ppo", "next")
+    spoil(5)
+    outcome = finished.mini(*BREAKING, f"record={record}", *given(finished))
+    assert "2 updates in a row (ppo.max_nonfinite)" in outcome.err
+    assert (KEPT in outcome.out) == record
+    missing = "the way there leads over 1, not recorded"
+    told = f"kept: {file_of(Path('outputs/next/mini/ppo'), 2)}. It cannot be replayed: {missing}"
+    assert (told in outcome.out) != record
+    monkeypatch.undo()
+    again = replay(finished, run, 2)
+    if record:
+        assert "no outcome to compare with" in again.succeeded.out
+    else:
+        assert "leads over 1, not recorded" in again.error
+
+
+def test_a_batch_that_finds_no_room_does_not_hide_why_the_run_ended(
+    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise StorageError("no room")
+
+    spoil(4)
+    monkeypatch.setattr("lightning_rlhf.callbacks.recorder.write_recorded", full)
+    outcome = finished.mini(*BREAKING, *given(finished))
+    assert "2 updates in a row (ppo.max_nonfinite)" in outcome.error
+    assert "the batch of iteration 2 is not kept: no room" in outcome.out
+    assert KEPT not in outcome.out
 
 
 # Shown.
@@ -282,6 +356,19 @@ def test_the_page_stands_alone(place: Workplace, run: Path) -> None:
     for row in range(8):
         assert f"response {row}:" in page
         assert f"response {row}:" in outcome.out
+
+
+def test_a_page_that_does_not_fit(
+    place: Workplace, run: Path, largest_file: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    """The one before it stays."""
+    page = run / "replay_1.html"
+    page.write_text("before")
+    with largest_file(1000):
+        error = replay(place, run, 1).error
+    assert error.startswith(f"{page} was not written: File too large. It needs 0.")
+    assert page.read_text() == "before"
+    assert not list(run.glob("*.tmp"))
 
 
 def test_the_policy_afterwards_is_the_one_of_the_next_iteration(place: Workplace) -> None:
@@ -364,17 +451,35 @@ def damaged_checkpoint(run: Path) -> str:
     return f"{path} cannot be read"
 
 
+def flipped_checkpoint(run: Path) -> str:
+    """One bit in the middle, where the tensors are."""
+    path = run / "checkpoints" / "000002.ckpt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()  # best.ckpt may be the same file
+    path.write_bytes(content)
+    return f"{path} cannot be read: "
+
+
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(
     "fault",
     [no_run, another_stage, damaged_config, not_recorded, not_this_one, not_the_way,
-     damaged_record, damaged_checkpoint, another_parent],
+     damaged_record, damaged_checkpoint, flipped_checkpoint, another_parent],
 )  # fmt: skip
 def test_what_is_wrong_is_one_message(
     place: Workplace, run: Path, fault: Callable[[Path], str]
 ) -> None:
     message = fault(run)
     assert replay(place, run, 3).error.startswith(message)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_message_holds_no_password(place: Workplace, run: Path) -> None:
+    config = run / "config.json"
+    tree = json.loads(config.read_text())
+    config.write_text(json.dumps(tree | {"seed": "http://me:secret@host"}))
+    assert "http://***@host" in replay(place, run, 3).error
 
 
 @pytest.mark.usefixtures("no_model")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich import get_console
 
+from lightning_rlhf.callbacks.checkpoints import tell
 from lightning_rlhf.callbacks.contract import ppo_view
 from lightning_rlhf.core.digest import parameters_digest
-from lightning_rlhf.core.errors import NotFiniteError
+from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.types import UpdateStats
 from lightning_rlhf.data.rollouts import (
@@ -46,12 +46,15 @@ class Recorder(Callback):
 class LastWords(Callback):
     """Where update after update is not finite, writes what they were to learn from.
 
-    The file is that of the iteration which was not finished: `lightning-rlhf replay` runs it.
+    The file is that of the iteration which was not finished. `lightning-rlhf replay` runs it where
+    a checkpoint stands right before it, or all iterations since one are recorded.
     A resumed run forgets the files after its checkpoint: it goes through those iterations again.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self.kept: int | None = None
+        """The iteration that was written."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for iteration in recorded_iterations(self._run_dir):
@@ -63,12 +66,13 @@ class LastWords(Callback):
     ) -> None:
         if isinstance(exception, NotFiniteError):
             iteration = ppo_view(pl_module).iteration + 1
-            path = file_of(self._run_dir, iteration)
-            write_recorded(path, latest(pl_module, iteration, updates=None))
-            line = (
-                f"kept for `lightning-rlhf replay {self._run_dir} --iteration {iteration}`: {path}"
-            )
-            get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+            recorded = latest(pl_module, iteration, updates=None)
+            try:
+                write_recorded(file_of(self._run_dir, iteration), recorded)
+            except StorageError as failure:  # what ended the run is to be told, and not this
+                tell(f"the batch of iteration {iteration} is not kept: {failure}")
+            else:
+                self.kept = iteration
 
 
 def latest(

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_rlhf.cli.main import without_passwords
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.storage import full_disk_told, written_whole
 
 if TYPE_CHECKING:
     from lightning_rlhf.cli.replay_run import Replayed
@@ -24,9 +26,10 @@ def replay(arguments: Sequence[str]) -> None:
     try:
         require_number("--iteration", given.iteration, at_least=1, whole=True)
         require_number("--responses", given.responses, at_least=1, whole=True)
-        same = replay_and_show(Path(given.run), given.iteration, given.responses)
+        with full_disk_told():
+            same = replay_and_show(Path(given.run), given.iteration, given.responses)
     except RLHFError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_passwords(str(error))}", file=sys.stderr)
         sys.exit(1)
     if not same:
         sys.exit(1)
@@ -68,7 +71,9 @@ def replay_and_show(folder: Path, iteration: int, count: int) -> bool:
         get_console().print(part)
     said = verdict(replayed)
     page = folder / f"replay_{iteration}.html"
-    page.write_text(replay_page(f"Iteration {iteration} of {folder}", said, responses), "utf-8")
+    content = replay_page(f"Iteration {iteration} of {folder}", said, responses).encode()
+    with written_whole(page, len(content)) as beside:
+        beside.write_bytes(content)
     say(f"page: {page}")
     say(said, "red" if replayed.differences else "green")
     return not replayed.differences

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lightning_rlhf.callbacks.checkpoint_files import BEST, SUFFIX, numbered, step_of
+from lightning_rlhf.callbacks.checkpoint_files import (
+    BEST,
+    SUFFIX,
+    check_checkpoint,
+    numbered,
+    read_run,
+    step_named,
+    step_of,
+)
 from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, is_stale, run_folder
+from lightning_rlhf.cli.resume import origin
 from lightning_rlhf.cli.settings import Settings, read_settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
@@ -55,13 +65,16 @@ def plan_replay(folder: Path, iteration: int) -> Plan:
             f"iteration {iteration} of {folder} is not recorded; recorded are {ranges(recorded)}"
         )
     start, checkpoint = checkpoint_until(folder, iteration - 1)
-    missing = [i for i in range(start + 1, iteration) if i not in recorded]
-    if missing:
-        origin = "the start" if checkpoint is None else str(checkpoint)
+    if missing := not_recorded(folder, start, iteration):
+        begin = "the start" if checkpoint is None else str(checkpoint)
         raise DataError(
-            f"iteration {iteration} of {folder} cannot be replayed: the way there from {origin} "
+            f"iteration {iteration} of {folder} cannot be replayed: the way there from {begin} "
             f"leads over {ranges(missing)}, not recorded; recorded are {ranges(recorded)}"
         )
+    if checkpoint is not None:
+        # One of another version may be replayed; where it computes otherwise, that is said.
+        version = read_run(checkpoint)["version"]
+        check_checkpoint(checkpoint, replace(origin(settings), version=version))
     plan = Plan(folder, settings, iteration, start, checkpoint)
     for number in plan.iterations:
         read_recorded(file_of(folder, number))
@@ -75,12 +88,23 @@ def plan_replay(folder: Path, iteration: int) -> Plan:
 def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:
     """The latest checkpoint of the run that is not after `iteration`, with its own before it.
 
-    Raises CheckpointError where one cannot be read.
+    Those of steps are told by their names, and not read. The best one is left out where it cannot
+    be read: it only shortens the way.
     """
     checkpoints = folder / CHECKPOINTS
-    files = [*numbered(checkpoints), *checkpoints.glob(f"{BEST}{SUFFIX}")]
-    found: list[tuple[int, Path | None]] = [(0, None), *((step_of(path), path) for path in files)]
-    return max((x for x in found if x[0] <= iteration), key=lambda x: x[0])
+    found: dict[int, Path | None] = {0: None}
+    best = checkpoints / f"{BEST}{SUFFIX}"
+    if best.exists():
+        with suppress(CheckpointError):
+            found[step_of(best)] = best
+    found |= {step_named(path): path for path in numbered(checkpoints)}
+    return max((x for x in found.items() if x[0] <= iteration), key=lambda x: x[0])
+
+
+def not_recorded(folder: Path, start: int, iteration: int) -> list[int]:
+    """Iterations on the way from the end of iteration `start` to `iteration` that have no file."""
+    recorded = recorded_iterations(folder)
+    return [i for i in range(start + 1, iteration) if i not in recorded]
 
 
 def settings_of(folder: Path) -> Settings:

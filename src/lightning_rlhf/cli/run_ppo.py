@@ -14,17 +14,20 @@ from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
-from lightning_rlhf.cli.console import say_lengths
+from lightning_rlhf.cli.console import say, say_lengths
 from lightning_rlhf.cli.folders import find_parents
 from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
+from lightning_rlhf.cli.replay_plan import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import tokenise_prompts
 from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rollouts import file_of
 from lightning_rlhf.data.splits import load_prompts
 from lightning_rlhf.models.handover import (
     add_policy,
@@ -79,8 +82,14 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     samples = Samples(
         every_n_iterations=config.samples_every, count=4, characters=160, run_dir=ready.folder
     )
-    recorders = [LastWords(ready.folder), *([Recorder(ready.folder)] if settings.record else [])]
-    fit(ready, module, data, [PPOMetrics(), evaluation, samples, *recorders])
+    last_words = LastWords(ready.folder)
+    recorders = [last_words, *([Recorder(ready.folder)] if settings.record else [])]
+    try:
+        fit(ready, module, data, [PPOMetrics(), evaluation, samples, *recorders])
+    except NotFiniteError:
+        if last_words.kept is not None:
+            say_kept(ready.folder, last_words.kept)
+        raise
     assert evaluation.first is not None
     assert evaluation.last is not None
     get_console().print(before_after_table(evaluation.first, evaluation.last))
@@ -109,6 +118,22 @@ def build_module(
         prompts=prompts,
         seed=settings.seed,
     )
+
+
+def say_kept(folder: Path, iteration: int) -> None:
+    """Where the batch is that the run broke off at, and how to replay it, or why it cannot be.
+
+    Once the checkpoints are written that an exception leaves.
+    """
+    path = file_of(folder, iteration)
+    start, _ = checkpoint_until(folder, iteration - 1)
+    if missing := not_recorded(folder, start, iteration):
+        say(
+            f"the batch of iteration {iteration} is kept: {path}. It cannot be replayed: the way "
+            f"there leads over {ranges(missing)}, not recorded. With record=true it could be"
+        )
+    else:
+        say(f"kept for `lightning-rlhf replay {folder} --iteration {iteration}`: {path}")
 
 
 def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:
