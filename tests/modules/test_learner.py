@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -203,6 +204,31 @@ def test_the_run_ends_at_the_last_of_several_in_a_row(supervised: tuple[Any, Rec
     stage = module.learner.stage
     with pytest.raises(TrainingError, match=rf"^3 updates in a row \({stage}.max_nonf.*nan"):
         fit(module, [batch] * 6, [Spoiled({1, 2, 3})])
+
+
+def test_the_first_update_of_a_row_that_is_not_made_is_told(
+    supervised: tuple[Any, Record],
+) -> None:
+    """Of the second, the third and the fifth: the third only goes on with what was told."""
+    module, batch = supervised
+    with pytest.warns(UserWarning, match="was not made") as told:
+        fit(module, [batch] * 5, [Spoiled({1, 2, 4})])
+    said = [str(w.message) for w in told if "was not made" in str(w.message)]
+    assert len(said) == 2
+    assert re.fullmatch(
+        r"an update was not made: its loss is \S+ and the norm of its gradient nan; "
+        rf"update/nonfinite counts them, {module.learner.stage}\.max_nonfinite=3 in a row end "
+        "the run",
+        said[0],
+    )
+
+
+def test_the_error_says_how_to_go_on(supervised: tuple[Any, Record]) -> None:
+    module, batch = supervised
+    stage = module.learner.stage
+    expected = rf"Start anew \(overwrite=true or run=NAME\) with a smaller {stage}\.lr: a resumed"
+    with pytest.raises(TrainingError, match=expected):
+        fit(module, [batch] * 3, [Spoiled({0, 1, 2})])
 
 
 def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None:

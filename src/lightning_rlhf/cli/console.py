@@ -27,6 +27,7 @@ NOISY_WARNINGS = (
     ".*smaller than the logging interval.*",
     ".*but have no `val_dataloader`.*",  # a replay evaluates nothing
     ".*callbacks used to create the checkpoint.*",
+    ".*`lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",  # the first update was not made
     ".*LeafSpec.*",
     ".*is_gradient_checkpointing.*",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 
 import lightning as L
@@ -34,6 +35,8 @@ class Learner:
     def step(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
         """Move the parameters, unless one of the two 0-d tensors is not finite; whether it did.
 
+        Warns at the first of several in a row that were not made.
+
         Raises: NotFiniteError at the last of `max_nonfinite` updates in a row that were not made.
         """
         if (loss + grad_norm).isfinite():
@@ -41,13 +44,22 @@ class Learner:
             step(module)
             return True
         self.nonfinite += 1
-        if self.nonfinite == self.config.max_nonfinite:
+        stage, allowed = self.stage, self.config.max_nonfinite
+        if self.nonfinite == allowed:
             self.nonfinite = 0  # for what goes on from here
             raise NotFiniteError(
-                f"{self.config.max_nonfinite} updates in a row ({self.stage}.max_nonfinite) had a "
-                f"loss or gradient that is not finite (the last: {loss:g}, and a norm of "
-                f"{grad_norm:g}) and were not made. A learning rate that is too large does this, "
-                "and so does a reward of enormous size"
+                f"{allowed} updates in a row ({stage}.max_nonfinite) had a loss or gradient that "
+                f"is not finite (the last: {loss:g}, and a norm of {grad_norm:g}) and were not "
+                "made. A learning rate that is too large does this, and so does a reward of "
+                "enormous size. Start anew (overwrite=true or run=NAME) with a smaller "
+                f"{stage}.lr: a resumed run keeps its numbers"
+            )
+        if self.nonfinite == 1:
+            warnings.warn(
+                f"an update was not made: its loss is {loss:g} and the norm of its gradient "
+                f"{grad_norm:g}; update/nonfinite counts them, {stage}.max_nonfinite={allowed} in "
+                "a row end the run",
+                stacklevel=2,
             )
         return False
 
