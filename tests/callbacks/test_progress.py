@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def test_time_is_written_for_people() -> None:
     assert left_text(None) == "time left unknown"
     assert left_text(TimeLeft(20.0, is_lower_bound=False)) == "0:00:20 left"
     assert left_text(TimeLeft(20.0, is_lower_bound=True)) == "more than 0:00:20 left"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0.25, "0.250"), (-40.5, "-40.500"), (0.0, "0.000"), (9999.0, "9999.000"),
+     (12345.6, "1.235e+04"), (1e38, "1e+38"), (-1.23456e38, "-1.235e+38"), (2e-5, "2e-05"),
+     (math.nan, "nan"), (-math.inf, "-inf")],
+)  # fmt: skip
+def test_a_metric_stays_short_whatever_its_size(number: float, expected: str) -> None:
+    assert progress.headline_text({"kl_divergence": number}, "ppo") == f"kl_divergence {expected}"
 
 
 def test_without_a_terminal_there_is_a_line_each_tenth_of_the_run(

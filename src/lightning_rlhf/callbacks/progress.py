@@ -140,7 +140,13 @@ def evaluations_left(trainer: Trainer, done: int, total: int) -> int:
 def headline_text(metrics: Mapping[str, Any], stage: Stage) -> str:
     """The stage's headline metrics that have been measured."""
     shown = (name for name in HEADLINES[stage] if name in metrics)
-    return "  ".join(f"{name} {float(metrics[name]):.3f}" for name in shown)
+    return "  ".join(f"{name} {number_text(float(metrics[name]))}" for name in shown)
+
+
+def number_text(x: float) -> str:
+    """Three decimals, or four significant digits where those would be long or say nothing."""
+    is_plain = x == 0 or 1e-3 <= abs(x) < 1e4
+    return f"{x:.3f}" if is_plain else f"{x:.4g}"
 
 
 class _Bar(RichProgress):
