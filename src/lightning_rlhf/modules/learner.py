@@ -55,10 +55,11 @@ class Learner:
                 f"{stage}.lr: a resumed run keeps its numbers"
             )
         if self.nonfinite == 1:
+            # With the number of those made each text is another one: Python shows each once.
             warnings.warn(
-                f"an update was not made: its loss is {loss:g} and the norm of its gradient "
-                f"{grad_norm:g}; update/nonfinite counts them, {stage}.max_nonfinite={allowed} in "
-                "a row end the run",
+                f"an update was not made, after {module.global_step} that were: its loss is "
+                f"{loss:g} and the norm of its gradient {grad_norm:g}; update/nonfinite counts "
+                f"them, {stage}.max_nonfinite={allowed} in a row end the run",
                 stacklevel=2,
             )
         return False
