@@ -476,7 +476,7 @@ def test_another_runs_checkpoint_is_foreign(whole: Path, change: dict[str, Any],
 
 def test_a_checkpoint_under_the_name_of_another_step_is_foreign(whole: Path) -> None:
     other = whole.rename(whole.with_stem("000009"))
-    with pytest.raises(CheckpointError, match="000009.ckpt is foreign: of step 6, whatever its"):
+    with pytest.raises(CheckpointError, match=r"000009.ckpt is foreign: of step 6, whatever its"):
         check_checkpoint(other, ORIGIN)
 
 

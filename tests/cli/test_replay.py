@@ -261,6 +261,8 @@ def test_a_batch_that_broke_the_run_off_is_replayed(place: Workplace, run: Path)
     last = outcome.out.splitlines()[-1]
     assert last.startswith("iteration 3 broke the run off, so that there is no outcome")
     assert "2 updates in a row (ppo.max_nonfinite)" in last
+    tokens = int(experience.response_mask.sum())
+    assert last.endswith(f"there were not finite already: {tokens} of {tokens} advantages")
     assert outcome.out.splitlines()[2].startswith("response 0:")  # before those that changed
     assert "nan" in (run / "replay_3.html").read_text()
 
@@ -342,6 +344,15 @@ def test_a_batch_that_finds_no_room_does_not_hide_why_the_run_ended(
 
 
 # Shown.
+
+
+def test_without_an_iteration_it_is_the_newest(place: Workplace, run: Path) -> None:
+    outcome = place.call("replay", str(run))
+    check_same(outcome, 3, 4)
+    assert outcome.out.startswith("iteration 3 is the newest that is recorded; ")
+    assert "not finite already" not in outcome.out
+    assert "shown: 3 of 8 responses" in outcome.out
+    assert (run / "replay_3.html").exists()
 
 
 def test_the_page_stands_alone(place: Workplace, run: Path) -> None:

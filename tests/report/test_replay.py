@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from io import StringIO
@@ -120,7 +121,7 @@ def test_without_a_critic_there_are_no_values() -> None:
     token = shown(values=None)[0].tokens[0]
     assert (token.value, token.value_after) == (None, None)
     assert len(cells(token)) == 6
-    assert "value" not in replay_page("", "", shown(values=None)).split("<main>")[1]
+    assert "value" not in replay_page("", "", shown(values=None), 8).split("<main>")[1]
 
 
 def test_the_heading_of_a_response() -> None:
@@ -164,7 +165,7 @@ class Page(HTMLParser):
 
 
 def test_text_on_the_page_is_only_text() -> None:
-    page = Page(replay_page("run <1>", "is & was", shown()))
+    page = Page(replay_page("run <1>", "is & was", shown(), 8))
     assert "script" not in page.tags
     assert page.tags.count("pre") == 4
     assert page.tags.count("section") == 2
@@ -189,7 +190,7 @@ def colours(token: dict[str, str | None]) -> dict[str, tuple[str, float]]:
 
 def test_colours_say_the_sign_and_the_size() -> None:
     """Of the advantage over 2, and of the change of KL over log 4."""
-    tokens = [colours(token) for token in Page(replay_page("", "", shown())).tokens]
+    tokens = [colours(token) for token in Page(replay_page("", "", shown(), 8)).tokens]
     low, high, first, second, third = (token["--advantage"] for token in tokens)
     assert low[0] == second[0] != high[0] == first[0]
     assert [c[1] for c in (low, high, first, second, third)] == pytest.approx(
@@ -202,15 +203,42 @@ def test_colours_say_the_sign_and_the_size() -> None:
     )
 
 
+def test_the_sign_of_an_advantage_is_seen_without_colours() -> None:
+    """Of -0.5, 0.5, 1, -2 and 0; the first, second and last are clipped."""
+    tokens = Page(replay_page("", "", shown(), 8)).tokens
+    assert [token.get("class") for token in tokens] == [
+        *("below clipped", "clipped", None, "below", "clipped")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", ["critic", None])
+def test_what_is_shown_is_explained(values: Any) -> None:
+    found = shown(count=1, values=values)
+    out = StringIO()
+    console = Console(file=out, width=400)
+    for part in on_terminal(found, 8):
+        console.print(part)
+    numbers = ["advantage", "KL", "ratio", "clipped", "value", "mean |log ratio|"]
+    if values is None:
+        numbers.remove("value")
+    said = out.getvalue().splitlines()[-len(numbers) - 2 :]
+    assert said[0].startswith("shown: 1 of 8 responses: first those with a number that")
+    assert [line.split(":")[0] for line in said[2:]] == numbers
+    assert "green where its advantage is above 0, red below" in said[1]
+    page = replay_page("", "", found, 8)
+    assert re.findall("<dt>(.*?)</dt>", page) == numbers
+    assert "1 of 8 responses" in page
+
+
 def test_a_token_without_a_number_has_no_colour() -> None:
     advantages = torch.tensor([[math.nan, -2.0, 0.0], [-0.5, 0.5, 0.0]])
-    tokens = Page(replay_page("", "", shown(advantages=advantages))).tokens
+    tokens = Page(replay_page("", "", shown(advantages=advantages), 8)).tokens
     assert colours(tokens[0])["--advantage"][1] == 0
     assert "advantage: +nan" in str(tokens[0]["title"])
 
 
 def test_the_page_loads_nothing() -> None:
-    page = replay_page("", "", shown())
+    page = replay_page("", "", shown(), 8)
     assert "default-src 'none'" in page
     assert not {"script", "link", "img", "iframe"} & set(Page(page).tags)
 
@@ -218,7 +246,7 @@ def test_the_page_loads_nothing() -> None:
 def test_the_terminal_gets_text_and_no_orders() -> None:
     out = StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system="standard")
-    for part in on_terminal(shown()):
+    for part in on_terminal(shown(), 8):
         console.print(part)
     said = out.getvalue()
     assert said.count("\\x1b[31m") == 2  # written out, in the text and in the table
@@ -234,6 +262,6 @@ def test_the_terminal_gets_text_and_no_orders() -> None:
 def test_a_table_fits_a_terminal_of_80() -> None:
     out = StringIO()
     console = Console(file=out, width=80)
-    for part in on_terminal(shown()):
+    for part in on_terminal(shown(), 8):
         console.print(part)
     assert "…" not in out.getvalue()

@@ -24,7 +24,8 @@ def replay(arguments: Sequence[str]) -> None:
     """Replay and show; exit status 1 after an error or a difference from the record."""
     given = parser().parse_args(arguments)
     try:
-        require_number("--iteration", given.iteration, at_least=1, whole=True)
+        if given.iteration is not None:
+            require_number("--iteration", given.iteration, at_least=1, whole=True)
         require_number("--responses", given.responses, at_least=1, whole=True)
         with full_disk_told():
             same = replay_and_show(Path(given.run), given.iteration, given.responses)
@@ -35,7 +36,7 @@ def replay(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def replay_and_show(folder: Path, iteration: int, count: int) -> bool:
+def replay_and_show(folder: Path, iteration: int | None, count: int) -> bool:
     """Whether the update was the recorded one; libraries load here, so that --help is quick."""
     from rich import get_console
 
@@ -51,6 +52,9 @@ def replay_and_show(folder: Path, iteration: int, count: int) -> bool:
 
     quiet_libraries()
     plan = plan_replay(folder, iteration)
+    if iteration is None:
+        say(f"iteration {plan.iteration} is the newest that is recorded; --iteration N for another")
+    iteration = plan.iteration
     check_accelerator(plan.settings)
     origin = "the start of the run" if plan.checkpoint is None else str(plan.checkpoint)
     say(f"replaying {len(plan.iterations)} of {iteration} iterations, from {origin}")
@@ -67,20 +71,29 @@ def replay_and_show(folder: Path, iteration: int, count: int) -> bool:
         clip_range=(1 - config.clip_range, 1 + high),
         count=count,
     )
-    for part in on_terminal(responses):
+    batch = len(replayed.recorded.responses)
+    for part in on_terminal(responses, batch):
         get_console().print(part)
     said = verdict(replayed)
     page = folder / f"replay_{iteration}.html"
-    content = replay_page(f"Iteration {iteration} of {folder}", said, responses).encode()
+    title = f"Iteration {iteration} of {folder}"
+    content = replay_page(title, said, responses, batch).encode()
     with written_whole(page, len(content)) as beside:
         beside.write_bytes(content)
     say(f"page: {page}")
-    say(said, "red" if replayed.differences else "green")
+    say(said, "red" if replayed.differences else "yellow" if replayed.not_finite else "green")
     return not replayed.differences
 
 
 def verdict(replayed: Replayed) -> str:
-    """Whether the update was the recorded one, in one line."""
+    """Whether the update was the recorded one, and could be made at all, in one line."""
+    before = "; before its first update there were not finite already: "
+    bad = before + ", ".join(replayed.not_finite) if replayed.not_finite else ""
+    return outcome(replayed) + bad
+
+
+def outcome(replayed: Replayed) -> str:
+    """Whether the update was the recorded one."""
     recorded = replayed.recorded
     name = f"iteration {recorded.iteration}"
     if replayed.differences:
@@ -114,8 +127,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", help="folder of the run: outputs/<run>/<model>/ppo")
     parser.add_argument(
-        "--iteration", type=int, required=True, metavar="N", help="which, from 1 as in metrics.csv"
-    )
+        "--iteration", type=int, metavar="N",
+        help="which, from 1 as in metrics.csv (the newest that is recorded)",
+    )  # fmt: skip
     parser.add_argument(
         "--responses", type=int, default=3, metavar="K",
         help="how many to show, those first that the update changed most (%(default)s)",

@@ -46,8 +46,8 @@ class Plan:
         return range(self.start + 1, self.iteration + 1)
 
 
-def plan_replay(folder: Path, iteration: int) -> Plan:
-    """What to do for this iteration of the run in `folder`.
+def plan_replay(folder: Path, iteration: int | None) -> Plan:
+    """What to do for this iteration of the run in `folder`; for the newest recorded one if None.
 
     Raises:
         ConfigError, CheckpointError: the folder holds no run of PPO, or not what it starts from.
@@ -60,6 +60,7 @@ def plan_replay(folder: Path, iteration: int) -> Plan:
             f"{folder / FOLDER} holds no recorded iteration; record=true writes them while "
             "stage=ppo runs"
         )
+    iteration = recorded[-1] if iteration is None else iteration
     if iteration not in recorded:
         raise DataError(
             f"iteration {iteration} of {folder} is not recorded; recorded are {ranges(recorded)}"

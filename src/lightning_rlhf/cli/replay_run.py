@@ -21,7 +21,14 @@ from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.rollouts import Recorded, file_of, machine, read_recorded, stats
+from lightning_rlhf.data.rollouts import (
+    PER_TOKEN,
+    Recorded,
+    file_of,
+    machine,
+    read_recorded,
+    stats,
+)
 from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.modules.ppo import PPOModule
@@ -35,6 +42,8 @@ class Replayed:
     recorded: Recorded
     differences: tuple[str, ...]
     """Where this one, or one on the way to it, is not what the file says."""
+    not_finite: tuple[str, ...]
+    """What of the record is no finite number, so that nothing can be learned from it."""
     ended: str | None
     """The error that broke it off."""
     machine: Mapping[str, str]
@@ -107,6 +116,17 @@ def differences(
                 yield f"{name} of update {number} {where} is {now[name]!r}, was {then[name]!r}"
 
 
+def not_finite(recorded: Recorded) -> Iterator[str]:
+    """The columns with numbers that are not, as "3 of 40 advantages"."""
+    experience = recorded.experience
+    tokens = experience.response_mask
+    numbers = {column: getattr(experience, field)[tokens] for column, field in PER_TOKEN.items()}
+    for column, x in {"score": experience.score, **numbers}.items():
+        count = int((~x.isfinite()).sum())
+        if count:
+            yield f"{count} of {x.numel()} {column}"
+
+
 def same(a: float, b: float) -> bool:
     """Equal, or both no number."""
     return a == b or (a != a and b != b)
@@ -135,6 +155,7 @@ def run_once_more(plan: Plan) -> Replayed:
     return Replayed(
         recorded=recorded,
         differences=tuple(found),
+        not_finite=tuple(not_finite(recorded)),
         ended=ended,
         machine=machine(ready.device),
         logprobs=now["logprobs"].cpu(),

@@ -12,6 +12,8 @@ from lightning_rlhf.report.replayed import (
     ReplayedToken,
     cells,
     heading,
+    legend,
+    order,
     scale,
     visible,
 )
@@ -25,17 +27,27 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: inherit; margin: .5r
 .prompt { opacity: .7; }
 .response { font-family: ui-monospace, monospace; line-height: 2; }
 .response span { background: var(--advantage); border-radius: .2rem; padding: .15rem 0; }
+.below { border-top: .15rem dotted; }
 .clipped { text-decoration: underline wavy; }
-#kl:checked ~ main .response span { background: var(--kl); }
+#kl:checked ~ main .response span { background: var(--kl); border-top: 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; }
+dd { margin: 0; }
 td, th { padding: .1rem .6rem; text-align: right; }
 td:first-child, th:first-child { text-align: left; font-family: ui-monospace, monospace; }
 """
 GREEN, RED, ORANGE, BLUE = "0 160 80", "225 45 45", "225 125 0", "50 120 235"
 
 
-def replay_page(title: str, verdict: str, responses: Sequence[ReplayedResponse]) -> str:
-    """The page. Its texts are escaped, and a browser is told to load nothing for it."""
+def replay_page(title: str, verdict: str, responses: Sequence[ReplayedResponse], batch: int) -> str:
+    """The page. Its texts are escaped, and a browser is told to load nothing for it.
+
+    batch: responses of the iteration.
+    """
+    terms = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>"
+        for name, meaning in legend(responses).items()
+    )
     sections = "".join(_section(responses))
     return f"""<!doctype html>
 <html lang="en">
@@ -52,12 +64,15 @@ def replay_page(title: str, verdict: str, responses: Sequence[ReplayedResponse])
 <p>{escape(verdict)}</p>
 <p>Colour of a token, stronger where the number is larger:</p>
 <input type="radio" name="colour" id="advantage" checked>
-<label for="advantage">advantage: {_patch(GREEN)} above 0, {_patch(RED)} below</label><br>
+<label for="advantage">advantage: {_patch(GREEN)} above 0,
+{_patch(RED, "below")} below, with a dotted line over it</label><br>
 <input type="radio" name="colour" id="kl">
 <label for="kl">KL to the reference, after less before: {_patch(ORANGE)} rose,
 {_patch(BLUE)} fell</label>
-<p>A wavy line: the ratio has left the clip range. The numbers of a token are shown where the
-pointer rests on it.</p>
+<p>A wavy line under a token: clipped. The numbers of a token are shown where the pointer rests on
+it.</p>
+<dl>{terms}</dl>
+<p>Shown: {escape(order(len(responses), batch))}.</p>
 <main>{sections}</main>
 </body>
 </html>
@@ -85,7 +100,8 @@ def _span(token: ReplayedToken, advantage: float, kl: float) -> str:
         f"--advantage: {_colour(token.advantage / advantage, GREEN, RED)}; "
         f"--kl: {_colour((token.kl_after - token.kl) / kl, ORANGE, BLUE)}"
     )
-    kind = ' class="clipped"' if token.clipped else ""
+    marks = ["below"] * (token.advantage < 0) + ["clipped"] * token.clipped
+    kind = f' class="{" ".join(marks)}"' if marks else ""
     text = escape(visible(token.text))
     return f'<span{kind} style="{colours}" title="{escape(title)}">{text}</span>'
 
@@ -105,5 +121,5 @@ def _colour(share: float, above: str, below: str) -> str:
     return f"rgb({above if share > 0 else below} / {0.55 * strength:.3f})"
 
 
-def _patch(colour: str) -> str:
-    return f'<span style="background: rgb({colour} / .55)">&emsp;</span>'
+def _patch(colour: str, mark: str = "") -> str:
+    return f'<span class="{mark}" style="background: rgb({colour} / .55)">&emsp;</span>'

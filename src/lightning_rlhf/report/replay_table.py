@@ -15,13 +15,23 @@ from lightning_rlhf.report.replayed import (
     ReplayedToken,
     cells,
     heading,
+    legend,
+    order,
     scale,
     visible,
 )
 
+LOOKS = (
+    "a token is green where its advantage is above 0, red below, bold from half of the largest on; "
+    "underlined where it is clipped"
+)
 
-def on_terminal(responses: Sequence[ReplayedResponse]) -> Iterator[RenderableType]:
-    """For each response its prompt, its tokens coloured by their advantage, and their numbers."""
+
+def on_terminal(responses: Sequence[ReplayedResponse], batch: int) -> Iterator[RenderableType]:
+    """For each response its prompt, its tokens coloured by their advantage, and their numbers.
+
+    At the end, where it is read, what they are. batch: responses of the iteration.
+    """
     largest = scale([token.advantage for r in responses for token in r.tokens])
     for response in responses:
         yield Text(f"\n{heading(response)}", style="bold")
@@ -40,6 +50,10 @@ def on_terminal(responses: Sequence[ReplayedResponse]) -> Iterator[RenderableTyp
         for token, row in zip(response.tokens, shown, strict=True):
             table.add_row(Text(row[0], style=style(token, largest)), *row[1:])
         yield table
+    yield Text(f"shown: {order(len(responses), batch)}", style="dim")
+    yield Text(f"colours: {LOOKS}", style="dim")
+    for name, meaning in legend(responses).items():
+        yield Text(f"{name}: {meaning}", style="dim")
 
 
 def style(token: ReplayedToken, largest: float) -> str:

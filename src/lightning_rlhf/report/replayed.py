@@ -154,6 +154,29 @@ def cells(token: ReplayedToken) -> list[str]:
     ]
 
 
+def legend(responses: Sequence[ReplayedResponse]) -> dict[str, str]:
+    """What each number is; the critic's only where there is one."""
+    critic = {"value": "what the critic expected from there on, before and after the updates"}
+    has_critic = responses[0].tokens[0].value is not None
+    return {
+        "advantage": "above 0 the update wanted the token likelier, below 0 less likely",
+        "KL": "log-probability less the reference's, at sampling (before) and after the updates; "
+        "nats, of a response the sum",
+        "ratio": "probability after the updates over that at sampling",
+        "clipped": "the ratio has left the clip range",
+        **(critic if has_critic else {}),
+        "mean |log ratio|": "how much the updates changed a response, per token",
+    }
+
+
+def order(shown: int, batch: int) -> str:
+    """Which responses are shown, of as many as are in the batch."""
+    return (
+        f"{shown} of {batch} responses: first those with a number that is not finite, then from "
+        "the largest mean |log ratio| down"
+    )
+
+
 def visible(text: str) -> str:
     """The text with its line breaks marked and kept, and what cannot be printed written out."""
     return "".join("⏎\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text)
