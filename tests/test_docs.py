@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
@@ -140,7 +141,7 @@ def test_commands_are_accepted(command: str) -> None:
     """They compose, and the configuration that they give is one that a run would take."""
     register_resolvers()
     GlobalHydra.instance().clear()
-    given = command.split()[2:]
+    given = shlex.split(command)[2:]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         # As the entry point does, for keys that are not there yet.
         cfg = compose("config", [re.sub(rf"^({OPEN})\.", r"++\1.", word) for word in given])

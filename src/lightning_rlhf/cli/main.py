@@ -21,7 +21,7 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.core.storage import full_disk_told
-from lightning_rlhf.rewards.address import redacted
+from lightning_rlhf.rewards.address import HIDDEN, redacted
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
@@ -62,14 +62,18 @@ def main() -> None:
     except Exception as error:
         from lightning_rlhf.cli.refusals import in_our_words
 
-        if "debug=true" in sys.argv:
-            traceback.print_exc()
-        print(f"error: {without_passwords(in_our_words(error))}", file=sys.stderr)
+        given = sys.argv[1:]
+        if "debug=true" in given:
+            print(without_secrets(traceback.format_exc(), given), file=sys.stderr)
+        print(f"error: {in_our_words(error, given)}", file=sys.stderr)
         sys.exit(1)
 
 
 def refuse_secrets(words: Sequence[str]) -> None:
-    """End where a sweep would write a password into the names of its folders."""
+    """End where a secret would be shown: in an unknown option, in the names of a sweep."""
+    for word in words:
+        if word.startswith("-") and without_address(word) != word:
+            sys.exit(f"error: {without_address(word)} is no option; allowed: KEY=VALUE without -")
     in_sweep = {"-m", "--multirun"} & set(words)
     if in_sweep and any(re.search(r"url=.*[@?]", word) for word in words):
         sys.exit(
@@ -105,7 +109,7 @@ def compose(cfg: DictConfig) -> str | None:
             traceback.print_exc()
         is_cut_off = isinstance(error, RewardError | StorageError)
         on = way_on(cfg, in_sweep) if is_cut_off else []
-        told = without_passwords(str(error))
+        told = without_secrets(str(error))
         print("; ".join([f"error: {told}", *on]), file=sys.stderr)
         if not in_sweep:
             sys.exit(1)
@@ -114,19 +118,32 @@ def compose(cfg: DictConfig) -> str | None:
         traceback.print_exc()  # Hydra would show the overrides as well, passwords among them
         if not in_sweep:
             sys.exit(1)
-        return sweep.mark_failed(cfg, without_passwords(f"{type(error).__name__}: {error}"))
+        return sweep.mark_failed(cfg, without_secrets(f"{type(error).__name__}: {error}"))
     return None
 
 
 def without_address(word: str) -> str:
     """An override as it may be written down: of an address no user, password and query."""
-    found = re.search(r"url['\"]?\s*[=:]", word)
-    return word if found is None else word[: found.end()] + redacted(word[found.end() :])
+    start = address_at(word)
+    return word if start is None else word[:start] + redacted(word[start:])
 
 
-def without_passwords(text: str) -> str:
-    """What is said, without the user and the password of an address in it."""
-    return re.sub(r"//[^/\s'\"]*@", "//***@", text)
+def address_at(word: str) -> int | None:
+    """Where an address begins in an override, if there is one."""
+    found = re.search(r"url['\"]?\s*[=:]\s*['\"]?|(?=\b[\w+.-]*://)", word)
+    return None if found is None else found.end()
+
+
+def without_secrets(text: str, words: Sequence[str] = ()) -> str:
+    """What is said, without the user, the password and the query of an address in it.
+
+    words: overrides whose addresses are found in the text whatever signs are in them.
+    """
+    for address in (word[at:] for word in words if (at := address_at(word)) is not None):
+        if address:
+            text = text.replace(address, redacted(address))
+    text = re.sub(r"//[^/\s'\"]*@", f"//{HIDDEN}@", text)
+    return re.sub(r"(//[^\s?'\"]*)[?][^\s'\"]*", rf"\1?{HIDDEN}", text)
 
 
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:

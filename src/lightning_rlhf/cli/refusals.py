@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
-from lightning_rlhf.cli.main import OPEN
-from lightning_rlhf.cli.settings import Settings, refuse_unknown
+from lightning_rlhf.cli.main import OPEN, address_at, without_address, without_secrets
+from lightning_rlhf.cli.settings import STAGES, Settings, refuse_unknown
 from lightning_rlhf.core.errors import ConfigError
 
 ONE_CHOICE = "allowed: one name of a file in conf/ for each of stage, model, data, reward, ..."
+GROUP_END = r"/(?=\w*://|[^/]*$)"
+"""Before the choice in the name of its file; a choice that is an address has slashes of its own."""
+KEY_GIVEN = r"-|[+~]*[\w.@/]+="
+"""How a word begins that is an option or an override of its own."""
 
 
-def in_our_words(error: Exception) -> str:
-    """Why the configuration could not be composed, in one line whatever was given."""
-    return " ".join(_reason(error).split())
+def in_our_words(error: Exception, words: Sequence[str]) -> str:
+    """Why the overrides `words` could not be composed, in one line without their secrets."""
+    return " ".join(_reason(error, words).split())
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, words: Sequence[str]) -> str:
     match error:
         case OverrideParseException():
-            return f"{_given(error.override)} is no override: {_joined(error)}; allowed: KEY=VALUE"
+            return _no_override(error, words)
         case MissingConfigException() if error.missing_cfg_file and error.options:
-            group, _, choice = error.missing_cfg_file.rpartition("/")
+            group, choice = re.split(GROUP_END, error.missing_cfg_file, maxsplit=1)
+            choice = without_address(choice)
             return f"{group}={choice} is not known; allowed: {', '.join(error.options)}"
+    ambiguous = re.search(r"Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE)
+    if ambiguous is not None:
+        if address_at(ambiguous[1]) is not None:
+            return _unquoted(ambiguous[1])
+        return (
+            f"{_given(ambiguous[1])} has a comma, and a single value has none; "
+            "allowed: KEY=VALUE, KEY=[A,B] for a list, 'KEY=\"A,B\"' for text, and -m before all "
+            "of them to sweep over A and B"
+        )
     unknown = re.match(r"Could not override '([^']*)'", str(error))
     if unknown is not None:
         keys = {field.name for field in dataclasses.fields(Settings)} | {"recipe"}
@@ -35,14 +50,36 @@ def _reason(error: Exception) -> str:
             return str(refusal)
     if "group override must" in str(error) or "'${stage}_${model}'" in str(error):
         return f"a choice of the configuration is taken out, a list or no name; {ONE_CHOICE}"
-    return _given(_joined(error))
+    return _given(_joined(error, words))
 
 
-def _joined(error: BaseException) -> str:
+def _no_override(error: OverrideParseException, words: Sequence[str]) -> str:
+    """What does not parse; of an address not what Hydra says, which shows pieces of it."""
+    if address_at(error.override) is not None:
+        return _unquoted(error.override)
+    given, wanted = _given(error.override), "KEY=VALUE"
+    following = words[words.index(error.override) + 1 :] if error.override in words else []
+    if following and re.fullmatch(r"[\w.@/]+", given) and not re.match(KEY_GIVEN, following[0]):
+        if address_at(following[0]) is not None:
+            return _unquoted(f"{given}={following[0]}")
+        given, wanted = f"{given} {following[0]}", f"{given}={following[0]}"
+    elif given in STAGES:
+        wanted = f"stage={given}"
+    return f"{given} is no override: {_joined(error, words)}; allowed: {wanted}"
+
+
+def _unquoted(override: str) -> str:
+    """An address in which Hydra takes a sign for one of its own."""
+    key = re.match(r"([\w.@/+~]+)\s*[=:]\s*['\"]?$", override[: address_at(override)])
+    quoted = f"""'{_given(key[1]) if key else "reward.url"}="http://..."'"""
+    return f"{_given(without_address(override))} is no override; quote it, in both kinds: {quoted}"
+
+
+def _joined(error: BaseException, words: Sequence[str]) -> str:
     """What it says and what its cause says, in one line; without advice to read a manual."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in without_secrets(str(error), words).splitlines()]
     if error.__cause__ is not None:
-        lines += str(error.__cause__).splitlines()[:1]
+        lines += without_secrets(str(error.__cause__), words).splitlines()[:1]
     words = " ".join(line for line in lines if line and not line.startswith("See https"))[:400]
     return words if isinstance(error, HydraException) else f"{words} ({type(error).__name__})"
 

@@ -300,7 +300,12 @@ def _stage(tree: Mapping[str, Any]) -> Any:
     require_one_of("stage", stage, STAGES)
     for other in STAGES:
         if other != stage and other in tree:
-            raise ConfigError(f"{other}.* is set, but stage={stage} does not read it")
+            node = tree[other]
+            keys = [f"{other}.{key}" for key in node] if isinstance(node, Mapping) else [other]
+            raise ConfigError(
+                f"stage={stage} does not read {', '.join(keys[:3])}{', ...' * (len(keys) > 3)}; "
+                f"leave out what sets it, or give it to stage={other}"
+            )
     return stage
 
 

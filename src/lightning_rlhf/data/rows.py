@@ -75,6 +75,9 @@ class BadRow(Exception):
         """Without the row's own content, so that rows can be counted by it."""
 
 
+ONE_A_LINE = "allowed: one JSON object a line"
+
+
 def decode_row(raw: bytes | Row) -> Row:
     """The row in one line of JSON; a row that is decoded already stays as it is.
 
@@ -89,12 +92,12 @@ def decode_row(raw: bytes | Row) -> Row:
         raise BadRow("not UTF-8", f"at byte {error.start + 1} of the line") from error
     except json.JSONDecodeError as error:
         where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-        is_spread = raw.strip() in (b"{", b"[")
-        raise BadRow("broken JSON", "a row stands on one line" if is_spread else where) from error
+        is_spread = raw.strip() == b"{" or raw.lstrip().startswith(b"[")
+        raise BadRow("broken JSON", ONE_A_LINE if is_spread else where) from error
     except (ValueError, RecursionError) as error:  # numbers of 4,300 digits; endless nesting
         raise BadRow("broken JSON", str(error)) from error
     if not isinstance(row, dict):
-        raise BadRow("not a JSON object", f"found {type(row).__name__}")
+        raise BadRow("not a JSON object", f"found {type(row).__name__}; {ONE_A_LINE}")
     return row
 
 

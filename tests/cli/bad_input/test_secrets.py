@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_rlhf.cli import main
 from lightning_rlhf.rewards.serve import RewardServer
 
 from .conftest import Refusals
@@ -97,8 +98,34 @@ def test_a_mistake_in_an_address_with_secrets(models: Refusals) -> None:
     """Told by us and told by Hydra."""
     for wrong in (
         f"reward.url=http://{USER}:{PASSWORD}@x/{{",
-        f"+reward.url.x=//{USER}:{PASSWORD}@",
+        f"+reward.url.x=//{USER}:{PASSWORD}@?{QUERY}",
+        f"reward=http://{USER}:{PASSWORD}@h?{QUERY}",
     ):
         outcome = models.place.mini("stage=ppo", "reward=http", wrong)
         assert outcome.error
-        assert found_in([USER, PASSWORD], models.folder, outcome.out, outcome.err) == []
+        assert found_in([USER, PASSWORD, QUERY], models.folder, outcome.out, outcome.err) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "reward.url=http://{user}:{password}@h/score?token={query}",
+        "reward.url='http://{user}:{password}@h/score?token={query}",
+        "reward.url=h/score?token={query}",
+        "reward.url=http://h/?a,{query}",
+        "reward.url=http://h/?a b={query}",
+        "reward.url:http://{user}:{password}@h/?{query}",
+        "reward={{kind:http,url:http://{user}:{password}@h/?t={query}}}",
+    ],
+)
+def test_an_address_that_wants_quotes(refused: Refusals, wrong: str) -> None:
+    word = wrong.format(user=USER, password=PASSWORD, query=QUERY)
+    for more in ([], ["debug=true"]):
+        outcome = refused.place.mini("stage=ppo", "reward=http", word, *more)
+        assert """quote it, in both kinds: 'reward.url="http://..."'""" in outcome.err
+        assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+
+
+def test_an_address_after_dashes() -> None:
+    with pytest.raises(SystemExit, match=r"^error: --reward.url=http://\*\*\*@h/\?\*\*\* is no"):
+        main.refuse_secrets([f"--reward.url=http://{USER}:{PASSWORD}@h/?{QUERY}"])
