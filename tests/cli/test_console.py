@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_rlhf.cli.console import quiet_libraries
+from lightning_rlhf.cli.console import quiet_libraries, say_lengths
 from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.readers import Rows
 
 from .conftest import ROWS, Workplace
 
@@ -71,3 +74,22 @@ def test_a_schedule_may_move_where_the_first_update_was_not_made() -> None:
         quiet_libraries()
         schedule.step()
     assert not told
+
+
+@pytest.mark.parametrize(
+    ("count", "to_validate", "said"),
+    [
+        (1, False, "1 prompt, too few to learn much from"),
+        (19, False, "19 prompts, too few to learn much from"),
+        (20, False, "20 prompts"),
+        (1, True, "1 prompt to validate on, too few to measure with"),
+        (20, True, "20 prompts to validate on"),
+    ],
+)
+def test_few_rows_are_told(
+    capsys: pytest.CaptureFixture[str], count: int, to_validate: bool, said: str
+) -> None:
+    rows = Rows[int]("x.jsonl", tuple(range(count)), Counter())
+    tokenised = Tokenised(rows.rows, Counter(), Counter())
+    say_lengths("prompt", rows, tokenised, to_validate=to_validate)
+    assert capsys.readouterr().out == f"{said}\n"

@@ -384,6 +384,7 @@ def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(
     out = done.cook("ppo.iterations=3").succeeded.out
     assert done.ran == []
     assert promise["metric"] in out
+    assert "Not as the recipe is written: ppo.iterations; so its promises are shown" in out
 
 
 def test_what_to_try_next_is_said_for_this_run(done: Kitchen) -> None:

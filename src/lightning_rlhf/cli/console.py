@@ -31,6 +31,8 @@ NOISY_WARNINGS = (
     ".*LeafSpec.*",
     ".*is_gradient_checkpointing.*",
 )
+FEW = 20
+"""Rows below which a note is due: each is 5 % of what is learned, or of what is measured."""
 
 
 def say(message: str, style: str = "") -> None:
@@ -38,12 +40,18 @@ def say(message: str, style: str = "") -> None:
     get_console().print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def say_lengths(what: str, rows: Rows[Any], tokenised: Tokenised[Any]) -> None:
-    """How many rows there are to train on, and what became of the others."""
+def say_lengths(
+    what: str, rows: Rows[Any], tokenised: Tokenised[Any], *, to_validate: bool = False
+) -> None:
+    """How many rows there are to train or to validate on, and what became of the others."""
+    count = len(tokenised.examples)
+    counted = f"{count} {what}{'s' * (count != 1)}{' to validate on' * to_validate}"
     lost = rows.left_out + tokenised.dropped
     notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
     notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
-    say(", ".join([f"{len(tokenised.examples)} {what}", *notes]))
+    if count < FEW:
+        notes.append(f"too few to {'measure with' if to_validate else 'learn much from'}")
+    say(", ".join([counted, *notes]))
 
 
 def say_problems(problems: Problems) -> None:

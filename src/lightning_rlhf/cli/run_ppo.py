@@ -51,8 +51,8 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     light = light_sources(ready, columns)
     train = tokenise_prompts(rows.train, ready.chat, settings.data)
     val = tokenise_prompts(rows.val, ready.chat, settings.data)
-    say_lengths("prompts", rows.train, train)
-    say_lengths("prompts to validate on", rows.val, val)
+    say_lengths("prompt", rows.train, train)
+    say_lengths("prompt", rows.val, val, to_validate=True)
 
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)

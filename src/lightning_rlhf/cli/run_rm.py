@@ -54,8 +54,8 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     ready = make_ready(settings, parents)
     train = tokenise_preferences(rows.train, ready.chat, settings.data)
     val = tokenise_preferences(rows.val, ready.chat, settings.data)
-    say_lengths("preference pairs", rows.train, train)
-    say_lengths("preference pairs to validate on", rows.val, val)
+    say_lengths("preference pair", rows.train, train)
+    say_lengths("preference pair", rows.val, val, to_validate=True)
 
     roles = start_from(
         settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",

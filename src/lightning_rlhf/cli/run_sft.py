@@ -31,8 +31,8 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     ready = make_ready(settings, {})
     train = tokenise_demonstrations(rows.train, ready.chat, settings.data)
     val = tokenise_demonstrations(rows.val, ready.chat, settings.data)
-    say_lengths("demonstrations", rows.train, train)
-    say_lengths("demonstrations to validate on", rows.val, val)
+    say_lengths("demonstration", rows.train, train)
+    say_lengths("demonstration", rows.val, val, to_validate=True)
 
     roles = start_from(
         settings.model, None, trainable=config.finetune == "full", seed=settings.seed

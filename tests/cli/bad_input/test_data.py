@@ -204,7 +204,7 @@ def test_what_is_taken_on_purpose(refused: Refusals, content: bytes) -> None:
     """As far as the model, which the fixture stops."""
     (refused.folder / "data" / "x.jsonl").write_bytes(content)
     outcome = run(refused.place, KEY["sft"], "data/x.jsonl", *SFT)
-    assert "2 demonstrations\n" in outcome.out
+    assert "2 demonstrations, too few to learn much from\n" in outcome.out
     assert "a model was loaded" in outcome.err
 
 
