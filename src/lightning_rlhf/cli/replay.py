@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_rlhf.cli.main import without_passwords
+from lightning_rlhf.cli.main import without_secrets
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.storage import full_disk_told, written_whole
@@ -30,7 +30,7 @@ def replay(arguments: Sequence[str]) -> None:
         with full_disk_told():
             same = replay_and_show(Path(given.run), given.iteration, given.responses)
     except RLHFError as error:
-        print(f"error: {without_passwords(str(error))}", file=sys.stderr)
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(1)
     if not same:
         sys.exit(1)
