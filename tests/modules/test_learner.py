@@ -247,15 +247,21 @@ def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None
 
 
 @pytest.mark.parametrize("limits", [{}, {"target_kl": 1e3}, {"max_ratio": 1e3}])
-@pytest.mark.parametrize("what", ["advantages", "old_logprobs", "returns"])
+@pytest.mark.parametrize(("what", "value"), [
+    ("advantages", math.nan), ("old_logprobs", math.nan), ("old_logprobs", -1e3),
+    ("returns", math.nan),
+])  # fmt: skip
 def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
-    make_ppo: Make, what: str, limits: dict[str, float]
+    make_ppo: Make, what: str, value: float, limits: dict[str, float]
 ) -> None:
-    """One response is spoiled, which is in one minibatch of each of two epochs."""
+    """One response is spoiled, which is in one minibatch of each of two epochs.
+
+    A log-probability of -1000 when it was sampled makes a ratio of e^1000, which is infinite.
+    """
     module = make_ppo(minibatch_size=4, ppo_epochs=2, **limits)
     experience = on_policy(module)
     spoiled = getattr(experience, what).clone()
-    spoiled[3, 0] = math.nan
+    spoiled[3, 0] = value
     experience, before = replace(experience, **{what: spoiled}), parameters(module)
     updates = within_fit(module, lambda: list(module.updates(experience, module.generator(0, 1))))
     assert sum(u.nonfinite.item() for u in updates) == 2
@@ -269,10 +275,15 @@ def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_ppo_ends_where_no_minibatch_is_finite(make_ppo: Make) -> None:
-    module = make_ppo(minibatch_size=4, ppo_epochs=2)  # max_nonfinite is 3
+@pytest.mark.parametrize("limits", [{}, {"target_kl": 1e3}, {"max_ratio": 1e3}])
+@pytest.mark.parametrize(("what", "value"), [("advantages", math.nan), ("old_logprobs", -1e3)])
+def test_ppo_ends_where_no_minibatch_is_finite(
+    make_ppo: Make, what: str, value: float, limits: dict[str, float]
+) -> None:
+    module = make_ppo(minibatch_size=4, ppo_epochs=2, **limits)  # max_nonfinite is 3
     experience, before = on_policy(module), parameters(module)
-    experience = replace(experience, advantages=experience.advantages * math.nan)
+    spoiled = torch.full_like(getattr(experience, what), value)
+    experience = replace(experience, **{what: spoiled})
     with pytest.raises(TrainingError, match=r"^3 updates in a row \(ppo.max_nonfinite\)"):
         within_fit(module, lambda: list(module.updates(experience, module.generator(0, 1))))
     assert not changed(before, parameters(module))

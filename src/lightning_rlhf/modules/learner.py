@@ -33,15 +33,24 @@ class Learner:
         )
 
     def step(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
-        """Move the parameters, unless one of the two 0-d tensors is not finite; whether it did.
+        """Move the parameters, unless the update is not finite; whether it did.
 
-        Warns at the first of several in a row that were not made.
+        Raises: as `accepts`.
+        """
+        is_accepted = self.accepts(module, loss, grad_norm)
+        if is_accepted:
+            step(module)
+        return is_accepted
 
-        Raises: NotFiniteError at the last of `max_nonfinite` updates in a row that were not made.
+    def accepts(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Whether the two 0-d tensors of an update are finite, and count it if not.
+
+        Warns at the first of several in a row that are not.
+
+        Raises: NotFiniteError at the last of `max_nonfinite` updates in a row that are not.
         """
         if (loss + grad_norm).isfinite():
             self.nonfinite = 0
-            step(module)
             return True
         self.nonfinite += 1
         stage, allowed = self.stage, self.config.max_nonfinite

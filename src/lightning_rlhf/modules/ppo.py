@@ -38,6 +38,7 @@ from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
     check_resumable,
+    step,
     trainable_state,
 )
 from lightning_rlhf.rewards.weighted import Reward
@@ -242,16 +243,19 @@ class PPOModule(L.LightningModule):
         facts = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
         ratio_max = facts.pop("ratio_max").max()
         means = {name: shares.sum() for name, shares in facts.items()}
-        stopped = exceeds(means["approx_kl"], self.config.target_kl)
-        skipped = exceeds(means["ratio_mean"], self.config.max_ratio)
-        is_made = not (stopped or skipped) and self.learner.step(self, loss, grad_norm)
+        # Before the limits: an infinite ratio is above one, and is to be counted all the same.
+        is_finite = self.learner.accepts(self, loss, grad_norm)
+        stopped = is_finite and exceeds(means["approx_kl"], self.config.target_kl)
+        skipped = is_finite and exceeds(means["ratio_mean"], self.config.max_ratio)
+        if is_finite and not (stopped or skipped):
+            step(self)
         return UpdateStats(
             loss=loss,
             grad_norm=grad_norm,
             ratio_max=ratio_max,
             stopped=loss.new_tensor(stopped),
             skipped=loss.new_tensor(skipped),
-            nonfinite=loss.new_tensor(not (is_made or stopped or skipped)),
+            nonfinite=loss.new_tensor(not is_finite),
             **means,
         )
 
