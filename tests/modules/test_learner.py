@@ -139,6 +139,36 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["sft", "rm"])
+def test_validation_halves_too(name: str) -> None:
+    if name == "sft":
+        module: Any = SFTModule(sft_roles("qwen3"), sft_config(microbatch_size=6))
+        batch: Any = demonstrations()
+    else:
+        module = RewardModule(rm_roles("qwen3"), rm_config(microbatch_size=6), seed=0)
+        batch = preferences()
+    batches, sides, hidden = [], 1 if name == "sft" else 2, Roles.hidden
+
+    def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
+        batches.append(len(tokens) // sides)
+        if batches[-1] > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return hidden(roles, tokens, *args)
+
+    with torch.no_grad():
+        expected = module.validation_step(batch, 0)
+        with (
+            patch.object(Roles, "hidden", read),
+            pytest.warns(UserWarning, match=rf"{name}\.microbatch_size is 3 from now on"),
+        ):
+            found = module.validation_step(batch, 0)
+    assert batches == [6, 3, 3]
+    assert module.learner.microbatch.rows == 3
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
+
+
 def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
     module = make_ppo(samples_per_prompt=2)
 

@@ -62,7 +62,10 @@ class RewardModule(L.LightningModule):
         return {"loss": loss, "grad_norm": grad_norm, "is_made": is_made, **sides}
 
     def validation_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
-        return {side: reward.mean(dim=1) for side, reward in self.rewards(batch).items()}
+        parts = self.learner.microbatch.fitting(
+            lambda size: [self.rewards(part) for part in batch.split(size)]
+        )
+        return {side: torch.cat([p[side] for p in parts]).mean(dim=1) for side in parts[0]}
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
         """How often each head draws each pair: from Poisson(1); once where there is one head."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import SFTConfig
@@ -50,7 +51,10 @@ class SFTModule(L.LightningModule):
         return {"loss": loss, "tokens": tokens, "grad_norm": grad_norm, "is_made": is_made}
 
     def validation_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
-        return {"nll_sum": self.nll_sum(batch), "tokens": batch.target_mask.sum()}
+        nll_sum = self.learner.microbatch.fitting(
+            lambda size: torch.stack([self.nll_sum(part) for part in batch.split(size)]).sum()
+        )
+        return {"nll_sum": nll_sum, "tokens": batch.target_mask.sum()}
 
     def nll_sum(self, batch: Demonstrations) -> Tensor:
         """Negative log-likelihood of the target tokens, nats, summed over the batch; 0-d."""
