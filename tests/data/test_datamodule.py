@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from lightning import Callback, LightningModule, Trainer
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.data.collate import collate_prompts
-from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.lengths import PromptTokens
+from lightning_rlhf.data.datamodule import StageData, digest
+from lightning_rlhf.data.lengths import PreferenceTokens, PromptTokens
 
 BATCHES = 11  # of 4 of 10 examples: 4.4 epochs
+EXAMPLES = [PromptTokens([1] * (i % 4 + 1), i) for i in range(10)]
 
 
 class Recorder(LightningModule):
@@ -67,10 +70,9 @@ class SaveAt(Callback):
 
 
 def stage_data(**changes: Any) -> StageData[PromptTokens]:
-    examples = [PromptTokens([1] * (i % 4 + 1), i) for i in range(10)]
     values: dict[str, Any] = {
-        "train": examples,
-        "val": examples[:5],
+        "train": EXAMPLES,
+        "val": EXAMPLES[:5],
         "collate": partial(collate_prompts, pad_id=0),
         "batch_size": 4,
         "val_batch_size": 2,
@@ -170,6 +172,32 @@ def test_another_order_is_refused(changes: dict[str, Any], words: str, tmp_path:
     fit(Recorder(3), stage_data(), SaveAt(path, 2))
     with pytest.raises(CheckpointError, match=words):
         fit(Recorder(3), stage_data(**changes), resume=path)
+
+
+@pytest.mark.parametrize("train", [
+    EXAMPLES[::-1],  # as many, of the same tokens, in another order
+    [PromptTokens([2, *EXAMPLES[0].prompt[1:]], 0), *EXAMPLES[1:]],  # of the same lengths
+    [*EXAMPLES[:-1], PromptTokens(EXAMPLES[-1].prompt, 10)],  # of another row of the data
+])  # fmt: skip
+def test_other_examples_are_refused(train: list[PromptTokens], tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    fit(Recorder(3), stage_data(), SaveAt(path, 2))
+    with pytest.raises(CheckpointError, match="the training examples are others now"):
+        fit(Recorder(3), stage_data(train=train), resume=path)
+
+
+def test_a_digest_is_of_every_number_and_of_where_a_sequence_ends() -> None:
+    pairs = [PreferenceTokens(array("i", [1]), array("i", [2, 3]), array("i", [4]), 0.5)]
+    same = PreferenceTokens(array("i", [1]), array("i", [2, 3]), array("i", [4]), 0.5)
+    assert digest(pairs) == digest([same]) == "48bceac68b69a5e1"  # in another process too
+    others = [
+        replace(same, prompt=array("i", [2])),
+        replace(same, rejected=array("i", [5])),
+        replace(same, margin=0.25),
+    ]
+    assert len({digest([other]) for other in (same, *others)}) == 4
+    ends = [[array("i", [1, 2]), array("i", [3])], [array("i", [1]), array("i", [2, 3])]]
+    assert len({digest([PromptTokens(p, 0) for p in prompts]) for prompts in ends}) == 2
 
 
 def test_a_resumed_run_may_be_made_longer(tmp_path: Path) -> None:

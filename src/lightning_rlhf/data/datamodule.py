@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import marshal
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -88,13 +93,14 @@ class StageData(LightningDataModule, Generic[E]):
         return {
             "batches_trained": progress.processed,  # type: ignore[attr-defined]
             "order": self._order(),
+            "digest": self._digest,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start after the batches that were trained on.
 
         Raises:
-            CheckpointError: the batches would come in another order than before.
+            CheckpointError: the batches would come in another order than before, or be others.
         """
         before, now = state_dict["order"], self._order()
         changed = [
@@ -105,6 +111,13 @@ class StageData(LightningDataModule, Generic[E]):
                 f"cannot resume: {'; '.join(changed)}. The order of the batches depends on it; "
                 "resume with what the run started with, or start a new run"
             )
+        if state_dict["digest"] != self._digest:
+            raise CheckpointError(
+                "cannot resume: the training examples are others now, or in another order "
+                f"(digest of their tokens {state_dict['digest']}, now {self._digest}). Resume with "
+                "the data, the tokenizer and the template that the run started with, or start a "
+                "new run"
+            )
         self.schedule.start = state_dict["batches_trained"]
 
     def _order(self) -> dict[str, int]:
@@ -114,3 +127,16 @@ class StageData(LightningDataModule, Generic[E]):
             "seed": self.schedule.seed,
             "pool_batches": self.schedule.pool_batches,
         }
+
+    @cached_property
+    def _digest(self) -> str:
+        return digest(self.train)
+
+
+def digest(examples: Sequence[Any]) -> str:
+    """Of dataclasses of numbers and of sequences of them, in their order: 16 characters."""
+    found = hashlib.sha256()
+    for numbers in map(attrgetter(*(field.name for field in fields(examples[0]))), examples):
+        # Version 2 writes types, lengths and values alone; later ones mark what is shared.
+        found.update(marshal.dumps(numbers, 2))
+    return found.hexdigest()[:16]
