@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.errors import AuthenticationError
 
 from lightning_rlhf.callbacks.loggers import (
     LoggerConfig,
@@ -160,6 +162,25 @@ def test_a_run_goes_on_offline_where_wandb_is_away(
     records = _wandb_records(folder)
     assert next(r["run"] for r in records if r["type"] == "run")["run_id"]
     assert [r for r in records if r["type"] == "history"]
+
+
+def test_a_key_that_wandb_refuses_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def refuse(**options: Any) -> None:
+        asked.append(options)
+        raise AuthenticationError("invalid API key")
+
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(wandb, "init", refuse)
+    config = logger_config(options("wandb") | {"init_timeout_s": 11, "finish_timeout_s": 7})
+    with pytest.raises(ConfigError, match=r"^W&B refuses the key .*: invalid API key\. Give it"):
+        build_loggers(config, tmp_path, IDENTITY)
+    (once,) = asked  # not once more, offline
+    assert once["mode"] == "online"
+    assert (once["settings"].init_timeout, once["settings"].finish_timeout) == (11, 7)
 
 
 @pytest.mark.parametrize("key", ["init_timeout_s", "finish_timeout_s"])

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
@@ -60,11 +61,11 @@ def test_headlines_can_be_monitored(fit: Fit, tmp_path: Path) -> None:
 
 
 class SaveAt(Callback):
-    def __init__(self, iteration: int, path: Path) -> None:
-        self.iteration, self.path = iteration, path
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
-        if pl_module.iteration == self.iteration:
+        if position(trainer, pl_module) == self.step:
             trainer.save_checkpoint(self.path)
 
 
@@ -111,6 +112,20 @@ def test_updates_that_were_not_made_are_counted_and_in_no_mean(fit: Fit, tmp_pat
     losses = column(tmp_path / "1", "update/loss")
     assert [math.isnan(losses[k]) for k in (1, 2, 3, 4)] == [False, True, True, False]
     assert column(tmp_path / "1", "update/nonfinite") == {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.0}
+
+
+def test_what_was_counted_before_a_checkpoint_is_in_the_row_after_it(
+    fit: Fit, tmp_path: Path
+) -> None:
+    # The row of step 4 has batches 0 and 3: (1 * 0 + 4 * 3) / 5. The cut is after batch 1.
+    checkpoint, whole, resumed = tmp_path / "two.ckpt", tmp_path / "whole", tmp_path / "resumed"
+    for folder, options in ((whole, {}), (resumed, {"ckpt_path": checkpoint})):
+        folder.mkdir()
+        callbacks = [SFTMetrics(), SaveAt(2, checkpoint)]
+        loggers = [MetricsFile(folder)]
+        fit(Spoiled(), callbacks, loggers, batches=4, log_every_n_steps=4, **options)
+        assert column(folder, "update/loss") == {4: pytest.approx(2.4)}
+        assert column(folder, "update/nonfinite") == {4: 2.0}
 
 
 def test_accumulated_micro_batches_change_no_loss(fit: Fit, tmp_path: Path) -> None:

@@ -276,6 +276,17 @@ def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None
     assert module.iteration == 2
 
 
+def test_ppo_goes_on_from_the_count_and_the_size_of_a_checkpoint(make_ppo: Make) -> None:
+    module, resumed = make_ppo(), make_ppo()
+    fit(module, [prompts()])
+    module.learner.nonfinite, module.learner.microbatch.rows = 2, 1
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    assert (resumed.learner.nonfinite, resumed.learner.microbatch.rows) == (0, 2)
+    resumed.on_load_checkpoint(checkpoint)
+    assert (resumed.learner.nonfinite, resumed.learner.microbatch.rows) == (2, 1)
+
+
 @pytest.mark.parametrize("limits", [{}, {"target_kl": 1e3}, {"max_ratio": 1e3}])
 @pytest.mark.parametrize(("what", "value"), [
     ("advantages", math.nan), ("old_logprobs", math.nan), ("old_logprobs", -1e3),
