@@ -56,6 +56,20 @@ def test_one_row_that_is_too_much_ends_the_run() -> None:
         size.fitting(Device(room=0).work)
 
 
+def test_a_size_that_was_halved_within_is_not_taken_for_too_much() -> None:
+    """A reward reads within the pass that reads the reference, by the same size."""
+    size, asked = BatchSize("ppo.microbatch_size", 2), []
+
+    def outer(rows: int) -> str:
+        asked.append(rows)
+        size.fitting(Device(room=1).work)
+        return Device(room=1).work(rows)
+
+    with pytest.warns(UserWarning, match="microbatch_size is 1"):
+        assert size.fitting(outer) == "read 1"
+    assert asked == [2, 1]
+
+
 def test_other_faults_pass() -> None:
     def work(rows: int) -> None:
         raise RuntimeError("a bug")

@@ -259,6 +259,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             chat=CHAT,  # type: ignore[arg-type]
             prompts={split: [{"prompt": "", "messages": []}] * 64 for split in ("train", "val")},
             seed=seed,
+            microbatch=batch_size,
         )
 
     return make

@@ -139,6 +139,21 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_reward_that_halves_is_said_once_and_kept_in_a_checkpoint(make_ppo: Make) -> None:
+    module, hidden = make_ppo(microbatch_size=8, minibatch_size=8), Roles.hidden
+
+    def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
+        if len(tokens) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return hidden(roles, tokens, *args)
+
+    rollout = module.generate(prompts(8), module.generator(0, 0))
+    with patch.object(Roles, "hidden", read), pytest.warns(UserWarning, match="is 4 from") as told:
+        module.score(module.said(rollout, "train"))
+    assert sum("out of memory" in str(w.message) for w in told) == 1
+    assert module.learner.state_dict()["microbatch_size"] == 4
+
+
 @pytest.mark.parametrize("name", ["sft", "rm"])
 def test_validation_halves_too(name: str) -> None:
     if name == "sft":

@@ -61,9 +61,8 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         roles, longest + config.max_response_tokens,
         "the longest prompt with ppo.max_response_tokens",
     )  # fmt: skip
-    reward = build_reward(
-        ready, roles, light, BatchSize("ppo.microbatch_size", config.microbatch_size)
-    )
+    microbatch = BatchSize("ppo.microbatch_size", config.microbatch_size)
+    reward = build_reward(ready, roles, light, microbatch)
     roles.to(ready.device)
     check_formats(ready, reward)
     data = StageData(
@@ -77,7 +76,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         pool_batches=1,
     )
     texts = {"train": _texts(rows.train), "val": _texts(rows.val)}
-    module = build_module(ready, roles, reward, config, texts)
+    module = build_module(ready, roles, reward, config, texts, microbatch)
     evaluation = Evaluation(judge, ready.folder)
     samples = Samples(
         every_n_iterations=config.samples_every, count=4, characters=160, run_dir=ready.folder
@@ -105,8 +104,12 @@ def build_module(
     reward: Reward,
     config: PPOConfig,
     prompts: Mapping[str, Sequence[dict[str, Any]]],
+    microbatch: BatchSize | None,
 ) -> PPOModule:
-    """The module before its first iteration: a fresh policy, and a critic if there is to be one."""
+    """The module before its first iteration: a fresh policy, and a critic if there is to be one.
+
+    microbatch: the size that the reward's models read by; None where none does.
+    """
     settings = ready.settings
     add_policy(roles, settings.model, settings.seed)
     return PPOModule(
@@ -117,6 +120,7 @@ def build_module(
         chat=ready.chat,
         prompts=prompts,
         seed=settings.seed,
+        microbatch=microbatch,
     )
 
 

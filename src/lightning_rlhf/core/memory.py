@@ -29,18 +29,21 @@ class BatchSize:
         Raises: TrainingError where one row is too many.
         """
         while True:
+            rows = self.rows
             try:
-                return work(self.rows)
+                return work(rows)
             except torch.OutOfMemoryError as error:
-                if self.rows == 1:
+                if rows == 1:
                     raise TrainingError(
                         f"one row at a time ({self.key}) is too much for the memory of the device: "
                         f"{error} Shorter prompts and responses, a smaller model or a quantised "
                         "one need less"
                     ) from error
             # Only behind the handler are the tensors of the failed pass gone.
-            self.rows //= 2
             torch.cuda.empty_cache()
+            if self.rows < rows:  # work that shares this size has halved it already
+                continue
+            self.rows //= 2
             warnings.warn(
                 f"out of memory: {self.key} is {self.rows} from now on, which changes no result",
                 stacklevel=2,

@@ -17,10 +17,15 @@ from lightning_rlhf.modules.optim import backward, step
 class Learner:
     """How many rows a pass takes now, and how many updates in a row were not made."""
 
-    def __init__(self, stage: str, config: StageConfig) -> None:
+    def __init__(
+        self, stage: str, config: StageConfig, microbatch: BatchSize | None = None
+    ) -> None:
+        """`microbatch`: one that others read by too, for theirs to be halved with it."""
         self.stage = stage
         self.config = config
-        self.microbatch = BatchSize(f"{stage}.microbatch_size", config.microbatch_size)
+        self.microbatch = microbatch or BatchSize(
+            f"{stage}.microbatch_size", config.microbatch_size
+        )
         self.nonfinite = 0
         """Updates in a row whose loss or gradient was not finite."""
 

@@ -20,6 +20,7 @@ from lightning_rlhf.core.experience import make_experience, minibatches, whitene
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
 from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 from lightning_rlhf.core.types import (
@@ -80,8 +81,12 @@ class PPOModule(L.LightningModule):
         chat: ChatFormat,
         prompts: Mapping[str, Sequence[dict[str, Any]]],
         seed: int,
+        microbatch: BatchSize | None = None,
     ) -> None:
-        """`critic` for advantage=gae, None for the others; `prompts`: split -> rows of the data."""
+        """`critic` for advantage=gae, None for the others; `prompts`: split -> rows of the data.
+
+        `microbatch`: the size that the reward's model reads by, to be halved for both at once.
+        """
         super().__init__()
         require((critic is not None) == config.has_critic, "the critic", critic,
                 f"one for ppo.advantage=gae, else None; it is {config.advantage}")  # fmt: skip
@@ -99,7 +104,7 @@ class PPOModule(L.LightningModule):
         self.stop = chat.stop_at(config.stop_strings)
         self.prompts = prompts
         self.seed = seed
-        self.learner = Learner("ppo", config)
+        self.learner = Learner("ppo", config, microbatch)
         self.iteration = 0
         """Finished iterations, over all resumes."""
         self.kl_coef = config.kl_coef
