@@ -267,7 +267,8 @@ def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
     began = time.monotonic()
     start("recipe").wait()
     longest, outcome = (time.monotonic() - began) / 2, Outcome()
-    for left in range(kills, -1, -1):
+    while True:
+        left = kills - outcome.kills.total()
         process, marks = start("recipe_cut"), finals(outputs)
         moment, between = time.monotonic() + dice.uniform(4, longest), dice.random() < 0.5
         while process.poll() is None:
@@ -279,6 +280,10 @@ def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
             time.sleep(0.002)
         if process.wait() == -signal.SIGKILL:
             outcome.kills["between stages" if between and new else "a stage"] += 1
+            continue
+        if left == 0:
+            break
+        shutil.rmtree(outputs / "recipe_cut")  # it ended before its moment came
     folders = [outputs / run / "tiny" for run in ("recipe_cut", "recipe")]
     for stage in STAGES:
         cut_one, whole = (folder / stage for folder in folders)
