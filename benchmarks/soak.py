@@ -278,9 +278,15 @@ def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
                 kill_session(process.pid)
                 break
             time.sleep(0.002)
-        if process.wait() == -signal.SIGKILL:
+        status = process.wait()
+        if status == -signal.SIGKILL:
             outcome.kills["between stages" if between and new else "a stage"] += 1
             continue
+        if status != 0:
+            outcome.failures.append(
+                f"exit status {status} of the recipe, {left} kills before the end"
+            )
+            return outcome
         if left == 0:
             break
         shutil.rmtree(outputs / "recipe_cut")  # it ended before its moment came
