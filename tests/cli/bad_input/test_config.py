@@ -121,10 +121,11 @@ def test_a_value_is_named(
 def test_components_of_a_reward(refused: Refusals) -> None:
     for components, named in (
         (5, "reward.components is 5"),
-        ({"a-b": {}}, "a name in reward.components is 'a-b'"),
+        ({"a-b": {}}, "there is no component 'a-b' in reward.components"),
+        ({"a-b": {"kind": "http", "weight": 1}}, "a name in reward.components is 'a-b'"),
         ({"a": 5}, "reward.components.a is 5"),
-        ({"a": {"kind": ["x"]}}, "reward.components.a.kind is ['x']"),
-        ({"a": {"kind": "sum"}}, "reward.components.a.kind is 'sum'"),
+        ({"a": {"kind": ["x"], "weight": 1}}, "reward.components.a.kind is ['x']"),
+        ({"a": {"kind": "sum", "weight": 1}}, "reward.components.a.kind is 'sum'"),
     ):
         given = OmegaConf.create({"kind": "sum", "components": components})
         refused.value("reward", given, *PPO, named=[named])

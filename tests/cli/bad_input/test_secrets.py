@@ -84,6 +84,7 @@ def test_a_crash_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch)
     def load(*args: object, **kwargs: object) -> None:
         raise AssertionError("unforeseen")
 
+    monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
     monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
     outcome = models.place.mini(
         "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http",
