@@ -9,7 +9,6 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +21,7 @@ from common import markdown_table
 from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.types import Experience, Prompts
+from lightning_rlhf.models import packing
 from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
@@ -68,6 +68,11 @@ class EveryPosition:
         return x[:, -length - 1 : -1][batch.response_mask]
 
 
+def everywhere(roles: Roles, tokens: Tensor, wanted: Tensor) -> Tensor:
+    """Hidden states of all positions, of which the wanted ones are taken."""
+    return roles.hidden(tokens)[wanted]
+
+
 def by_autograd(
     roles: Roles, hidden: Tensor, batch: Experience, temperature: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -90,11 +95,12 @@ def as_they_come(mask: Tensor) -> Tensor:
 @contextmanager
 def microbatches(module: PPOModule, size: int) -> Iterator[None]:
     """Inside, so many responses a forward and backward pass."""
-    before, module.config = module.config, replace(module.config, microbatch_size=size)
+    microbatch = module.learner.microbatch
+    before, microbatch.rows = microbatch.rows, size
     try:
         yield
     finally:
-        module.config = before
+        microbatch.rows = before
 
 
 @contextmanager
@@ -113,6 +119,8 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """What is switched off or changed -> the context that does it."""
     return {
         "as it is": nullcontext,
+        "all positions through all layers": lambda: patch.object(Roles, "hidden_at", everywhere),
+        "padding through all layers": lambda: patch.object(packing, "WORTH", 1),
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
         "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
         "no chunks": lambda: patch.object(logprobs, "_frozen_rows", lambda *_: 10**9),
@@ -140,7 +148,7 @@ def whole_updates(name: str, repeats: int, device: torch.device) -> dict[str, An
         expected: Tensor | None = None
         for variant, context in contexts.items():
             with context(), Memory() as memory:
-                backward(module, module.losses(experience, [], module.config.microbatch_size), 1e9)
+                backward(module, module.losses(experience, [], module.learner.microbatch.rows), 1e9)
             gradient = gradient_of(module)
             expected = gradient if expected is None else expected
             found[variant] = {

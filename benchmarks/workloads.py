@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning as L
@@ -152,7 +152,7 @@ def build_module(
     )
     module = ours.build(build_model(workload), setting, workload.critic)
     if microbatch_size is not None:
-        module.config = replace(module.config, microbatch_size=microbatch_size)
+        module.learner.microbatch.rows = microbatch_size
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

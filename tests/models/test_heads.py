@@ -75,7 +75,5 @@ def test_a_head_computes_in_fp32_under_autocast_and_from_bf16(kind: str) -> None
 
 
 def test_the_last_real_position_is_found_on_either_side_and_in_between() -> None:
-    x = torch.arange(12.0).reshape(3, 4)
     mask = torch.tensor([[T, T, F, F], [F, F, T, T], [T, F, T, F]])
-    assert last_real(x, mask).tolist() == [1.0, 7.0, 10.0]
-    assert last_real(x[..., None].expand(-1, -1, 2), mask).tolist() == [[1, 1], [7, 7], [10, 10]]
+    assert last_real(mask).tolist() == [[F, T, F, F], [F, F, F, T], [F, F, T, F]]

@@ -17,10 +17,13 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.core.types import Record
+from lightning_rlhf.core.types import Record, Replies, Scores
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.critic import Critic
 
 from .conftest import (
     Outputs,
@@ -65,7 +68,7 @@ class Room:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.hidden = Roles.hidden
+        self.hidden = Roles.hidden_at
         self.failed = 0
 
     def read(self, roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
@@ -75,6 +78,23 @@ class Room:
         return self.hidden(roles, tokens, *args)
 
 
+@pytest.fixture
+def scored_row_by_row() -> Iterator[None]:
+    """What PPO learns from has the same bits, however many rows an update takes at once."""
+    all_values, scored = Critic.all_values, ppo.score
+
+    def row_by_row(roles: Roles, replies: Replies, reward: Reward, **keys: Any) -> Scores:
+        reward = replace(reward, sources=(lambda r: r.rollout.tokens.float().mean(dim=1),))
+        return scored(roles, replies, reward, **keys | {"batch_size": 1})
+
+    with (
+        patch.object(Critic, "all_values", lambda critic, batch, _: all_values(critic, batch, 1)),
+        patch.object(ppo, "score", row_by_row),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("scored_row_by_row")
 def test_too_little_memory_gives_what_smaller_micro_batches_give(
     stage: tuple[Build, Record, int],
 ) -> None:
@@ -85,7 +105,7 @@ def test_too_little_memory_gives_what_smaller_micro_batches_give(
     fit(small, [batch, batch], [expected])
     room = Room(rows)
     with (
-        patch.object(Roles, "hidden", lambda *a: room.read(*a)),
+        patch.object(Roles, "hidden_at", lambda *a: room.read(*a)),
         pytest.warns(UserWarning, match="out of memory") as told,
     ):
         fit(large, [batch, batch], [found])
@@ -121,7 +141,7 @@ def test_memory_that_runs_out_behind_the_first_micro_batch_leaves_no_trace(make_
 
 def test_scoring_halves_too(make_ppo: Make) -> None:
     module, batches = make_ppo(microbatch_size=8, minibatch_size=8), []
-    hidden = Roles.hidden
+    hidden = Roles.hidden_at
 
     def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
         batches.append(len(tokens))
@@ -133,14 +153,17 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
     replies = module.said(rollout, "train")
     module.reward = replace(module.reward, sources=(lambda replies: torch.zeros(8),))
     expected = module.score(replies).ref_logprobs
-    with patch.object(Roles, "hidden", read), pytest.warns(UserWarning, match="is 4 from now on"):
+    with (
+        patch.object(Roles, "hidden_at", read),
+        pytest.warns(UserWarning, match="is 4 from now on"),
+    ):
         found = module.score(replies).ref_logprobs
     assert batches == [8, 4, 4]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reward_that_halves_is_said_once_and_kept_in_a_checkpoint(make_ppo: Make) -> None:
-    module, hidden = make_ppo(microbatch_size=8, minibatch_size=8), Roles.hidden
+    module, hidden = make_ppo(microbatch_size=8, minibatch_size=8), Roles.hidden_at
 
     def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
         if len(tokens) > 4:
@@ -148,7 +171,10 @@ def test_a_reward_that_halves_is_said_once_and_kept_in_a_checkpoint(make_ppo: Ma
         return hidden(roles, tokens, *args)
 
     rollout = module.generate(prompts(8), module.generator(0, 0))
-    with patch.object(Roles, "hidden", read), pytest.warns(UserWarning, match="is 4 from") as told:
+    with (
+        patch.object(Roles, "hidden_at", read),
+        pytest.warns(UserWarning, match="is 4 from") as told,
+    ):
         module.score(module.said(rollout, "train"))
     assert sum("out of memory" in str(w.message) for w in told) == 1
     assert module.learner.state_dict()["microbatch_size"] == 4
@@ -162,7 +188,7 @@ def test_validation_halves_too(name: str) -> None:
     else:
         module = RewardModule(rm_roles("qwen3"), rm_config(microbatch_size=6), seed=0)
         batch = preferences()
-    batches, sides, hidden = [], 1 if name == "sft" else 2, Roles.hidden
+    batches, sides, hidden = [], 1 if name == "sft" else 2, Roles.hidden_at
 
     def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
         batches.append(len(tokens) // sides)
@@ -173,7 +199,7 @@ def test_validation_halves_too(name: str) -> None:
     with torch.no_grad():
         expected = module.validation_step(batch, 0)
         with (
-            patch.object(Roles, "hidden", read),
+            patch.object(Roles, "hidden_at", read),
             pytest.warns(UserWarning, match=rf"{name}\.microbatch_size is 3 from now on"),
         ):
             found = module.validation_step(batch, 0)

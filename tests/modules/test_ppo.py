@@ -154,13 +154,13 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     shuffled = prompts(width=8)
     shuffled = shuffled.select(torch.tensor([3, 0, 6, 1, 7, 4, 2, 5]))
     rollout = module.valued(module.generate(shuffled, module.generator(TRAINING, 0)))
-    hidden = module.roles.hidden
+    hidden_at = module.roles.hidden_at
 
-    def spy(tokens: Tensor) -> Tensor:
+    def spy(tokens: Tensor, wanted: Tensor) -> Tensor:
         shapes.append(tuple(tokens.shape))
-        return hidden(tokens)
+        return hidden_at(tokens, wanted)
 
-    module.roles.hidden = spy
+    module.roles.hidden_at = spy
     pairs = [(2, 2), (2, 4), (2, 6), (2, 8)]
     module.valued(rollout)
     assert shapes == pairs

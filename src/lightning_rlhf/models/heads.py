@@ -55,8 +55,7 @@ class RewardHeads(nn.Module):
             return self.linear(hidden.float())
 
 
-def last_real(x: Float[Tensor, "B S d"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, "B d"]:
-    """What stands at the last True position of each row, whichever side the padding is on."""
+def last_real(mask: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
+    """Where the last True of each row stands, whichever side the padding is on."""
     position = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, position, -1).amax(dim=1)
-    return x[torch.arange(len(x), device=x.device), last]
+    return position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)

@@ -34,6 +34,7 @@ from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import last_real
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import quicken
+from lightning_rlhf.models.packing import Packing, pack
 from lightning_rlhf.models.weights import check_weights
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
@@ -55,6 +56,7 @@ class Roles(nn.Module):
         self._folded = False
         attend_widely(causal_lm)
         quicken(causal_lm)
+        self._packs = pack(causal_lm)
         self._check_head()
 
     @property
@@ -220,6 +222,15 @@ class Roles(nn.Module):
         """
         return self.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
+    def hidden_at(
+        self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
+    ) -> Float[Tensor, "M d"]:
+        """Those of `hidden` that are wanted, row by row, without most of what only others need."""
+        if not self._packs:
+            return self.hidden(tokens)[wanted]
+        trunk, packing = self.causal_lm.base_model, Packing.of(wanted)
+        return trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
+
     @property
     def head_is_trained(self) -> bool:
         return any(p.requires_grad for p in self.causal_lm.get_output_embeddings().parameters())
@@ -234,7 +245,7 @@ class Roles(nn.Module):
         """What each head of a reward role says of each sequence, read at its last real token."""
         with self.acting(role):
             tokens, mask = from_first_real(tokens, mask)
-            return self.heads[role](last_real(self.hidden(tokens), mask))
+            return self.heads[role](self.hidden_at(tokens, last_real(mask)))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
         """The mean over the heads of the reward role, raw."""

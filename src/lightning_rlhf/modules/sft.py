@@ -58,10 +58,10 @@ class SFTModule(L.LightningModule):
 
     def nll_sum(self, batch: Demonstrations) -> Tensor:
         """Negative log-likelihood of the target tokens, nats, summed over the batch; 0-d."""
-        hidden = self.roles.hidden(batch.tokens[:, :-1])
         mask = batch.target_mask[:, 1:]
+        hidden = self.roles.hidden_at(batch.tokens[:, :-1], mask)
         logprobs, _ = token_logprobs(
-            hidden[mask], batch.tokens[:, 1:][mask], self.roles.head,
+            hidden, batch.tokens[:, 1:][mask], self.roles.head,
             temperature=1.0, vocab_size=self.roles.vocab_size,
             frozen_head=not self.roles.head_is_trained,
         )  # fmt: skip

@@ -25,7 +25,7 @@ def response_hidden(roles: Roles, batch: Rollout | Experience) -> Float[Tensor, 
     tokens, mask = from_first_real(batch.tokens, batch.mask)
     prompt = (batch.mask.sum(1) - batch.response_mask.sum(1))[:, None]
     position = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-    return roles.hidden(tokens[:, :-1])[mask[:, 1:] & (position >= prompt - 1)]
+    return roles.hidden_at(tokens[:, :-1], mask[:, 1:] & (position >= prompt - 1))
 
 
 def response_logprobs(

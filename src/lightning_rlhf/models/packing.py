@@ -1,0 +1,144 @@
+"""Decoder layers that compute only what the wanted hidden states depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+WORTH = 0.08  # share of padding from which packing saves more than its copies cost
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which of B rows of S positions are computed where each position is by itself.
+
+    Letters: N tokens that something wanted depends on, M wanted ones.
+    """
+
+    rows: int
+    """B."""
+    columns: int
+    """S."""
+    real: Int[Tensor, " N"] | None
+    """Places of the N among B x S; None: they are taken to be all."""
+    wanted: Int[Tensor, " M"]
+    """Places of the M among B x S."""
+    wanted_real: Int[Tensor, " M"]
+    """Places of the M among the N."""
+
+    @classmethod
+    def of(cls, wanted: Bool[Tensor, "B S"]) -> Packing:
+        """Every row is needed from its first position up to its last wanted one."""
+        rows, columns = wanted.shape
+        flat = wanted.flatten().nonzero().squeeze(1)
+        real = wanted.flip(1).cummax(1).values.flip(1).flatten()
+        if real.float().mean() > 1 - WORTH:
+            return cls(rows, columns, None, flat, flat)
+        return cls(rows, columns, real.nonzero().squeeze(1), flat, (real.cumsum(0) - 1)[flat])
+
+    def packed(self, x: Float[Tensor, "BS d"]) -> Float[Tensor, "N d"]:
+        """Without padding."""
+        return x if self.real is None else _Taken.apply(x, self.real)  # type: ignore
+
+    def padded(self, x: Float[Tensor, "N d"]) -> Float[Tensor, "B S d"]:
+        """The rows as a mixer of positions reads them, 0 on padding."""
+        if self.real is not None:
+            x = _Put.apply(x, self.real, self.rows * self.columns)  # type: ignore
+        return x.view(self.rows, self.columns, x.shape[-1])
+
+
+class _Packed(nn.Module):
+    """A decoder layer: attention reads padded rows, everything else the real positions alone.
+
+    The last layer computes the wanted ones only, but for keys and values.
+    """
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+    is_last = False
+
+    def forward(
+        self, hidden_states: Tensor, *, packing: Packing | None = None, **kwargs: Any
+    ) -> Tensor:
+        """[M, d] of the last layer, else [N, d], where a packing is given."""
+        if packing is None:
+            return super().forward(hidden_states, **kwargs)  # type: ignore[misc, no-any-return]
+        if hidden_states.ndim == 3:  # the embeddings
+            hidden_states = packing.packed(hidden_states.flatten(0, 1))
+        mixed = self._mix(packing.padded(self.input_layernorm(hidden_states)), **kwargs)
+        mixed = mixed.flatten(0, 1)
+        if self.is_last:
+            mixed = _Taken.apply(mixed, packing.wanted)
+            hidden_states = _Taken.apply(hidden_states, packing.wanted_real)
+        else:
+            mixed = packing.packed(mixed)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def _mix(self, x: Float[Tensor, "B S d"], **kwargs: Any) -> Float[Tensor, "B S d"]:
+        if isinstance(mixer := getattr(self, "linear_attn", None), nn.Module):
+            return mixer(x, attention_mask=kwargs["attention_mask"])
+        mixer = self.get_submodule("self_attn")
+        return mixer(x, **kwargs)[0]
+
+
+PACKED: dict[type[nn.Module], type[nn.Module]] = {
+    layer: type(f"Packed{layer.__name__}", (_Packed, layer), {})
+    for layer in (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Qwen3_5DecoderLayer)
+}
+"""The library's class -> ours, which is the same where no packing is given."""
+
+
+def pack(model: PreTrainedModel) -> bool:
+    """Let the model's decoder layers take a `Packing`; whether all of them can."""
+    layers = list(getattr(model.base_model, "layers", ()))
+    for layer in layers:
+        layer.__class__ = PACKED.get(type(layer), type(layer))
+        layer.is_last = layer is layers[-1]
+    return bool(layers) and all(isinstance(layer, _Packed) for layer in layers)
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of x, each at most once; autograd's own gradient adds them up one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "n d"], index: Int[Tensor, " m"]
+    ) -> Float[Tensor, "m d"]:
+        ctx.save_for_backward(index)
+        ctx.count = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None]:
+        (index,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.count, dy.shape[1]).index_copy_(0, index, dy), None
+
+
+class _Put(torch.autograd.Function):
+    """The rows of x at their places among `count`, 0 elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "m d"], index: Int[Tensor, " m"], count: int
+    ) -> Float[Tensor, "n d"]:
+        ctx.save_for_backward(index)
+        return x.new_zeros(count, x.shape[1]).index_copy_(0, index, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "m d"], None, None]:
+        (index,) = ctx.saved_tensors
+        return dy.index_select(0, index), None, None

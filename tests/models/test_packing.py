@@ -1,0 +1,138 @@
+"""What is computed of wanted positions alone is what the whole computation says there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.packing import PACKED, WORTH, Packing
+from lightning_rlhf.models.roles import POLICY, Roles
+
+from .conftest import VOCABULARY, build_model
+
+FAMILIES = ("qwen3", "llama", "qwen2", "qwen3_5_text")
+T, F = True, False
+WANTED = {
+    "a response in each row": [
+        [F, F, T, T, F, F, F, F],
+        [F, F, F, F, F, T, T, T],
+        [T, T, T, F, F, F, F, F],
+    ],
+    "the last token of each row": [
+        [F, F, F, T, F, F, F, F],
+        [F, F, F, F, F, F, F, T],
+        [F, T, F, F, F, F, F, F],
+    ],
+    "with gaps": [
+        [T, F, T, F, F, F, F, F],
+        [F, T, F, F, F, T, F, T],
+        [F, F, F, F, F, F, T, F],
+    ],
+    "rows of one length": [
+        [F, F, F, F, F, F, T, T],
+        [F, F, F, F, F, F, F, T],
+        [T, T, T, T, T, T, T, T],
+    ],
+    "one position in all": [[T, F, F, F, F, F, F, F]],
+}
+
+
+def a_policy(family: str, **changes: object) -> Roles:
+    roles = Roles(build_model(family, **changes))
+    roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in roles.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return roles
+
+
+def outcome(roles: Roles, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states, and the gradient of a weighted sum of them."""
+    roles.zero_grad()
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    (hidden * weights).sum().backward()
+    return hidden.detach(), torch.cat([p.grad.flatten() for p in roles.trained_by(POLICY)])
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def tokens_of(wanted: Tensor) -> Tensor:
+    return torch.arange(wanted.numel()).view(wanted.shape) * 7919 % VOCABULARY
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_gradients_are_those_of_all_positions(
+    family: str, wanted: list[list[bool]]
+) -> None:
+    roles, mask = a_policy(family), torch.tensor(wanted)
+    tokens = tokens_of(mask)
+    expected, expected_gradient = outcome(roles, roles.hidden(tokens)[mask])
+    found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
+    assert found.shape == (int(mask.sum()), roles.hidden_size)
+    assert relative(found, expected) <= 1e-5
+    assert expected_gradient.abs().max() > 0
+    assert relative(gradient, expected_gradient) <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stands_on_padding_changes_nothing(family: str) -> None:
+    roles, mask = a_policy(family), torch.tensor(WANTED["a response in each row"])
+    tokens = tokens_of(mask)
+    found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
+    tokens[0, 4:], tokens[2, 3:] = 5, 6
+    other, other_gradient = outcome(roles, roles.hidden_at(tokens, mask))
+    assert torch.equal(other, found)
+    assert torch.equal(other_gradient, gradient)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_weights_can_be_trained_through_it(family: str) -> None:
+    model = build_model(family)
+    roles = Roles(model.requires_grad_(True))
+    mask = torch.tensor(WANTED["a response in each row"])
+    tokens = tokens_of(mask)
+
+    def gradients(hidden: Tensor) -> Tensor:
+        roles.zero_grad()
+        hidden.square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.base_model.parameters()])
+
+    expected = gradients(roles.hidden(tokens)[mask])
+    assert relative(gradients(roles.hidden_at(tokens, mask)), expected) <= 1e-5
+
+
+def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_the_last() -> None:
+    roles = a_policy("qwen3", num_hidden_layers=3)
+    mask = torch.tensor(WANTED["a response in each row"])
+    seen: list[int] = []
+    layers = roles.causal_lm.base_model.layers
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    roles.hidden_at(tokens_of(mask), mask)
+    assert seen == [4 + 8 + 3, 4 + 8 + 3, 2 + 3 + 3]
+
+
+def test_rows_with_little_padding_stay_as_they_are() -> None:
+    mask = torch.zeros(1, 100, dtype=torch.bool)
+    little, much = mask.clone(), mask.clone()
+    little[0, round(100 * (1 - WORTH))] = True  # all but one position less than the share is real
+    much[0, round(100 * (1 - WORTH)) - 2] = True
+    assert Packing.of(little).real is None
+    real = Packing.of(much).real
+    assert real is not None
+    assert len(real) == round(100 * (1 - WORTH)) - 1
+
+
+def test_a_family_that_is_not_known_computes_everything() -> None:
+    model = build_model("gpt2")
+    roles = Roles(model)
+    assert not any(type(module) in PACKED.values() for module in model.modules())
+    mask = torch.tensor(WANTED["a response in each row"])
+    tokens = tokens_of(mask)
+    assert torch.equal(roles.hidden_at(tokens, mask), roles.hidden(tokens)[mask])
