@@ -14,6 +14,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.draft import Draft
 from lightning_rlhf.rollout.sample import sample
+from lightning_rlhf.rollout.step import Step, can_step
 
 
 @torch.no_grad()
@@ -46,6 +47,7 @@ def generate(
     cache = roomy_cache(roles.causal_lm.config, draft.width + room)
     with roles.folded():
         hidden = last_hidden(roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask))
+        step = Step(roles.causal_lm, cache) if can_step(roles.causal_lm, cache) else None
         if samples_per_prompt > 1:
             prompt = torch.arange(len(prompts), device=roles.device)
             prompt = prompt.repeat_interleave(samples_per_prompt)
@@ -64,7 +66,8 @@ def generate(
             left = draft.put_aside(count)
             if left is not None:
                 cache.reorder_cache(left)
-            hidden = last_hidden(roles, cache, draft.latest, draft.seen, draft.latest_position)
+            following = draft.latest, draft.seen, draft.latest_position
+            hidden = step(*following) if step else last_hidden(roles, cache, *following)
 
 
 def last_hidden(

@@ -1,0 +1,147 @@
+"""A step by one token says what the model's own layers say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.rollout.cache import roomy_cache
+from lightning_rlhf.rollout.generate import generate, last_hidden, no_value, position_ids
+from lightning_rlhf.rollout.step import Step, can_step
+
+VOCABULARY, STEPS = 61, 6
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
+    "qwen3, a key for each query": {"head_dim": 16, "num_key_value_heads": 4},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "initializer_range": 0.05,  # its recurrence magnifies rounding
+    },
+    "qwen3_5_text, all of a head turned": {
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
+            "mrope_section": [2, 1, 1],
+        },
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "initializer_range": 0.05,
+    },
+}  # fmt: skip
+
+
+def build(name: str, **changes: Any) -> Roles:
+    """Random weights, norms and biases included, under an adapter."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    config = AutoConfig.for_model(name.split(",")[0], **(shape | SHAPES.get(name, {}) | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and "A_log" not in parameter_name:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    roles = Roles(model)
+    roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for parameter_name, parameter in roles.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.normal_(std=0.05)
+    return roles
+
+
+def prefix() -> tuple[Tensor, Tensor]:
+    """Prompts of five, two and four tokens, padded to the left."""
+    tokens = torch.arange(15).view(3, 5) * 7 % VOCABULARY
+    mask = torch.arange(5) >= torch.tensor([0, 3, 1])[:, None]
+    return tokens, mask
+
+
+@torch.no_grad()
+def stepped(roles: Roles, *, ours: bool) -> Tensor:
+    """Hidden states of some tokens one by one; after two of them rows are dropped and mixed."""
+    tokens, mask = prefix()
+    cache, found = roomy_cache(roles.causal_lm.config, 5 + STEPS), []
+    with roles.folded():
+        last_hidden(roles, cache, tokens, mask, position_ids(mask))
+        assert can_step(roles.causal_lm, cache)
+        step = Step(roles.causal_lm, cache)
+        for i in range(STEPS):
+            if i == 2:
+                left = torch.tensor([2, 0])
+                cache.reorder_cache(left)
+                mask = mask[left]
+            mask = torch.cat([mask, torch.ones(len(mask), 1, dtype=torch.bool)], dim=1)
+            following = (torch.arange(len(mask)) + 11 * i)[:, None] % VOCABULARY
+            positions = mask.sum(1, keepdim=True) - 1
+            if ours:
+                found.append(step(following, mask, positions))
+            else:
+                found.append(last_hidden(roles, cache, following, mask, positions))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_step_is_that_of_the_models_own_layers(name: str) -> None:
+    roles = build(name)
+    expected = stepped(roles, ours=False)
+    found = stepped(roles, ours=True)
+    assert found.shape == (3 + 3 + 4 * 2, 32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_generation_steps_by_it(make_prompts: Any) -> None:
+    """The first token is read with the prompt, the last one by nobody."""
+    prompts: Prompts = make_prompts([7, 8, 9], [13])
+    with patch.object(Step, "__call__", autospec=True, side_effect=Step.__call__) as step:
+        generate(
+            build("qwen3"), prompts, value=no_value, max_response_tokens=5, temperature=1.0,
+            end_token_ids=(VOCABULARY,), generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+    assert step.call_count == 4
+
+
+def steps(roles: Roles, *, folded: bool = True) -> bool:
+    cache = roomy_cache(roles.causal_lm.config, 8)
+    if not folded:
+        return can_step(roles.causal_lm, cache)
+    with roles.folded():
+        return can_step(roles.causal_lm, cache)
+
+
+def test_what_it_does_not_compute_is_left_to_the_model() -> None:
+    assert steps(build("qwen3"))
+    assert not steps(build("qwen3"), folded=False)  # the adapter stands beside the weights
+    assert not steps(build("gpt2"))
+    assert not steps(build("qwen3", hidden_act="gelu"))
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    assert not steps(build("qwen2", **windows))
+    roles = build("qwen3")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not steps(roles)
+    assert not steps(Roles(build("qwen3").causal_lm.bfloat16()))
