@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -83,11 +84,11 @@ def prefix() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def stepped(roles: Roles, *, ours: bool) -> Tensor:
+def stepped(roles: Roles, *, ours: bool, folded: bool = True) -> Tensor:
     """Hidden states of some tokens one by one; after two of them rows are dropped and mixed."""
     tokens, mask = prefix()
     cache, found = roomy_cache(roles.causal_lm.config, 5 + STEPS), []
-    with roles.folded():
+    with roles.folded() if folded else nullcontext():
         last_hidden(roles, cache, tokens, mask, position_ids(mask))
         assert can_step(roles.causal_lm, cache)
         step = Step(roles.causal_lm, cache)
@@ -106,13 +107,33 @@ def stepped(roles: Roles, *, ours: bool) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("folded", [True, False], ids=["folded", "adapters beside"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_each_step_is_that_of_the_models_own_layers(name: str) -> None:
+def test_each_step_is_that_of_the_models_own_layers(name: str, folded: bool) -> None:
     roles = build(name)
-    expected = stepped(roles, ours=False)
-    found = stepped(roles, ours=True)
+    expected = stepped(roles, ours=False, folded=folded)
+    found = stepped(roles, ours=True, folded=folded)
     assert found.shape == (3 + 3 + 4 * 2, 32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(name: str) -> None:
+    """Each rounds in other places. Root mean squares of the distance to fp32."""
+    roles = build(name)
+    exact = stepped(roles, ours=False)
+    roles.causal_lm.bfloat16()
+    with torch.no_grad():
+        for parameter_name, parameter in roles.named_parameters():
+            if "lora_" in parameter_name:  # as they are trained: in fp32, rounded by autocast
+                parameter.data = parameter.data.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = (
+            (stepped(roles, ours=side).float() - exact).square().mean().sqrt()
+            for side in (True, False)
+        )
+    assert theirs > 0
+    assert ours < 1.2 * theirs
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
@@ -126,22 +147,29 @@ def test_generation_steps_by_it(make_prompts: Any) -> None:
     assert step.call_count == 4
 
 
-def steps(roles: Roles, *, folded: bool = True) -> bool:
-    cache = roomy_cache(roles.causal_lm.config, 8)
-    if not folded:
-        return can_step(roles.causal_lm, cache)
-    with roles.folded():
-        return can_step(roles.causal_lm, cache)
+def steps(roles: Roles) -> bool:
+    return can_step(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
 
 
 def test_what_it_does_not_compute_is_left_to_the_model() -> None:
     assert steps(build("qwen3"))
-    assert not steps(build("qwen3"), folded=False)  # the adapter stands beside the weights
     assert not steps(build("gpt2"))
     assert not steps(build("qwen3", hidden_act="gelu"))
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     assert not steps(build("qwen2", **windows))
+
+
+def test_it_computes_in_the_dtype_of_the_weights() -> None:
     roles = build("qwen3")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not steps(roles)
-    assert not steps(Roles(build("qwen3").causal_lm.bfloat16()))
+        roles.causal_lm.bfloat16()
+        assert steps(roles)
+    roles.causal_lm.base_model.layers[1].mlp.down_proj.base_layer.float()
+    assert not steps(roles)
+
+
+def test_an_adapter_that_is_no_plain_sum_is_left_to_the_model() -> None:
+    roles = build("qwen3")
+    roles.causal_lm.base_model.layers[1].mlp.down_proj.use_dora[POLICY] = True
+    assert not steps(roles)
