@@ -132,8 +132,11 @@ def ppo_config(**changes: Any) -> PPOConfig:
     return PPOConfig(**PPO | changes)
 
 
-def language_model(architecture: str, seed: int = 0) -> PreTrainedModel:
-    """Two layers of width 32, frozen. Weights wide enough that tokens differ in probability."""
+def language_model(architecture: str, seed: int = 0, spread: float = 0.2) -> PreTrainedModel:
+    """Two layers of width 32, frozen. Weights wide enough that tokens differ in probability.
+
+    spread: the standard deviation of the weights. Linear attention magnifies rounding with it.
+    """
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -143,7 +146,7 @@ def language_model(architecture: str, seed: int = 0) -> PreTrainedModel:
         "num_key_value_heads": 1,
         "head_dim": 16,
         "max_position_embeddings": 128,
-        "initializer_range": 0.2,
+        "initializer_range": spread,
         "tie_word_embeddings": True,
     }
     with torch.random.fork_rng():
@@ -232,11 +235,12 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         architecture: str = "qwen3",
         *,
         seed: int = 0,
+        spread: float = 0.2,
         reward: Source | None = None,
         fresh: bool = False,
         **changes: Any,
     ) -> PPOModule:
-        roles = Roles(language_model(architecture))
+        roles = Roles(language_model(architecture, spread=spread))
         roles.heads[REWARD] = RewardHeads.random(
             roles.hidden_size, 1, torch.Generator().manual_seed(2)
         ).requires_grad_(False)

@@ -81,7 +81,7 @@ def test_before_the_first_step_the_ratio_is_one(
     # The same weights say what they said while sampling, once token by token with a cache and
     # once in one pass. Log-probabilities of some nats differ by a few fp32 roundings, d of about
     # 1e-6, and k3 is d^2 / 2: below 1e-11. A real difference of 1e-4 would already give 5e-9.
-    module = make_ppo(architecture, temperature=temperature)
+    module = make_ppo(architecture, temperature=temperature, spread=0.1)
     experience = on_policy(module)
     mask = experience.response_mask
     hidden = response_hidden(module.roles, experience)
