@@ -89,7 +89,7 @@ def test_a_schedule_may_move_where_the_first_update_was_not_made() -> None:
 def test_few_rows_are_told(
     capsys: pytest.CaptureFixture[str], count: int, to_validate: bool, said: str
 ) -> None:
-    rows = Rows[int]("x.jsonl", tuple(range(count)), Counter())
-    tokenised = Tokenised(rows.rows, Counter(), Counter())
+    rows = Rows[int]("x.jsonl", tuple(range(count)), Counter(), "line", tuple(range(count)))
+    tokenised = Tokenised(rows.rows, Counter(), Counter(), rows.numbers)
     say_lengths("prompt", rows, tokenised, to_validate=to_validate)
     assert capsys.readouterr().out == f"{said}\n"

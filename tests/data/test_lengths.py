@@ -38,7 +38,7 @@ def user(text: str) -> Messages:
 
 
 def rows(*items: Any) -> Rows[Any]:
-    return Rows("mine.jsonl", items, Counter())
+    return Rows("mine.jsonl", items, Counter(), "line", tuple(range(1, len(items) + 1)))
 
 
 def text(chat: ChatFormat, tokens: Any) -> str:
@@ -74,6 +74,7 @@ def test_long_demonstrations_are_dropped(chat: ChatFormat, make_config: MakeConf
     )
     assert [text(chat, e.prompt[7:9]) for e in result.examples] == ["Ho"]
     assert result.dropped == Counter({"prompt too long": 2, "response too long": 1})
+    assert result.numbers == (2,)
     assert not result.cut
 
 

@@ -16,7 +16,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> Preference:
 
 
 def rows(*pairs: Preference, **left_out: int) -> Rows[Preference]:
-    return Rows("source", pairs, Counter(left_out))
+    return Rows("source", pairs, Counter(left_out), "line", tuple(range(len(pairs))))
 
 
 def test_pairs_without_problems() -> None:

@@ -185,9 +185,10 @@ def test_a_margin_that_is_none_is_left_to_who_wants_one(margin: Any, jsonl: Json
 
 
 def test_a_prompt_with_many_answers_is_kept_once_where_it_is_first_seen(jsonl: Jsonl) -> None:
-    rows = [{"prompt": p, "response": r} for p, r in [("b", "1"), ("a", "2"), ("b", "3")]]
+    rows = [{"prompt": p, "response": r} for p, r in [("b", "1"), ("b", "3"), ("a", "2")]]
     read = read_prompts(jsonl(*rows), "stop")
     assert [row.columns["response"] for row in read.rows] == ["1", "2"]
+    assert read.numbers == (1, 3)
     assert read.left_out == Counter({"repeated prompt": 1})
 
 
@@ -336,6 +337,7 @@ def test_a_bad_row_can_be_skipped_and_is_counted(
     path.write_bytes(b"\n".join([bad, line(PAIR), bad, other]))
     result = read(str(path), "skip")
     assert [row.prompt for row in result.rows] == [turns("Hi"), turns("Bye")]
+    assert result.numbers == (2, 4)
     assert result.left_out == Counter({reason: 2})
 
 

@@ -44,6 +44,8 @@ def test_a_quarter_of_the_prompts_is_held_out_with_all_their_rows(
     assert not {r.prompt for r in split.train.rows} & {r.prompt for r in split.val.rows}
     responses = [r.response for r in (*split.train.rows, *split.val.rows)]
     assert sorted(responses) == sorted(f"r{i}" for i in range(40))
+    numbers = (*split.train.numbers, *split.val.numbers)  # lines from 1: r0 stands in line 1
+    assert responses == [f"r{number - 1}" for number in numbers]
 
 
 def test_rows_left_out_are_counted_once(make_config: MakeConfig, jsonl: Jsonl) -> None:
@@ -81,6 +83,8 @@ def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) 
     numbers = [int(row.response[1:]) for row in samples[0]]
     assert len(set(numbers)) == 7
     assert numbers == sorted(numbers)
+    val = load_demonstrations(config, seed=0).val
+    assert [number - 1 for number in val.numbers] == numbers
     assert numbers != list(range(7))
     assert len(load_demonstrations(config, seed=0).train) == 40
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -369,3 +370,43 @@ def test_ppo_ends_where_no_minibatch_is_finite(
     with pytest.raises(TrainingError, match=r"^3 updates in a row \(ppo.max_nonfinite\)"):
         within_fit(module, lambda: list(module.updates(experience, module.generator(0, 1))))
     assert not changed(before, parameters(module))
+
+
+def test_the_rows_of_a_batch_one_by_one(supervised: tuple[Any, Record]) -> None:
+    """Each as the module computes a batch of it alone; nothing is left behind."""
+    module, batch = supervised
+    found, before = module.predict_step(batch, 0), parameters(module)
+    assert found["loss"].shape == found["grad_norm"].shape == (6,)
+    for i, row in enumerate(batch.split(1)):
+        outputs = Outputs()
+        alone = copy.deepcopy(module)
+        fit(alone, [row], [outputs])
+        for name in ("loss", "grad_norm"):
+            expected = outputs.steps[0][name]
+            torch.testing.assert_close(found[name][i], expected, rtol=1e-5, atol=1e-7)
+    assert not changed(before, parameters(module))
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_the_facts_of_demonstrations_are_those_of_their_tokens() -> None:
+    module, batch = SFTModule(sft_roles("qwen3"), sft_config()), demonstrations()
+    found = module.predict_step(batch, 0)
+    targets = batch.target_mask.sum(dim=1).tolist()
+    rows = found["logprobs"].split(targets)
+    losses = torch.stack([-row.mean() for row in rows])
+    torch.testing.assert_close(found["loss"], losses)
+    with torch.no_grad():
+        torch.testing.assert_close(-found["logprobs"].sum(), module.nll_sum(batch))
+
+
+def test_a_pair_whose_loss_is_not_finite_is_told_apart() -> None:
+    """A margin of infinity, as 1e39 is in fp32: -log sigmoid(-inf) = inf, of that pair alone."""
+    module = RewardModule(rm_roles("qwen3"), rm_config(margin_coef=1.0), seed=0)
+    batch = preferences()
+    margin = batch.margin.clone()
+    margin[4] = math.inf
+    found = module.predict_step(replace(batch, margin=margin), 0)
+    assert found["loss"].isfinite().tolist() == [True] * 4 + [False, True]
+    scores = module.validation_step(batch, 0)
+    for side in ("chosen", "rejected"):
+        torch.testing.assert_close(found[f"{side}_score"], scores[side], rtol=1e-5, atol=1e-6)

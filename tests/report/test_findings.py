@@ -224,7 +224,8 @@ def test_accuracy_that_length_alone_reaches_says_nothing() -> None:
 
 
 def pairs_of(*rows: tuple[str, str, str]) -> Rows[Preference]:
-    return Rows("v", tuple(Preference((Message("user", p),), c, r) for p, c, r in rows), Counter())
+    pairs = tuple(Preference((Message("user", p),), c, r) for p, c, r in rows)
+    return Rows("v", pairs, Counter(), "line", tuple(range(len(pairs))))
 
 
 def test_broken_pairs_are_flagged_beside_the_reward() -> None:

@@ -66,7 +66,9 @@ def write(folder: Path, count: int, texts: list[str], **changes: Any) -> Written
         "title": "run | *one*",
         "fitness": measure(pairs, [ScoredSample(0.5, 7)] * 3),
         "probes": measure_probes(probes),
-        "problems": find_problems(Rows("v", (*rows, *rows), Counter()), None),
+        "problems": find_problems(
+            Rows("v", (*rows, *rows), Counter(), "line", tuple(range(2 * len(rows)))), None
+        ),
         "sampled_from": "some prompts",
         "scale": "Raw scores.",
     }

@@ -16,6 +16,7 @@ from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.data.last_batch import last_batch_of
 from lightning_rlhf.data.rollouts import recorded_iterations
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.loading import is_folder, refuse_missing_folder
@@ -100,8 +101,8 @@ def is_used(folder: Path) -> bool:
 def is_unbegun(folder: Path) -> bool:
     """Whether a run was started in `folder` and ended before its first step was done."""
     steps = [step_named(path) for path in numbered(folder / CHECKPOINTS)]
-    is_kept = (folder / FINAL).is_dir() or any(steps) or bool(recorded_iterations(folder))
-    if not is_used(folder) or is_kept:
+    is_batch_kept = recorded_iterations(folder) or last_batch_of(folder).exists()
+    if not is_used(folder) or (folder / FINAL).is_dir() or any(steps) or is_batch_kept:
         return False
     file = folder / METRICS
     if not file.is_file():

@@ -42,6 +42,9 @@ from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.report.figures import draw_curves
 
+AtEnd = Callable[[Sequence[Logger], int], None]
+"""Is given the loggers and the last step."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -100,7 +103,7 @@ def fit(
     module: L.LightningModule,
     data: StageData[Any],
     callbacks: list[Callback],
-    at_end: Callable[[Sequence[Logger], int], None] | None = None,
+    at_end: AtEnd | None = None,
 ) -> dict[str, float]:
     """Train over the whole schedule, validate at the end, draw the curves; the last metrics.
 

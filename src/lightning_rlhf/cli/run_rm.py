@@ -21,9 +21,9 @@ from lightning_rlhf.cli.fitness import (
     write_report,
 )
 from lightning_rlhf.cli.folders import FINAL, find_parents
-from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
+from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.cli.supervised import supervised_data
+from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.memory import BatchSize
@@ -70,19 +70,15 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     below = roles.probe(REFERENCE)
     prompts = [e.prompt for e in train.examples]
     samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
-    generator = torch.Generator().manual_seed(settings.seed)
-    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
-    if config.finetune == "lora":
-        roles.add_adapter(REWARD, settings.model.lora, settings.seed)
-    else:
-        roles.assign(REWARD)
+    module = build_module(ready, roles, config)
     data = supervised_data(ready, config, train, val, collate_preferences)
-    module = RewardModule(roles, config, seed=settings.seed)
     with TemporaryDirectory() as more:
         report = partial(
             report_fitness, ready, roles, rows.val, problems, samples, Path(more), config
         )
-        metrics = fit(ready, module, data, [RewardMetrics()], report)
+        metrics = fit_supervised(
+            ready, "rm", module, data, rows.train, train, RewardMetrics(), report
+        )
         say_evaluation(metrics)
         rewards = sample_rewards(roles.to(ready.device), samples)
         mean, std = reward_moments(rewards)
@@ -91,6 +87,18 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
             ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below,
             more=Path(more),
         )  # fmt: skip
+
+
+def build_module(ready: Prepared, roles: Roles, config: RMConfig) -> RewardModule:
+    """The module before its first step, with fresh heads."""
+    settings = ready.settings
+    generator = torch.Generator().manual_seed(settings.seed)
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
+    if config.finetune == "lora":
+        roles.add_adapter(REWARD, settings.model.lora, settings.seed)
+    else:
+        roles.assign(REWARD)
+    return RewardModule(roles, config, seed=settings.seed)
 
 
 def report_fitness(

@@ -7,16 +7,16 @@ from pathlib import Path
 from lightning_rlhf.callbacks.metrics import SFTMetrics
 from lightning_rlhf.cli.console import say_evaluation, say_lengths
 from lightning_rlhf.cli.folders import BASE
-from lightning_rlhf.cli.launch import fit, hand_over, make_ready
+from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready
 from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.cli.supervised import supervised_data
+from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.collate import collate_demonstrations
 from lightning_rlhf.data.lengths import tokenise_demonstrations
 from lightning_rlhf.data.splits import load_demonstrations
 from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
-from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.sft import SFTModule
 
 
@@ -40,11 +40,18 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(e.prompt) + len(e.response) for e in train.examples)
     check_positions(roles, longest, "the longest demonstration")
+    module = build_module(ready, roles, config)
+    data = supervised_data(ready, config, train, val, collate_demonstrations)
+    metrics = fit_supervised(ready, "sft", module, data, rows.train, train, SFTMetrics())
+    say_evaluation(metrics)
+    return hand_over(ready, roles, SFT, metrics, head=None)
+
+
+def build_module(ready: Prepared, roles: Roles, config: SFTConfig) -> SFTModule:
+    """The module before its first step."""
+    settings = ready.settings
     if config.finetune == "lora":
         roles.add_adapter(SFT, settings.model.lora, settings.seed)
     else:
         roles.assign(SFT)
-    data = supervised_data(ready, config, train, val, collate_demonstrations)
-    metrics = fit(ready, SFTModule(roles, config), data, [SFTMetrics()])
-    say_evaluation(metrics)
-    return hand_over(ready, roles, SFT, metrics, head=None)
+    return SFTModule(roles, config)

@@ -7,11 +7,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_rlhf.cli.launch import Prepared
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from lightning_rlhf.callbacks.last_batch import KeepLastBatch
+from lightning_rlhf.cli.launch import AtEnd, Prepared, fit
 from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.data.last_batch import Kind
 from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.readers import Rows
 
 
 def supervised_data(
@@ -32,3 +39,30 @@ def supervised_data(
         seed=ready.settings.seed,
         pool_batches=ready.settings.data.pool_batches,
     )
+
+
+def fit_supervised(
+    ready: Prepared,
+    stage: Kind,
+    module: L.LightningModule,
+    data: StageData[Any],
+    rows: Rows[Any],
+    train: Tokenised[Any],
+    metrics: Callback,
+    at_end: AtEnd | None = None,
+) -> dict[str, float]:
+    """As `fit`; a batch that no update can be made of is kept.
+
+    rows: that are trained on; train: the same as tokens.
+    Raises NotFiniteError, which names the file.
+    """
+    keeper = KeepLastBatch(ready.folder, stage, rows, train, data, ready.chat)
+    try:
+        return fit(ready, module, data, [metrics, keeper], at_end)
+    except NotFiniteError as error:
+        if not keeper.is_kept:
+            raise
+        raise NotFiniteError(
+            f"{error}. The batch of the last one is kept in {keeper.path}, and `lightning-rlhf "
+            f"replay {ready.folder}` shows its rows"
+        ) from error

@@ -77,6 +77,8 @@ class Tokenised(Generic[E]):
     """Rows that are not in `examples`, by reason."""
     cut: Counter[str]
     """Rows in `examples` that lost something, by what."""
+    numbers: tuple[int, ...]
+    """Of each example in the source, as `Rows.numbers`."""
 
 
 class _Dropped(Exception):
@@ -146,6 +148,7 @@ def _tokenise(
     examples: list[E] = []
     dropped: Counter[str] = Counter()
     cut: Counter[str] = Counter()
+    numbers: list[int] = []
     for index, row in enumerate(rows.rows):
         try:
             example, cuts = convert(index, row)
@@ -153,6 +156,7 @@ def _tokenise(
             dropped[str(reason)] += 1
         else:
             examples.append(example)
+            numbers.append(rows.numbers[index])
             cut.update(cuts)
     if not examples:
         raise DataError(
@@ -161,7 +165,7 @@ def _tokenise(
             f"({config.max_response_tokens}), or set data.long_prompts=cut, "
             "data.long_responses=cut"
         )
-    return Tokenised(tuple(examples), dropped, cut)
+    return Tokenised(tuple(examples), dropped, cut, tuple(numbers))
 
 
 def _prompt_fitter(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, Self, TypeVar
 
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.rows import (
@@ -21,7 +21,7 @@ from lightning_rlhf.data.rows import (
     parse_preference,
     parse_prompt,
 )
-from lightning_rlhf.data.sources import open_source
+from lightning_rlhf.data.sources import Unit, open_source
 
 OnBadRow = Literal["stop", "skip"]
 T = TypeVar("T")
@@ -35,9 +35,20 @@ class Rows(Generic[T]):
     rows: tuple[T, ...]
     left_out: Counter[str]
     """Rows of the source that are not in `rows`, by reason."""
+    unit: Unit
+    numbers: tuple[int, ...]
+    """Of each row in the source, in `unit`, from 1."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def only(self, positions: Sequence[int]) -> Self:
+        """The rows at these positions of `rows`."""
+        return replace(
+            self,
+            rows=tuple(self.rows[i] for i in positions),
+            numbers=tuple(self.numbers[i] for i in positions),
+        )
 
 
 def read_demonstrations(source: str, on_bad_row: OnBadRow) -> Rows[Demonstration]:
@@ -63,14 +74,15 @@ def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
     prompt alone are all kept, since their other columns may differ.
     """
     read = _read(source, on_bad_row, lambda row: (parse_prompt(row), is_answered(row)))
-    prompts: list[Prompt] = []
+    kept: list[int] = []
     seen: set[Messages] = set()
-    for prompt, answered in read.rows:
+    for i, (prompt, answered) in enumerate(read.rows):
         if not answered or prompt.prompt not in seen:
-            prompts.append(prompt)
+            kept.append(i)
         seen.add(prompt.prompt)
-    repeated = Counter({"repeated prompt": len(read) - len(prompts)})
-    return Rows(source, tuple(prompts), read.left_out + repeated)
+    left_out = read.left_out + Counter({"repeated prompt": len(read) - len(kept)})
+    prompts = tuple(read.rows[i][0] for i in kept)
+    return Rows(source, prompts, left_out, read.unit, tuple(read.numbers[i] for i in kept))
 
 
 def say_counts(counts: Counter[str]) -> str:
@@ -81,10 +93,12 @@ def say_counts(counts: Counter[str]) -> str:
 def _read(source: str, on_bad_row: OnBadRow, parse: Callable[[Row], T]) -> Rows[T]:
     opened = open_source(source)
     rows: list[T] = []
+    numbers: list[int] = []
     left_out: Counter[str] = Counter()
     for number, raw in opened.rows:
         try:
             rows.append(parse(decode_row(raw)))
+            numbers.append(number)
         except BadRow as bad:
             if on_bad_row == "stop":
                 raise DataError(
@@ -95,4 +109,4 @@ def _read(source: str, on_bad_row: OnBadRow, parse: Callable[[Row], T]) -> Rows[
     if not rows:
         reasons = f": {say_counts(left_out)}" if left_out else ", it is empty"
         raise DataError(f"{source} holds no row that can be used{reasons}")
-    return Rows(source, tuple(rows), left_out)
+    return Rows(source, tuple(rows), left_out, opened.unit, tuple(numbers))

@@ -19,10 +19,10 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,7 @@ from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import Collected, Experience, UpdateStats
 
+T = TypeVar("T")
 FOLDER = "rollouts"
 FACTS = b"lightning_rlhf"
 """Key of the file's metadata."""
@@ -96,15 +97,7 @@ def write_recorded(path: Path, recorded: Recorded) -> None:
     Raises StorageError where the disk holds no more.
     """
     path.parent.mkdir(exist_ok=True)
-    table = as_table(recorded)
-    with (
-        written_whole(path, table.nbytes) as beside,
-        pq.ParquetWriter(
-            beside, table.schema, compression="zstd", write_page_checksum=True, store_schema=False
-        ) as file,
-    ):
-        file.add_key_value_metadata(facts_of(recorded))
-        file.write_table(table)
+    write_table(path, as_table(recorded), facts_of(recorded))
 
 
 def as_table(recorded: Recorded) -> pa.Table:
@@ -149,19 +142,39 @@ def facts_of(recorded: Recorded) -> dict[bytes, bytes]:
     return {FACTS: json.dumps(facts).encode()}
 
 
+def write_table(path: Path, table: pa.Table, facts: Mapping[bytes, bytes]) -> None:
+    """Write a table with metadata whole or not at all. Raises as `write_recorded`."""
+    with (
+        written_whole(path, table.nbytes) as beside,
+        pq.ParquetWriter(
+            beside, table.schema, compression="zstd", write_page_checksum=True, store_schema=False
+        ) as file,
+    ):
+        file.add_key_value_metadata(facts)
+        file.write_table(table)
+
+
 def read_recorded(path: Path) -> Recorded:
     """The iteration in a file, bit for bit.
 
     Raises DataError where the file is damaged or holds something else.
     """
+    return read_table(path, from_table, "an iteration that was recorded")
+
+
+def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
+    """What `convert` makes of the table in a file; `what` names it in an error.
+
+    Raises DataError where the file is damaged or holds something else.
+    """
     cause: Exception
     try:
-        return from_table(pq.read_table(path, page_checksum_verification=True))
+        return convert(pq.read_table(path, page_checksum_verification=True))
     except KeyError as error:
         cause, reason = error, f"it has no {error.args[0]}"
     except (pa.ArrowException, OSError, zlib.error, TypeError, ValueError, RuntimeError) as error:
         cause, reason = error, (str(error) or type(error).__name__).splitlines()[0]
-    raise DataError(f"{path} cannot be read as an iteration that was recorded: {reason}") from cause
+    raise DataError(f"{path} cannot be read as {what}: {reason}") from cause
 
 
 def from_table(table: pa.Table) -> Recorded:

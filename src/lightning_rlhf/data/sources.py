@@ -29,6 +29,8 @@ _OTHER_FORMS = (
 """How a file starts -> what it is, where its name promises lines of JSON."""
 
 NumberedRows = Iterator[tuple[int, "bytes | dict[str, Any]"]]
+Unit = Literal["line", "row"]
+"""What the numbers count."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Source:
     """The rows of a source with their numbers, from 1; a line of JSON is not decoded yet."""
 
     rows: NumberedRows
-    unit: Literal["line", "row"]
+    unit: Unit
 
 
 def open_source(source: str) -> Source:

@@ -80,7 +80,7 @@ def _load(
     if config.max_val_rows is None or len(split.val) <= config.max_val_rows:
         return split
     kept = sorted(random.Random(seed).sample(range(len(split.val)), config.max_val_rows))
-    return replace(split, val=replace(split.val, rows=tuple(split.val.rows[i] for i in kept)))
+    return replace(split, val=split.val.only(kept))
 
 
 def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:
@@ -92,11 +92,9 @@ def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:
         )
     count = min(max(1, round(fraction * len(prompts))), len(prompts) - 1)
     held_out = set(random.Random(seed).sample(prompts, count))
-    return TrainVal(
-        train=replace(rows, rows=tuple(r for r in rows.rows if r.prompt not in held_out)),
-        val=Rows(
-            source=rows.source,
-            rows=tuple(r for r in rows.rows if r.prompt in held_out),
-            left_out=Counter(),  # counted with the others
-        ),
+    is_held_out = [row.prompt in held_out for row in rows.rows]
+    train, val = (
+        rows.only([i for i, held in enumerate(is_held_out) if held == side])
+        for side in (False, True)
     )
+    return TrainVal(train, replace(val, left_out=Counter()))  # counted with the others

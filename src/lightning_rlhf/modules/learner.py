@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import lightning as L
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.core.types import Record
 from lightning_rlhf.modules.optim import backward, step
+
+R = TypeVar("R", bound=Record)
+
+
+def by_row(
+    module: L.LightningModule, batch: R, facts: Callable[[R], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The facts of each row of a batch as if it were alone, and the norm of its loss's gradient.
+
+    facts: of a batch of one; "loss" is 0-d and has a gradient. The rows keep the batch's padding.
+    Parameters and their gradients stay as they are. It needs a context without inference_mode.
+
+    Returns: `facts` and grad_norm, row after row.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    found: list[dict[str, Tensor]] = []
+    for row in batch.split(1):
+        with torch.enable_grad():
+            of_row = facts(row)
+        gradient = torch.autograd.grad(of_row["loss"], trained, allow_unused=True)
+        norm = nn.utils.get_total_norm([g for g in gradient if g is not None])
+        found.append({k: x.detach().reshape(-1) for k, x in {**of_row, "grad_norm": norm}.items()})
+    return {name: torch.cat([of_row[name] for of_row in found]) for name in found[0]}
 
 
 class Learner:

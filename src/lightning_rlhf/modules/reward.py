@@ -16,7 +16,7 @@ from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.learner import Learner
+from lightning_rlhf.modules.learner import Learner, by_row
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
@@ -66,6 +66,21 @@ class RewardModule(L.LightningModule):
             lambda size: [self.rewards(part) for part in batch.split(size)]
         )
         return {side: torch.cat([p[side] for p in parts]).mean(dim=1) for side in parts[0]}
+
+    def predict_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
+        """What the model as it is now says of each pair by itself, as `by_row`.
+
+        Returns: the pairs' loss and grad_norm; the scores of the chosen and the rejected responses,
+            chosen_score and rejected_score, mean over the heads. All [B].
+        """
+        draws = iter(self.draws(len(batch)).split(1))
+
+        def facts(pair: Preferences) -> dict[str, Tensor]:
+            rewards: list[dict[str, Tensor]] = []
+            loss = self.loss_sum(pair, next(draws), rewards)
+            return {"loss": loss} | {f"{side}_score": x for side, x in rewards[0].items()}
+
+        return by_row(self, batch, facts)
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
         """How often each head draws each pair: from Poisson(1); once where there is one head."""

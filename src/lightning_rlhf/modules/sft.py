@@ -7,13 +7,14 @@ from typing import Any
 
 import lightning as L
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.learner import Learner
+from lightning_rlhf.modules.learner import Learner, by_row
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
@@ -56,8 +57,25 @@ class SFTModule(L.LightningModule):
         )
         return {"nll_sum": nll_sum, "tokens": batch.target_mask.sum()}
 
+    def predict_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
+        """What the model as it is now says of each row by itself, as `by_row`.
+
+        Returns: the rows' loss and grad_norm [B], of the mean over the row's target tokens, nats;
+            logprobs [N] of the target tokens, row after row.
+        """
+
+        def facts(row: Demonstrations) -> dict[str, Tensor]:
+            logprobs = self.logprobs(row)
+            return {"loss": -logprobs.mean(), "logprobs": logprobs}
+
+        return by_row(self, batch, facts)
+
     def nll_sum(self, batch: Demonstrations) -> Tensor:
         """Negative log-likelihood of the target tokens, nats, summed over the batch; 0-d."""
+        return -self.logprobs(batch).sum()
+
+    def logprobs(self, batch: Demonstrations) -> Float[Tensor, " N"]:
+        """Log-probability of each target token, row after row, nats."""
         mask = batch.target_mask[:, 1:]
         hidden = self.roles.hidden_at(batch.tokens[:, :-1], mask)
         logprobs, _ = token_logprobs(
@@ -65,7 +83,7 @@ class SFTModule(L.LightningModule):
             temperature=1.0, vocab_size=self.roles.vocab_size,
             frozen_head=not self.roles.head_is_trained,
         )  # fmt: skip
-        return -logprobs.sum()
+        return logprobs
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)

@@ -1,0 +1,97 @@
+"""What SFT or reward modelling was learning from when its updates were not finite any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_rlhf.callbacks.checkpoints import tell
+from lightning_rlhf.core.errors import NotFiniteError, StorageError
+from lightning_rlhf.core.types import Record
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.data.last_batch import Kind, LastBatch, last_batch_of, write_last_batch
+from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rollouts import machine
+
+
+class SupervisedView(Protocol):
+    """The part of the module of SFT or reward modelling that is read here."""
+
+    iteration: int
+    """Finished batches, over all resumes."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]: ...
+
+
+class KeepLastBatch(Callback):
+    """Where update after update is not finite, writes the batch of the one that ended the run.
+
+    The weights that it was to move are in the checkpoint that the end leaves. A resumed run
+    deletes the file: it comes to that batch again.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        stage: Kind,
+        rows: Rows[Any],
+        tokenised: Tokenised[Any],
+        data: StageData[Any],
+        chat: ChatFormat,
+    ) -> None:
+        """rows: that are trained on; tokenised: the same as tokens; data: the same as batches."""
+        self.path = last_batch_of(run_dir)
+        self.stage = stage
+        self.rows = rows
+        self.tokenised = tokenised
+        self.data = data
+        self.chat = chat
+        self.is_kept = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if not isinstance(exception, NotFiniteError):
+            return
+        try:
+            write_last_batch(self.path, self.latest(trainer, pl_module), self.chat.show)
+        except StorageError as failure:  # what ended the run is to be told, and not this
+            tell(f"the batch of the last update is not kept: {failure}")
+        else:
+            self.is_kept = True
+
+    def latest(self, trainer: Trainer, pl_module: LightningModule) -> LastBatch:
+        """The batch that is trained on, with what the module says of it now."""
+        finished = cast(SupervisedView, pl_module).iteration
+        positions = self.data.schedule.batch(finished)
+        examples = [self.data.train[i] for i in positions]
+        batch = self.data.collate(examples).to(pl_module.device)
+        return LastBatch(
+            stage=self.stage,
+            step=finished + 1,
+            source=self.rows.source,
+            unit=self.rows.unit,
+            numbers=[self.tokenised.numbers[i] for i in positions],
+            examples=examples,
+            facts=facts(trainer, pl_module, batch),
+            machine=machine(pl_module.device),
+        )
+
+
+def facts(trainer: Trainer, pl_module: LightningModule, batch: Record) -> dict[str, Tensor]:
+    """What the module says of each row, computed as in training; none where that fails."""
+    try:
+        with trainer.precision_plugin.forward_context():
+            return cast(SupervisedView, pl_module).predict_step(batch, 0)
+    except torch.OutOfMemoryError as failure:  # the batch itself is to be kept all the same
+        tell(f"no loss of single rows beside the batch that is kept: {failure}")
+        return {}
