@@ -414,8 +414,8 @@ def no_run(run: Path) -> str:
 
 def another_stage(run: Path) -> str:
     config = run / "config.json"
-    config.write_text(config.read_text().replace('"stage": "ppo"', '"stage": "rm"'))
-    return f"{run} is a run of stage=rm; allowed: one of stage=ppo"
+    config.write_text(config.read_text().replace('"stage": "ppo"', '"stage": "eval"'))
+    return f"{run} is a run of stage=eval; allowed: one of stage=ppo, sft, rm"
 
 
 def damaged_config(run: Path) -> str:

@@ -1,4 +1,4 @@
-"""lightning-rlhf replay: a recorded update of PPO once more, token by token."""
+"""lightning-rlhf replay: a recorded update of PPO, or the batch that broke a run off, once more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def replay(arguments: Sequence[str]) -> None:
             require_number("--iteration", given.iteration, at_least=1, whole=True)
         require_number("--responses", given.responses, at_least=1, whole=True)
         with full_disk_told():
-            same = replay_and_show(Path(given.run), given.iteration, given.responses)
+            same = replay_run(Path(given.run), given.iteration, given.responses)
     except RLHFError as error:
         print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(1)
@@ -36,11 +36,29 @@ def replay(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def replay_and_show(folder: Path, iteration: int | None, count: int) -> bool:
-    """Whether the update was the recorded one; libraries load here, so that --help is quick."""
+def replay_run(folder: Path, iteration: int | None, count: int) -> bool:
+    """Whether it came out as recorded; libraries load here, so that --help is quick."""
+    from lightning_rlhf.cli.console import quiet_libraries
+    from lightning_rlhf.cli.launch import check_accelerator
+    from lightning_rlhf.cli.replay_plan import settings_of
+    from lightning_rlhf.cli.replay_rows import plan_rows, show_rows
+    from lightning_rlhf.cli.run import computing
+
+    quiet_libraries()
+    settings = settings_of(folder)
+    if settings.stage == "ppo":
+        return replay_update(folder, iteration, count)
+    batch, checkpoint = plan_rows(folder, settings, iteration)
+    check_accelerator(settings)
+    with computing(settings):
+        return show_rows(batch, checkpoint, settings, count)
+
+
+def replay_update(folder: Path, iteration: int | None, count: int) -> bool:
+    """Whether the update was the recorded one."""
     from rich import get_console
 
-    from lightning_rlhf.cli.console import quiet_libraries, say
+    from lightning_rlhf.cli.console import say
     from lightning_rlhf.cli.launch import check_accelerator
     from lightning_rlhf.cli.replay_plan import plan_replay
     from lightning_rlhf.cli.replay_run import run_once_more
@@ -50,7 +68,6 @@ def replay_and_show(folder: Path, iteration: int | None, count: int) -> bool:
     from lightning_rlhf.report.replay_table import on_terminal
     from lightning_rlhf.report.replayed import most_changed
 
-    quiet_libraries()
     plan = plan_replay(folder, iteration)
     if iteration is None:
         say(f"iteration {plan.iteration} is the newest that is recorded; --iteration N for another")
@@ -123,15 +140,17 @@ def parser() -> argparse.ArgumentParser:
         prog="lightning-rlhf replay",
         description="Run a recorded update of stage=ppo record=true once more, compare it bit for "
         "bit with the record, and show what it did to each token: here and in replay_N.html in "
-        "the run folder.",
+        "the run folder. Of stage=sft and stage=rm, show the batch that broke the run off as not "
+        "finite: which rows, token by token.",
     )
-    parser.add_argument("run", help="folder of the run: outputs/<run>/<model>/ppo")
+    parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")
     parser.add_argument(
         "--iteration", type=int, metavar="N",
         help="which, from 1 as in metrics.csv (the newest that is recorded)",
     )  # fmt: skip
     parser.add_argument(
         "--responses", type=int, default=3, metavar="K",
-        help="how many to show, those first that the update changed most (%(default)s)",
+        help="how many to show, those first that the update changed most, or whose loss is largest "
+        "(%(default)s)",
     )  # fmt: skip
     return parser

@@ -72,18 +72,26 @@ def plan_replay(folder: Path, iteration: int | None) -> Plan:
             f"iteration {iteration} of {folder} cannot be replayed: the way there from {begin} "
             f"leads over {ranges(missing)}, not recorded; recorded are {ranges(recorded)}"
         )
+    plan = Plan(folder, settings, iteration, start, checkpoint)
+    check_origin(folder, checkpoint, settings)
+    for number in plan.iterations:
+        read_recorded(file_of(folder, number))
+    return plan
+
+
+def check_origin(folder: Path, checkpoint: Path | None, settings: Settings) -> None:
+    """Raise CheckpointError unless the checkpoint is of the run, and its models are as they were.
+
+    checkpoint: None starts as the run started.
+    """
     if checkpoint is not None:
         # One of another version may be replayed; where it computes otherwise, that is said.
         version = read_run(checkpoint)["version"]
         check_checkpoint(checkpoint, replace(origin(settings), version=version))
-    plan = Plan(folder, settings, iteration, start, checkpoint)
-    for number in plan.iterations:
-        read_recorded(file_of(folder, number))
     if is_stale(settings):
         raise CheckpointError(
             f"{folder} cannot be replayed: the models that it was started from are others now"
         )
-    return plan
 
 
 def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:
@@ -111,21 +119,21 @@ def not_recorded(folder: Path, start: int, iteration: int) -> list[int]:
 def settings_of(folder: Path) -> Settings:
     """What the run in `folder` was told; earlier stages are looked for beside it.
 
-    Raises ConfigError where there is no run of PPO, CheckpointError where its file is damaged.
+    Raises ConfigError where there is no run that learns, CheckpointError where its file is damaged.
     """
     file = folder / CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"{folder} is no run: it has no {CONFIG}; allowed: the folder of a stage=ppo run, "
-            "outputs/<run>/<model>/ppo"
+            f"{folder} is no run: it has no {CONFIG}; allowed: the folder of a run of stage=ppo, "
+            "sft or rm, as outputs/<run>/<model>/ppo"
         )
     try:
         tree = json.loads(file.read_text())
         stage = tree["stage"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: {error!r}") from error
-    if stage != "ppo":
-        raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo")
+    if stage not in ("ppo", "sft", "rm"):
+        raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo, sft, rm")
     # Nothing is logged, so that a logger that asks for a key is none's business.
     settings = read_settings(OmegaConf.create(tree | {"logger": {"kind": "csv"}}))
     parts = folder.resolve().parts

@@ -1,0 +1,108 @@
+"""lightning-rlhf replay of SFT and reward modelling: the batch that broke the run off, once more.
+
+Its rows are computed one by one, with the weights of the checkpoint that the end of the run left:
+updates that are not finite are not made, so that these are the weights they were computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+from rich import get_console
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_rlhf.callbacks.checkpoint_files import path_of
+from lightning_rlhf.cli import run_rm, run_sft
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.folders import CHECKPOINTS, find_sft
+from lightning_rlhf.cli.launch import Prepared, make_ready
+from lightning_rlhf.cli.replay_plan import check_origin
+from lightning_rlhf.cli.replay_run import quiet_trainer, same
+from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.errors import CheckpointError, DataError
+from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
+from lightning_rlhf.data.last_batch import ROW_FACTS, LastBatch, last_batch_of, read_last_batch
+from lightning_rlhf.data.rollouts import machine
+from lightning_rlhf.models.handover import start_from
+from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.report.replay_rows import not_finite_rows, replayed_rows, rows_on_terminal
+
+NAMED = 3
+"""Differences that are told; the rest are counted."""
+
+
+def plan_rows(folder: Path, settings: Settings, step: int | None) -> tuple[LastBatch, Path]:
+    """The batch that the run in `folder` kept, and the checkpoint of the weights before it.
+
+    step: that the batch is to be of; None for any.
+    Raises DataError, CheckpointError where there is none, or they do not belong together.
+    """
+    batch = read_last_batch(last_batch_of(folder))
+    if step not in (None, batch.step):
+        raise DataError(
+            f"step {step} of {folder} is not kept; the one that is kept is {batch.step}"
+        )
+    checkpoint = path_of(folder / CHECKPOINTS, batch.step - 1)
+    if not checkpoint.is_file():
+        raise CheckpointError(
+            f"step {batch.step} of {folder} cannot be replayed: {checkpoint}, the weights that it "
+            f"was to move, is not there; its rows and their losses stand in {last_batch_of(folder)}"
+        )
+    check_origin(folder, checkpoint, settings)
+    return batch, checkpoint
+
+
+def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int) -> bool:
+    """Compute the rows once more and show them; whether the run computed the same of each."""
+    say(f"step {batch.step} once more, row by row, with the weights of {checkpoint}")
+    module, ready, data = rebuilt(batch, settings)
+    trainer = quiet_trainer(settings, [])
+    predicted = trainer.predict(
+        module, DataLoader(data, batch_size=None), ckpt_path=checkpoint, weights_only=True
+    )
+    assert predicted is not None
+    facts = {name: x.float().cpu() for name, x in cast(Any, predicted[0]).items()}
+    rows = replayed_rows(batch, facts, ready.chat.show)
+    for part in rows_on_terminal(batch, rows, count):
+        get_console().print(part)
+    found = list(differences(batch, facts))
+    told = found[:NAMED] + [f"{len(found) - NAMED} more"] * (len(found) > NAMED)
+    now = machine(ready.device)
+    if found and now != batch.machine:
+        told.append(f"the run had {dict(batch.machine)}, here {now}")
+    said = not_finite_rows(batch, rows)
+    if found:
+        said += f"; the run computed otherwise: {'; '.join(told)}"
+    elif batch.facts:
+        said += "; the run computed the same numbers of each"
+    say(said, "red" if found else "yellow")
+    return not found
+
+
+def rebuilt(batch: LastBatch, settings: Settings) -> tuple[L.LightningModule, Prepared, Any]:
+    """The module before its first step, and the batch as it was trained on."""
+    config = settings.config
+    assert isinstance(config, SFTConfig | RMConfig)
+    sft = find_sft(settings) if isinstance(config, RMConfig) else None
+    ready = make_ready(settings, {} if sft is None else {SFT: sft})
+    roles = start_from(settings.model, sft, trainable=config.finetune == "full", seed=settings.seed)
+    pad_id, examples = ready.chat.pad_token_id, cast(Any, batch.examples)
+    if isinstance(config, SFTConfig):
+        module: L.LightningModule = run_sft.build_module(ready, roles, config)
+        return module, ready, [collate_demonstrations(examples, pad_id)]
+    return run_rm.build_module(ready, roles, config), ready, [collate_preferences(examples, pad_id)]
+
+
+def differences(batch: LastBatch, facts: Mapping[str, Tensor]) -> Iterator[str]:
+    """What of a row is not bit for bit what the run wrote."""
+    for name in ROW_FACTS[batch.stage]:
+        if name in batch.facts:
+            pairs = zip(facts[name].tolist(), batch.facts[name].tolist(), strict=True)
+            for number, (now, then) in zip(batch.numbers, pairs, strict=True):
+                if not same(now, then):
+                    yield f"{name} of {batch.unit} {number} is {now!r}, was {then!r}"

@@ -1,0 +1,135 @@
+"""The rows of a batch of SFT or reward modelling that broke the run off, on the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from rich.box import SIMPLE
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS, LastBatch
+from lightning_rlhf.report.replayed import scale, visible
+
+LEGEND: Mapping[str, Mapping[str, str]] = {
+    "sft": {
+        "loss": "of the row by itself, nats per token; of a token -log p",
+        "gradient norm": "of that loss, before clipping",
+    },
+    "rm": {
+        "loss": "of the pair by itself",
+        "gradient norm": "of that loss, before clipping",
+        "chosen, rejected": "the scores, mean over the heads",
+    },
+}
+NAMED = 8
+LOOKS = "a token is red where its loss is not finite, bold from half of the largest on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedRow:
+    """One row of the batch, computed again."""
+
+    place: str
+    """In its source, as "line 17"."""
+    facts: Mapping[str, float]
+    """loss, grad_norm, and what else the stage knows of a row."""
+    prompt: str
+    tokens: Mapping[str, Sequence[str]]
+    """The texts behind the prompt, token by token: response; or chosen and rejected."""
+    losses: Sequence[float]
+    """Of the tokens of a response; empty of a pair."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether an update could be made of the row."""
+        return all(map(math.isfinite, self.facts.values()))
+
+
+def replayed_rows(
+    batch: LastBatch, facts: Mapping[str, Tensor], show: Callable[[Sequence[int]], str]
+) -> list[ReplayedRow]:
+    """The batch with its facts as they are computed now. show: tokens as text."""
+    numbers = {name: facts[name].tolist() for name in ROW_FACTS[batch.stage]}
+    losses = iter((-facts["logprobs"]).tolist() if "logprobs" in facts else [])
+    rows = []
+    for i, example in enumerate(batch.examples):
+        sides = {name: getattr(example, name) for name in TEXTS[batch.stage]}
+        prompt = sides.pop("prompt")
+        of_tokens = [next(losses) for _ in sides["response"]] if "response" in sides else []
+        rows.append(
+            ReplayedRow(
+                place=f"{batch.unit} {batch.numbers[i]}",
+                facts={name: column[i] for name, column in numbers.items()},
+                prompt=show(list(prompt)),
+                tokens={name: [show([token]) for token in ids] for name, ids in sides.items()},
+                losses=of_tokens,
+            )
+        )
+    return rows
+
+
+def rows_on_terminal(
+    batch: LastBatch, rows: Sequence[ReplayedRow], count: int
+) -> Iterator[RenderableType]:
+    """The `count` rows of the largest loss, those that are not finite first, token by token."""
+    shown = sorted(rows, key=_rank)[:count]
+    largest = scale([loss for row in shown for loss in row.losses])
+    for row in shown:
+        yield Text(f"\n{heading(row)}", style="bold")
+        yield Text(visible(row.prompt), style="dim")
+        yield _table(row, largest)
+    order = "first those that are not finite, then from the largest loss down"
+    yield Text(f"shown: {len(shown)} of {len(rows)} rows: {order}", style="dim")
+    if batch.stage == "sft":
+        yield Text(f"colours: {LOOKS}", style="dim")
+    for name, meaning in LEGEND[batch.stage].items():
+        yield Text(f"{name}: {meaning}", style="dim")
+
+
+def _rank(row: ReplayedRow) -> float:
+    return -row.facts["loss"] if row.is_finite else -math.inf
+
+
+def heading(row: ReplayedRow) -> str:
+    """The numbers of a row, in one line."""
+    facts = row.facts
+    parts = [f"{row.place}: loss {facts['loss']:.4f}", f"gradient norm {facts['grad_norm']:.4g}"]
+    parts += [f"{side} {facts[f'{side}_score']:+z.3f}" for side in row.tokens if not row.losses]
+    return ", ".join([*parts, *(f"{name} {len(ids)} tokens" for name, ids in row.tokens.items())])
+
+
+def _table(row: ReplayedRow, largest: float) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in row.tokens:
+        table.add_column(name, overflow="fold")
+    if not row.losses:
+        for cells in zip_longest(*row.tokens.values()):
+            table.add_row(*(Text("" if cell is None else repr(cell)) for cell in cells))
+        return table
+    table.add_column("loss", justify="right", no_wrap=True)
+    for token, loss in zip(row.tokens["response"], row.losses, strict=True):
+        is_large = loss > largest / 2
+        style = "bold" if is_large and math.isfinite(loss) else "default"
+        style = style if math.isfinite(loss) else "red"
+        table.add_row(Text(repr(token), style=style), Text(f"{loss:.4f}", style=style))
+    return table
+
+
+def not_finite_rows(batch: LastBatch, rows: Sequence[ReplayedRow]) -> str:
+    """Which rows are not finite, in one line; the first NAMED by their numbers."""
+    bad = [
+        f"{row.place} (loss {row.facts['loss']:g}, gradient norm {row.facts['grad_norm']:g})"
+        for row in rows
+        if not row.is_finite
+    ]
+    said = f"step {batch.step} was not made: of {len(rows)} rows of {batch.source} "
+    if not bad:
+        return f"{said}each by itself has a finite loss and gradient"
+    told = bad[:NAMED] + [f"{len(bad) - NAMED} more"] * (len(bad) > NAMED)
+    return f"{said}{len(bad)} {'is' if len(bad) == 1 else 'are'} not finite: {', '.join(told)}"
