@@ -17,11 +17,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_rlhf.callbacks.recorder import LastWords
 from lightning_rlhf.cli import replay_run
 from lightning_rlhf.cli.main import HOME
 from lightning_rlhf.cli.replay_plan import plan_replay
+from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.data.rollouts import file_of, read_recorded, recorded_iterations, write_recorded
+from lightning_rlhf.data.rollouts import (
+    file_of,
+    read_recorded,
+    recorded_iterations,
+    weights_of,
+    write_recorded,
+)
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import TRAIN_PY, Outcome, Workplace, given, rows, tree, weights
@@ -128,6 +136,7 @@ def test_a_resumed_run_forgets_what_it_does_again(place: Workplace, run: Path) -
     """Iteration 3, which is behind the checkpoint, and 9, which the run never had."""
     before = tree(run / "rollouts")
     shutil.copy(file_of(run, 3), file_of(run, 9))
+    weights_of(run, 9).write_bytes(b"")
     shutil.rmtree(run / "final")
     file_of(run, 3).write_bytes(b"")
     again = ["run=recorded", *RECORDING, f"outputs={run.parents[2]}", "resume=2"]
@@ -318,15 +327,51 @@ def test_how_to_replay_is_said_where_it_can_be(
     outcome = finished.mini(*BREAKING, f"record={record}", *given(finished))
     assert "2 updates in a row (ppo.max_nonfinite)" in outcome.err
     assert (KEPT in outcome.out) == record
-    missing = "the way there leads over 1, not recorded"
-    told = f"kept: {file_of(Path('outputs/next/mini/ppo'), 2)}. It cannot be replayed: {missing}"
+    told = f"kept: {file_of(Path('outputs/next/mini/ppo'), 2)}. Some of its updates were made: "
     assert (told in outcome.out) != record
+    assert ("the way there leads over 1, not recorded" in outcome.out) != record
     monkeypatch.undo()
-    again = replay(finished, run, 2)
-    if record:
-        assert "no outcome to compare with" in again.succeeded.out
-    else:
-        assert "leads over 1, not recorded" in again.error
+    again = replay(finished, run, 2).succeeded.out
+    assert ("no outcome to compare with" in again) == record
+    assert ("broke the run off after 1 update of it: no update was run" in again) != record
+    assert "bit for bit" not in again
+
+
+def test_a_batch_is_shown_with_the_weights_that_the_run_ended_with(
+    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two of the four updates of iteration 2; they are those of no checkpoint."""
+    ended, shown = [], []
+    on_exception, predict_step = LastWords.on_exception, PPOModule.predict_step
+
+    def ending(self: LastWords, trainer: Any, module: PPOModule, error: BaseException) -> None:
+        ended.append(parameters_digest(module.state_dict()))
+        on_exception(self, trainer, module, error)
+
+    def showing(self: PPOModule, *args: Any) -> Any:
+        shown.append(parameters_digest(self.state_dict()))
+        return predict_step(self, *args)
+
+    run = finished.stage("ppo", "next")
+    with monkeypatch.context() as patched:
+        patched.setattr(LastWords, "on_exception", ending)
+        spoil(6)
+        finished.mini(*BREAKING, *given(finished))
+    monkeypatch.undo()
+    monkeypatch.setattr(PPOModule, "predict_step", showing)
+    last = replay(finished, run, 2).succeeded.out.splitlines()[-1]
+    assert last.startswith("iteration 2 broke the run off after 2 updates of it: ")
+    assert shown == ended
+    assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_weights_that_are_damaged_are_named(place: Workplace, run: Path) -> None:
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()
+    file_of(run, 1).unlink()
+    weights_of(run, 3).write_bytes(b"damaged")
+    assert replay(place, run, 3).error.startswith(f"{weights_of(run, 3)} cannot be read: ")
 
 
 def test_a_batch_that_finds_no_room_does_not_hide_why_the_run_ended(

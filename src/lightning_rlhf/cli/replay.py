@@ -73,8 +73,11 @@ def replay_update(folder: Path, iteration: int | None, count: int) -> bool:
         say(f"iteration {plan.iteration} is the newest that is recorded; --iteration N for another")
     iteration = plan.iteration
     check_accelerator(plan.settings)
-    origin = "the start of the run" if plan.checkpoint is None else str(plan.checkpoint)
-    say(f"replaying {len(plan.iterations)} of {iteration} iterations, from {origin}")
+    if plan.weights is not None:
+        say(f"showing iteration {iteration} with the weights of {plan.weights}; no update is run")
+    else:
+        origin = "the start of the run" if plan.checkpoint is None else str(plan.checkpoint)
+        say(f"replaying {len(plan.iterations)} of {iteration} iterations, from {origin}")
     with computing(plan.settings):
         replayed = run_once_more(plan)
     config = plan.settings.config
@@ -120,6 +123,12 @@ def outcome(replayed: Replayed) -> str:
         if replayed.machine != recorded.machine:
             told.append(f"recorded with {words(recorded.machine)}, here {words(replayed.machine)}")
         return f"{name} is not the recorded one: {'; '.join(told)}"
+    if replayed.made is not None:
+        updates = f"{replayed.made} update{'s' * (replayed.made != 1)}"
+        return (
+            f"{name} broke the run off after {updates} of it: no update was run once more, and "
+            "'after' means after these, with the weights that the run ended with"
+        )
     if recorded.updates is None or recorded.parameters is None:
         end = "" if replayed.ended is None else f"; here it ended with: {replayed.ended}"
         return f"{name} broke the run off, so that there is no outcome to compare with{end}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
 
 from lightning_rlhf.callbacks.checkpoint_files import (
     BEST,
@@ -23,7 +24,14 @@ from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, is_stale, run_folder
 from lightning_rlhf.cli.resume import origin
 from lightning_rlhf.cli.settings import Settings, read_settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
-from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
+from lightning_rlhf.data.rollouts import (
+    FOLDER,
+    UPDATES,
+    file_of,
+    read_recorded,
+    recorded_iterations,
+    weights_of,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class Plan:
     """Iterations that were finished where they start."""
     checkpoint: Path | None
     """None starts as the run started."""
+    weights: Path | None = None
+    """Of the end of the run, to show the iteration with, where no update can be run."""
 
     @property
     def iterations(self) -> range:
@@ -66,7 +76,13 @@ def plan_replay(folder: Path, iteration: int | None) -> Plan:
             f"iteration {iteration} of {folder} is not recorded; recorded are {ranges(recorded)}"
         )
     start, checkpoint = checkpoint_until(folder, iteration - 1)
-    if missing := not_recorded(folder, start, iteration):
+    missing, weights = not_recorded(folder, start, iteration), weights_of(folder, iteration)
+    if missing and weights.is_file():
+        check_origin(folder, None, settings)
+        updates_before(weights)
+        read_recorded(file_of(folder, iteration))
+        return Plan(folder, settings, iteration, iteration - 1, None, weights)
+    if missing:
         begin = "the start" if checkpoint is None else str(checkpoint)
         raise DataError(
             f"iteration {iteration} of {folder} cannot be replayed: the way there from {begin} "
@@ -77,6 +93,15 @@ def plan_replay(folder: Path, iteration: int | None) -> Plan:
     for number in plan.iterations:
         read_recorded(file_of(folder, number))
     return plan
+
+
+def updates_before(weights: Path) -> int:
+    """How many updates of its iteration led to the weights. Raises CheckpointError."""
+    try:
+        with safe_open(weights, "pt") as file:
+            return int(file.metadata()[UPDATES])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{weights} cannot be read: {error}") from error
 
 
 def check_origin(folder: Path, checkpoint: Path | None, settings: Settings) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.cli.folders import find_rewards, find_sft
 from lightning_rlhf.cli.launch import Prepared, make_ready
-from lightning_rlhf.cli.replay_plan import Plan
+from lightning_rlhf.cli.replay_plan import Plan, updates_before
 from lightning_rlhf.cli.run_ppo import build_module
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.digest import parameters_digest
@@ -31,6 +32,7 @@ from lightning_rlhf.data.rollouts import (
 )
 from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.modules.optim import check_resumable
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward
 
@@ -46,6 +48,9 @@ class Replayed:
     """What of the record is no finite number, so that nothing can be learned from it."""
     ended: str | None
     """The error that broke it off."""
+    made: int | None
+    """Updates of it that the run made before its end, whose weights it is shown with; None where
+    it was run once more."""
     machine: Mapping[str, str]
     """What it was run on."""
     logprobs: Tensor
@@ -133,16 +138,22 @@ def same(a: float, b: float) -> bool:
 
 
 def run_once_more(plan: Plan) -> Replayed:
-    """Run the plan's updates on the models that the run started from."""
+    """Run the plan's updates on the models that the run started from, or take its weights."""
     settings = plan.settings
     module, ready = rebuilt(settings)
     comparison = Comparison()
-    ended = None
-    trainer = quiet_trainer(settings, [comparison, Progress("ppo")])
-    try:
-        trainer.fit(module, Recordings(plan), ckpt_path=plan.checkpoint, weights_only=True)
-    except TrainingError as error:
-        ended = str(error)
+    ended = made = None
+    if plan.weights is None:
+        trainer = quiet_trainer(settings, [comparison, Progress("ppo")])
+        try:
+            trainer.fit(module, Recordings(plan), ckpt_path=plan.checkpoint, weights_only=True)
+        except TrainingError as error:
+            ended = str(error)
+    else:
+        made = updates_before(plan.weights)
+        weights = load_file(plan.weights)
+        check_resumable(module, {"state_dict": weights})
+        module.load_state_dict(weights, strict=False)
     recorded = read_recorded(file_of(plan.folder, plan.iteration))
     found = comparison.differences
     came_as_far = module.iteration >= plan.iteration - 1
@@ -157,6 +168,7 @@ def run_once_more(plan: Plan) -> Replayed:
         differences=tuple(found),
         not_finite=tuple(not_finite(recorded)),
         ended=ended,
+        made=made,
         machine=machine(ready.device),
         logprobs=now["logprobs"].cpu(),
         values=None if now["values"] is None else now["values"].cpu(),

@@ -27,7 +27,7 @@ from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import tokenise_prompts
 from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rollouts import file_of
+from lightning_rlhf.data.rollouts import file_of, weights_of
 from lightning_rlhf.data.splits import load_prompts
 from lightning_rlhf.models.handover import (
     add_policy,
@@ -130,14 +130,22 @@ def say_kept(folder: Path, iteration: int) -> None:
     Once the checkpoints are written that an exception leaves.
     """
     path = file_of(folder, iteration)
+    command = f"`lightning-rlhf replay {folder} --iteration {iteration}`"
     start, _ = checkpoint_until(folder, iteration - 1)
-    if missing := not_recorded(folder, start, iteration):
+    missing = not_recorded(folder, start, iteration)
+    if missing and weights_of(folder, iteration).is_file():
+        say(
+            f"the batch of iteration {iteration} is kept: {path}. Some of its updates were made: "
+            f"{command} shows it with the weights after them. To run its updates once more takes "
+            f"record=true: the way there leads over {ranges(missing)}, not recorded"
+        )
+    elif missing:
         say(
             f"the batch of iteration {iteration} is kept: {path}. It cannot be replayed: the way "
             f"there leads over {ranges(missing)}, not recorded. With record=true it could be"
         )
     else:
-        say(f"kept for `lightning-rlhf replay {folder} --iteration {iteration}`: {path}")
+        say(f"kept for {command}: {path}")
 
 
 def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:

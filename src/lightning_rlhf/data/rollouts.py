@@ -39,6 +39,8 @@ T = TypeVar("T")
 FOLDER = "rollouts"
 FACTS = b"lightning_rlhf"
 """Key of the file's metadata."""
+UPDATES = "updates"
+"""Key of the metadata of the weights beside it: how many updates of the iteration were made."""
 PER_TOKEN: Mapping[str, str] = {
     "logprobs": "old_logprobs",
     "ref_logprobs": "ref_logprobs",
@@ -84,6 +86,11 @@ def machine(device: torch.device) -> dict[str, str]:
 def file_of(run_dir: Path, iteration: int) -> Path:
     """Where an iteration of a run is recorded."""
     return run_dir / FOLDER / f"{iteration:06d}.parquet"
+
+
+def weights_of(run_dir: Path, iteration: int) -> Path:
+    """Where the weights are that the updates of an iteration led to which broke the run off."""
+    return file_of(run_dir, iteration).with_suffix(".safetensors")
 
 
 def recorded_iterations(run_dir: Path) -> list[int]:
