@@ -23,6 +23,7 @@ from lightning_rlhf.cli.settings import REWARDS as REWARD_KINDS
 from lightning_rlhf.cli.settings import STAGES, SUM, read_settings
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import Normalization
+from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS
 from lightning_rlhf.data.rollouts import PER_TOKEN
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
 from lightning_rlhf.report.replayed import COLUMNS
@@ -254,6 +255,18 @@ def test_the_columns_in_the_docs_are_those_of_the_code() -> None:
         *PER_TOKEN,
         *("score", "parts", "ended"),
     ]
+
+
+def test_the_columns_of_a_kept_batch_in_the_docs_are_those_of_the_code() -> None:
+    section = REPLAY.split("## Where update after update")[1].split("## The files")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    found = re.findall(r"`(\w+)`", " ".join(cells))
+    texts = {text for stage in TEXTS.values() for text in stage}
+    numbers = {fact for stage in ROW_FACTS.values() for fact in stage}
+    assert set(found) == {
+        *("number", "margin", "logprobs"), *texts, *(f"{text}_tokens" for text in texts), *numbers
+    }  # fmt: skip
+    assert len(found) == len(set(found))
 
 
 def test_the_columns_in_the_picture_are_those_of_the_code() -> None:

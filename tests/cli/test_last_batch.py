@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.types import Demonstrations, Record
 from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
-from lightning_rlhf.data.last_batch import last_batch_of, read_last_batch
+from lightning_rlhf.data.last_batch import last_batch_of, read_last_batch, write_last_batch
+from lightning_rlhf.data.lengths import PreferenceTokens
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 
@@ -261,7 +263,8 @@ def test_what_is_missing_is_one_message(place: Workplace, monkeypatch: pytest.Mo
     run(place, "sft")
     monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
     at = folder(place, "sft")
-    step = read_last_batch(last_batch_of(at)).step
+    kept = read_last_batch(last_batch_of(at))
+    step = kept.step
     error = place.call("replay", str(at), "--iteration", "77").error
     assert error == f"step 77 of {at} is not kept; the one that is kept is {step}"
     checkpoint = at / "checkpoints" / f"{step - 1:06d}.ckpt"
@@ -274,3 +277,8 @@ def test_what_is_missing_is_one_message(place: Workplace, monkeypatch: pytest.Mo
     last_batch_of(at).unlink()
     error = place.call("replay", str(at)).error
     assert error.startswith(f"{last_batch_of(at)} does not exist: stage=sft and stage=rm leave one")
+    pair = PreferenceTokens([1], [2], [3], 0.0)
+    of_pairs = replace(kept, stage="rm", examples=[pair] * 4, facts={})
+    write_last_batch(last_batch_of(at), of_pairs, str)
+    error = place.call("replay", str(at)).error
+    assert error == f"{last_batch_of(at)} is of stage=rm, the run of stage=sft"

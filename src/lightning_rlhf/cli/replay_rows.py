@@ -43,6 +43,10 @@ def plan_rows(folder: Path, settings: Settings, step: int | None) -> tuple[LastB
     Raises DataError, CheckpointError where there is none, or they do not belong together.
     """
     batch = read_last_batch(last_batch_of(folder))
+    if batch.stage != settings.stage:
+        raise DataError(
+            f"{last_batch_of(folder)} is of stage={batch.stage}, the run of stage={settings.stage}"
+        )
     if step not in (None, batch.step):
         raise DataError(
             f"step {step} of {folder} is not kept; the one that is kept is {batch.step}"

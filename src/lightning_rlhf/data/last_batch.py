@@ -31,8 +31,8 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens
-from lightning_rlhf.data.rollouts import FACTS, entries, read_table, tensor, write_table
 from lightning_rlhf.data.sources import Unit
+from lightning_rlhf.data.tables import FACTS, entries, read_table, tensor, write_table
 
 NAME = "last_batch.parquet"
 Kind = Literal["sft", "rm"]

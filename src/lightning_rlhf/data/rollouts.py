@@ -19,26 +19,21 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import Collected, Experience, UpdateStats
+from lightning_rlhf.data.tables import FACTS, entries, read_table, tensor, write_table
 
-T = TypeVar("T")
 FOLDER = "rollouts"
-FACTS = b"lightning_rlhf"
-"""Key of the file's metadata."""
 UPDATES = "updates"
 """Key of the metadata of the weights beside it: how many updates of the iteration were made."""
 PER_TOKEN: Mapping[str, str] = {
@@ -149,39 +144,12 @@ def facts_of(recorded: Recorded) -> dict[bytes, bytes]:
     return {FACTS: json.dumps(facts).encode()}
 
 
-def write_table(path: Path, table: pa.Table, facts: Mapping[bytes, bytes]) -> None:
-    """Write a table with metadata whole or not at all. Raises as `write_recorded`."""
-    with (
-        written_whole(path, table.nbytes) as beside,
-        pq.ParquetWriter(
-            beside, table.schema, compression="zstd", write_page_checksum=True, store_schema=False
-        ) as file,
-    ):
-        file.add_key_value_metadata(facts)
-        file.write_table(table)
-
-
 def read_recorded(path: Path) -> Recorded:
     """The iteration in a file, bit for bit.
 
     Raises DataError where the file is damaged or holds something else.
     """
     return read_table(path, from_table, "an iteration that was recorded")
-
-
-def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
-    """What `convert` makes of the table in a file; `what` names it in an error.
-
-    Raises DataError where the file is damaged or holds something else.
-    """
-    cause: Exception
-    try:
-        return convert(pq.read_table(path, page_checksum_verification=True))
-    except KeyError as error:
-        cause, reason = error, f"it has no {error.args[0]}"
-    except (pa.ArrowException, OSError, zlib.error, TypeError, ValueError, RuntimeError) as error:
-        cause, reason = error, (str(error) or type(error).__name__).splitlines()[0]
-    raise DataError(f"{path} cannot be read as {what}: {reason}") from cause
 
 
 def from_table(table: pa.Table) -> Recorded:
@@ -245,15 +213,3 @@ def ragged_mask(column: pa.ListArray, width: int) -> Bool[Tensor, "B T"]:
     if lengths.numel() and int(lengths.max()) > width:
         raise ValueError(f"a list has {int(lengths.max())} entries, {width} at most")
     return torch.arange(width) < lengths[:, None]
-
-
-def entries(column: pa.ListArray) -> Tensor:
-    """All that stands in the lists, one behind the other."""
-    return tensor(column.flatten())
-
-
-def tensor(column: pa.Array) -> Tensor:
-    """Of the same type. Raises ValueError where an entry is missing."""
-    if column.null_count:
-        raise ValueError(f"{column.null_count} numbers are missing")
-    return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())

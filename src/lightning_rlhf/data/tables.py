@@ -1,0 +1,62 @@
+"""Tables on the disk: written whole, read with one message where that cannot be done."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.storage import written_whole
+
+T = TypeVar("T")
+FACTS = b"lightning_rlhf"
+"""Key of a file's metadata."""
+
+
+def write_table(path: Path, table: pa.Table, facts: Mapping[bytes, bytes]) -> None:
+    """Write a table with metadata whole or not at all.
+
+    Raises StorageError where the disk holds no more.
+    """
+    with (
+        written_whole(path, table.nbytes) as beside,
+        pq.ParquetWriter(
+            beside, table.schema, compression="zstd", write_page_checksum=True, store_schema=False
+        ) as file,
+    ):
+        file.add_key_value_metadata(facts)
+        file.write_table(table)
+
+
+def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
+    """What `convert` makes of the table in a file; `what` names it in an error.
+
+    Raises DataError where the file is damaged or holds something else.
+    """
+    cause: Exception
+    try:
+        return convert(pq.read_table(path, page_checksum_verification=True))
+    except KeyError as error:
+        cause, reason = error, f"it has no {error.args[0]}"
+    except (pa.ArrowException, OSError, zlib.error, TypeError, ValueError, RuntimeError) as error:
+        cause, reason = error, (str(error) or type(error).__name__).splitlines()[0]
+    raise DataError(f"{path} cannot be read as {what}: {reason}") from cause
+
+
+def entries(column: pa.ListArray) -> Tensor:
+    """All that stands in the lists, one behind the other."""
+    return tensor(column.flatten())
+
+
+def tensor(column: pa.Array) -> Tensor:
+    """Of the same type. Raises ValueError where an entry is missing."""
+    if column.null_count:
+        raise ValueError(f"{column.null_count} numbers are missing")
+    return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
