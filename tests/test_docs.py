@@ -19,8 +19,9 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_rlhf.cli.main import CONF, OPEN, RECIPES, register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser
-from lightning_rlhf.cli.settings import REWARDS as REWARD_KINDS
-from lightning_rlhf.cli.settings import STAGES, SUM, read_settings
+from lightning_rlhf.cli.reward_section import REWARDS as REWARD_KINDS
+from lightning_rlhf.cli.reward_section import SUM
+from lightning_rlhf.cli.settings import STAGES, read_settings
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import Normalization
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS

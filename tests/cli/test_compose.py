@@ -19,14 +19,8 @@ from transformers import AutoConfig
 import lightning_rlhf
 from lightning_rlhf.callbacks.loggers import LoggerConfig, WandbConfig
 from lightning_rlhf.cli import main
-from lightning_rlhf.cli.settings import (
-    REWARDS,
-    SUM,
-    PolicySource,
-    Settings,
-    TrainerConfig,
-    read_settings,
-)
+from lightning_rlhf.cli.reward_section import REWARDS, SUM
+from lightning_rlhf.cli.settings import PolicySource, Settings, TrainerConfig, read_settings
 from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig

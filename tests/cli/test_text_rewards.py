@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_rlhf.cli.main import CONF
-from lightning_rlhf.cli.settings import read_reward
+from lightning_rlhf.cli.reward_section import read_reward
 from lightning_rlhf.cli.text_rewards import text_reward
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.rewards.config import ModelConfig

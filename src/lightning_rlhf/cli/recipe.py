@@ -30,7 +30,8 @@ from lightning_rlhf.cli.folders import (
 from lightning_rlhf.cli.main import IN_RECIPE, OPEN
 from lightning_rlhf.cli.process import run_command
 from lightning_rlhf.cli.resume import held
-from lightning_rlhf.cli.settings import STAGES, Settings, build, read_settings
+from lightning_rlhf.cli.sections import build
+from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.data.config import DataConfig

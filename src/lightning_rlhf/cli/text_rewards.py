@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_rlhf.cli.main import CONF
-from lightning_rlhf.cli.settings import read_model, read_reward
+from lightning_rlhf.cli.reward_section import read_reward
+from lightning_rlhf.cli.settings import read_model
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.memory import BatchSize

@@ -1,0 +1,117 @@
+"""The section `reward` of the configuration: one component, or the sum of several by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_rlhf.cli.sections import build, refuse_unknown, section
+from lightning_rlhf.core.config import require, require_one_of
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.rewards import config as rewards
+from lightning_rlhf.rewards.address import redacted
+from lightning_rlhf.rewards.config import ComponentConfig
+
+SUM = "sum"
+REWARDS: Mapping[str, type[ComponentConfig]] = {
+    "function": rewards.FunctionConfig,
+    "head": rewards.HeadConfig,
+    "http": rewards.HTTPConfig,
+    "model": rewards.ModelConfig,
+    "random": rewards.RandomConfig,
+}
+"""Kind of a component of the reward -> its keys."""
+
+
+def read_reward(node: Any) -> dict[str, ComponentConfig]:
+    """The components of the section `reward` by name; a single one has the name of its kind."""
+    kind = section({"reward": node}, "reward", "kind")["kind"]
+    require_one_of("reward.kind", kind, (*REWARDS, SUM))
+    if kind != SUM:
+        return _weighing({kind: _component(node, "reward")})
+    components = node.get("components")
+    for key in set(node) - {"kind", "components"}:
+        ours = {field.name for cls in REWARDS.values() for field in dataclasses.fields(cls)}
+        names = list(components) if isinstance(components, Mapping) else []
+        meant = f"{key}.KEY" if key in names else f"NAME.{key}" if key in ours else None
+        if meant is not None:
+            raise ConfigError(
+                f"reward.{key} is not a known key of reward=sum; did you mean "
+                f"reward.components.{meant}? Its names: {', '.join(map(str, names))}"
+            )
+    refuse_unknown(node, {"kind", "components"}, "reward.")
+    require(isinstance(components, Mapping) and bool(components), "reward.components", components,
+            "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
+    for name in components:
+        require(re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None, "a name in reward.components",
+                name, "letters, digits and _, a letter first")  # fmt: skip
+    return _weighing({
+        str(name): _component(part, f"reward.components.{name}")
+        for name, part in components.items()
+    })  # fmt: skip
+
+
+def _weighing(reward: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
+    if all(component.weight == 0 for component in reward.values()):
+        raise ConfigError("every weight of reward is 0; allowed: one or more that are not")
+    return reward
+
+
+def check_components(tree: Any) -> None:
+    """Raise ConfigError where a component of a sum was given keys and never put there.
+
+    tree: may have values that are missing, which a name that is misspelt leaves.
+    """
+    for key in ("reward", "components"):
+        if not isinstance(tree, Mapping) or key not in tree:
+            return
+        tree = tree[key]
+    if not isinstance(tree, Mapping):
+        return
+    parts = {name: part for name, part in tree.items() if isinstance(part, Mapping)}
+    whole = [str(name) for name, part in parts.items() if {"kind", "weight"} <= part.keys()]
+    for name, part in parts.items():
+        if str(name) in whole:
+            continue
+        close = difflib.get_close_matches(str(name), whole, n=1)
+        kind = {"kind": "KIND", **part}["kind"]
+        hint = f"did you mean {close[0]!r}? " if close and "kind" not in part else ""
+        raise ConfigError(
+            f"there is no component {str(name)!r} in reward.components; {hint}"
+            f"+reward@reward.components.{name}={kind} puts one there, with all its keys"
+        )
+
+
+def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]) -> None:
+    """Raise ConfigError where running moments would be taken twice, of a part and of the whole."""
+    own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
+    if own and config.score_normalization != "none":
+        raise ConfigError(
+            f"ppo.score_normalization is {config.score_normalization!r} and the reward "
+            f"{own[0]!r} is normalised by running moments or clipped already; allowed: one of "
+            "the two, with ppo.score_normalization=none or normalization=none and clip=null"
+        )
+
+
+def without_secrets(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `reward` as it may be written down: no user and no password in addresses."""
+    shown = dict(node)
+    if "url" in shown:
+        shown["url"] = redacted(shown["url"])
+    if "components" in shown:
+        parts = shown["components"]
+        shown["components"] = {name: without_secrets(part) for name, part in parts.items()}
+    return shown
+
+
+def _component(node: Any, key: str) -> ComponentConfig:
+    require(isinstance(node, Mapping), key, node, "a mapping of keys to values")
+    require("kind" in node, f"{key}.kind", "missing", ", ".join(REWARDS))
+    require_one_of(f"{key}.kind", node["kind"], REWARDS)
+    config = build(REWARDS[node["kind"]], node, key)
+    config.check(key)
+    return config
