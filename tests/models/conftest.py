@@ -17,8 +17,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash, write_final
+from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles

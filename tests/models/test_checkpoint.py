@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from lightning_rlhf.core.errors import CheckpointError, StorageError
 from lightning_rlhf.models.checkpoint import (
     Final,
-    check_fingerprint,
     find,
     load_head,
     tokenizer_hash,
     versions,
-    write_final,
 )
 from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.export import write_final
+from lightning_rlhf.models.fingerprint import check_fingerprint
 from lightning_rlhf.models.handover import (
     add_policy,
     attach_reward,
@@ -212,7 +212,7 @@ def test_writing_keeps_neither_a_half_nor_an_old_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_rlhf.models.checkpoint.save_file", cut_off)
+        patched.setattr("lightning_rlhf.models.export.save_file", cut_off)
         with pytest.raises(KeyboardInterrupt):
             write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
     assert not folder.exists()
@@ -220,7 +220,7 @@ def test_writing_keeps_neither_a_half_nor_an_old_folder(
     write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
     (folder / "stale").write_text("of an earlier run")
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_rlhf.models.checkpoint.save_file", cut_off)
+        patched.setattr("lightning_rlhf.models.export.save_file", cut_off)
         with pytest.raises(KeyboardInterrupt):
             write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
     assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft")
@@ -249,7 +249,7 @@ def test_a_full_disk_says_how_much_is_needed(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "write")
 
-    monkeypatch.setattr("lightning_rlhf.models.checkpoint.save_file", full)
+    monkeypatch.setattr("lightning_rlhf.models.export.save_file", full)
     monkeypatch.setattr(type(roles.causal_lm), "save_pretrained", full)
     monkeypatch.setattr("lightning_rlhf.core.storage.readable", str)
     with pytest.raises(StorageError, match=f"No space left on device. It needs {size}, and "):

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.models.checkpoint import Final, find, write_final
-from lightning_rlhf.models.handover import add_critic, add_policy, attach_reward, start_from
+from lightning_rlhf.models.checkpoint import Final, find
+from lightning_rlhf.models.critic import add_critic
+from lightning_rlhf.models.export import write_final
+from lightning_rlhf.models.handover import add_policy, attach_reward, start_from
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import (
     BASE,

@@ -18,8 +18,8 @@ from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
+from lightning_rlhf.models.critic import add_critic
 from lightning_rlhf.models.handover import (
-    add_critic,
     attach_reward,
     random_reward,
     warn_of_one_head,

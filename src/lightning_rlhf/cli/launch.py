@@ -36,8 +36,8 @@ from lightning_rlhf.models.checkpoint import (
     stands_on_random_weights,
     tokenizer_hash,
     versions,
-    write_final,
 )
+from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.report.figures import draw_curves

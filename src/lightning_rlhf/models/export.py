@@ -1,0 +1,81 @@
+"""Writes a role as the `final/` folder of its stage, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.models.checkpoint import MANIFEST, Manifest
+from lightning_rlhf.models.fingerprint import FINGERPRINT
+from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles
+
+
+def write_final(
+    folder: Path,
+    roles: Roles,
+    role: str,
+    tokenizer: PreTrainedTokenizerBase,
+    manifest: Manifest,
+    head: str | None,
+    below: Float[Tensor, " V"] | None = None,
+    more: Path | None = None,
+) -> None:
+    """Write `role` of `roles`, whole or not at all.
+
+    head: the name of the scalar head to save with it.
+    below: fingerprint of what it was trained from, where training has changed that.
+    more: a folder of other files that belong to it.
+
+    Raises StorageError where the disk holds no more.
+    """
+    with written_whole(folder, _size(roles, role)) as beside:
+        beside.mkdir(parents=True)
+        if more is not None:
+            shutil.copytree(more, beside, dirs_exist_ok=True)
+        stands_on = BASE if manifest.stage == "sft" else REFERENCE
+        if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
+            with roles.exported(role) as name:
+                is_whole = name != role
+                state = get_peft_model_state_dict(
+                    roles.model, adapter_name=name, save_embedding_layers=False
+                )
+                save_file(_on_cpu(state), beside / "adapter_model.safetensors")
+                inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
+            stands_on = BASE if is_whole else stands_on
+            inference.base_model_name_or_path = _base_of(manifest, is_whole)
+            inference.save_pretrained(str(beside))
+        else:
+            roles.causal_lm.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        if head is not None:
+            save_file(_on_cpu(roles.heads[head].state_dict()), beside / f"{head}_head.safetensors")
+        below = roles.probe(stands_on) if below is None else below
+        fingerprints = {"self": roles.probe(role), "below": below}
+        save_file(fingerprints, beside / FINGERPRINT)
+        (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+
+
+def _size(roles: Roles, role: str) -> int:
+    """Bytes of the adapter of `role`, or of the whole weights where it has none."""
+    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    parts = roles.model.named_parameters()
+    return sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
+
+
+def _base_of(manifest: Manifest, is_whole: bool) -> str:
+    """What the adapter stands on; one that holds SFT too stands on the base itself."""
+    return manifest.base if is_whole or SFT not in manifest.parents else manifest.parents[SFT]
+
+
+def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
