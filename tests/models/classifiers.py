@@ -21,7 +21,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from lightning_rlhf.models.classifier import Classifier, load_classifier
+from lightning_rlhf.models.classifier import Classifier
+from lightning_rlhf.models.classifier_loading import ClassifierConfig, load_classifier
 
 WORDS = [f"w{i}" for i in range(50)]
 IDS = {
@@ -81,6 +82,7 @@ def save_classifier(folder: Path, family: str = "llama", **changes: Any) -> str:
 
 def load(folder: str, **changes: Any) -> Classifier:
     options: dict[str, Any] = {
+        "name_or_path": folder,
         "revision": None,
         "tokenizer": None,
         "chat_template": None,
@@ -90,9 +92,9 @@ def load(folder: str, **changes: Any) -> Classifier:
         "attn_implementation": None,
         "trust_remote_code": False,
         "max_tokens": 48,
-        "device": torch.device("cpu"),
     }
-    return load_classifier(folder, "reward", **(options | changes))
+    config = ClassifierConfig(**(options | changes))
+    return load_classifier(config, "reward", torch.device("cpu"))
 
 
 def row(prompt: str) -> Mapping[str, Any]:

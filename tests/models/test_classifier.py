@@ -21,7 +21,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from lightning_rlhf.models.classifier import PAIR, Classifier
+from lightning_rlhf.models.classifier import Classifier
+from lightning_rlhf.models.classifier_loading import PAIR
 
 from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier, save_tokenizer
 

@@ -11,6 +11,8 @@ from lightning_rlhf.core.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
 Finetune = Literal["lora", "full"]
+DType = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "int8", "nf4"]
 LARGEST = 2**53
 """Of whole numbers: a float counts no further."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from lightning_rlhf.core.config import (
+    DType,
+    Quantization,
     require,
     require_flag,
     require_number,
@@ -13,9 +15,6 @@ from lightning_rlhf.core.config import (
     require_text,
 )
 from lightning_rlhf.core.errors import ConfigError
-
-DType = Literal["float32", "bfloat16"]
-Quantization = Literal["none", "int8", "nf4"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_rlhf.core.config import (
+    DType,
+    Quantization,
     require,
     require_flag,
     require_number,
@@ -22,8 +24,6 @@ from lightning_rlhf.core.shaping import Normalization, Term
 from lightning_rlhf.rewards.address import parsed
 
 FormatCheck = Literal["strict", "warn", "off"]
-DType = Literal["float32", "bfloat16"]
-Quantization = Literal["none", "int8", "nf4"]
 
 
 @dataclass(frozen=True, kw_only=True)

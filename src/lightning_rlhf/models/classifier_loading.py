@@ -1,0 +1,184 @@
+"""From a folder or hub id to a sequence classifier, with its options checked against it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from lightning_rlhf.core.config import DType, Quantization, require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.models.classifier import Classifier
+from lightning_rlhf.models.loading import (
+    leave_unpacked,
+    local_folder,
+    naming,
+    quantization_config,
+)
+from lightning_rlhf.models.weights import check_weights
+
+PAIR = "pair"
+"""As a chat template: tokenizer(prompt, response)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierConfig:
+    """Which classifier, and how it is read; as conf/reward/model.yaml says."""
+
+    name_or_path: str
+    revision: str | None
+    tokenizer: str | None
+    """Hub id or folder; None is the model's own."""
+    chat_template: str | None
+    """A Jinja file, PAIR, or None for the tokenizer's own."""
+    label: int | str | None
+    """Which of several outputs is the reward; None where there is one."""
+    dtype: DType | None
+    """None is as it is stored."""
+    quantization: Quantization
+    attn_implementation: str | None
+    trust_remote_code: bool
+    max_tokens: int | None
+
+
+def load_classifier(options: ClassifierConfig, key: str, device: torch.device) -> Classifier:
+    """The reward model, frozen.
+
+    key: where the configuration names it.
+
+    Raises:
+        CheckpointError, HubError: it cannot be loaded, or lacks the weights of its head.
+        ConfigError: an option does not fit it.
+    """
+    source = options.name_or_path
+    folder = local_folder(source, f"{key}.name_or_path", options.revision)
+    config, reader = check_classifier(folder, options, key)
+    stored = config.dtype or torch.float32
+    kept = stored if options.dtype is None else getattr(torch, options.dtype)
+    with naming(source, f"{key}.name_or_path"):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            output_loading_info=True,
+            dtype=kept,
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+            use_safetensors=True,
+            quantization_config=quantization_config(options.quantization, kept),
+            **({} if options.quantization == "none" else {"device_map": {"": device}}),
+        )
+    if info["missing_keys"]:
+        raise CheckpointError(
+            f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}; they would be "
+            "random"
+        )
+    leave_unpacked(model)
+    if options.quantization == "none":
+        model.to(device)
+    model.eval().requires_grad_(False)
+    index = check_label(config, options.label, folder, key)
+    return Classifier(model, reader, label=index, pair=options.chat_template == PAIR)
+
+
+def check_classifier(
+    folder: Path, options: ClassifierConfig, key: str
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """The configuration and the tokenizer of the reward model in `folder`, without its weights.
+
+    Raises as `load_classifier`, one error for all options that do not fit.
+    """
+    with naming(str(folder), f"{key}.name_or_path"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    faults: list[str] = []
+    with collected(faults):
+        check_label(config, options.label, folder, key)
+    with collected(faults):
+        check_length(config, options.max_tokens, key)
+    with collected(faults):
+        reader = load_reader(folder, options, key)
+    if faults:
+        raise ConfigError("; and ".join(faults))
+    check_weights(folder)
+    return config, reader
+
+
+@contextlib.contextmanager
+def collected(faults: list[str]) -> Iterator[None]:
+    """A ConfigError inside is put with the others, to be told together."""
+    try:
+        yield
+    except ConfigError as error:
+        faults.append(str(error))
+
+
+def check_label(config: PretrainedConfig, label: int | str | None, folder: Path, key: str) -> int:
+    """Which output is the reward. Raises where that is not clear."""
+    kinds = config.architectures or []
+    if kinds and not any("SequenceClassification" in kind for kind in kinds):
+        raise CheckpointError(
+            f"{folder} is a {kinds[0]}, which has no reward head; allowed: a model for sequence "
+            "classification, or the final/ folder of a stage=rm run"
+        )
+    count = config.num_labels
+    names = {name: index for index, name in config.id2label.items()}
+    allowed = f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}"
+    if label is None:
+        require(count == 1, f"{key}.label", None, allowed)
+        return 0
+    if isinstance(label, str):
+        require(label in names, f"{key}.label", label, allowed)
+        return names[label]
+    require(label < count, f"{key}.label", label, allowed)
+    return label
+
+
+def positions(config: PretrainedConfig) -> int | None:
+    """How many tokens the model has positions for, where it says that."""
+    text = config.get_text_config()
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    if limit is not None and "roberta" in config.model_type:  # counts from behind its padding
+        limit -= text.pad_token_id + 1
+    return limit
+
+
+def check_length(config: PretrainedConfig, max_tokens: int | None, key: str) -> None:
+    """Raise ConfigError where the model has fewer positions than it may be given tokens."""
+    limit = positions(config)
+    fits = limit is None or max_tokens is None or max_tokens <= limit
+    require(fits, f"{key}.max_tokens", max_tokens,
+            f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
+
+
+def load_reader(folder: Path, options: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the reward model in `folder`, with the chat template that it is to use."""
+    source, chat_template = options.tokenizer or str(folder), options.chat_template
+    there = local_folder(source, f"{key}.tokenizer", None)
+    with naming(source, f"{key}.tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            there, trust_remote_code=options.trust_remote_code
+        )
+    if chat_template not in (None, PAIR):
+        file = Path(os.path.expanduser(str(chat_template)))
+        if not file.is_file():
+            raise ConfigError(
+                f"{key}.chat_template is {chat_template!r}, and there is no such file; allowed: a "
+                f"Jinja file, {PAIR}, null for the tokenizer's own"
+            )
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    if tokenizer.chat_template is None and chat_template != PAIR:
+        raise ConfigError(
+            f"{key}.chat_template is null, but the tokenizer of {source} has none; allowed: a "
+            f"Jinja file that writes dialogues as the model was trained on, or {PAIR} for "
+            "tokenizer(prompt, response)"
+        )
+    return tokenizer
