@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, Literal, Self, TypeVar
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data.rows import (
+from lightning_rlhf.data.parsing import (
     BadRow,
-    Demonstration,
-    Messages,
-    Preference,
-    Prompt,
     Row,
     decode_row,
     is_answered,
@@ -21,6 +17,7 @@ from lightning_rlhf.data.rows import (
     parse_preference,
     parse_prompt,
 )
+from lightning_rlhf.data.rows import Demonstration, Messages, Preference, Prompt
 from lightning_rlhf.data.sources import Unit, open_source
 
 OnBadRow = Literal["stop", "skip"]

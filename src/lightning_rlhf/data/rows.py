@@ -1,26 +1,11 @@
-"""What one row of a file may look like, and the record it becomes.
-
-Every form is first turned into a dialogue, a tuple of messages, and then split before its last
-turn. A field that is null counts as absent, since Parquet fills absent columns with null.
-Text that starts with "\\n\\nHuman:" is a dialogue in the HH form, with its turns marked in it:
-https://huggingface.co/datasets/Anthropic/hh-rlhf.
-"""
+"""The records that a row of a file becomes: a demonstration, a preference or a prompt."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
-Row = Mapping[str, Any]
-
-_HH_START = "\n\nHuman:"
-_HH_TURN = re.compile(r"\n\n(Human|Assistant):")
-_HH_ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +17,6 @@ class Message:
 
 
 Messages = tuple[Message, ...]
-
-IDENTICAL = "chosen and rejected are identical"
-"""Why a pair that prefers nothing is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,116 +48,10 @@ class Prompt:
     turns, {"role", "content"} each."""
 
 
-class BadRow(Exception):
-    """A row that cannot be used."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason} ({detail})" if detail else reason)
-        self.reason = reason
-        """Without the row's own content, so that rows can be counted by it."""
-
-
-ONE_A_LINE = "allowed: one JSON object a line"
-
-
-def decode_row(raw: bytes | Row) -> Row:
-    """The row in one line of JSON; a row that is decoded already stays as it is.
-
-    Raises:
-        BadRow: the line is not UTF-8, not JSON, or not a JSON object.
-    """
-    if not isinstance(raw, bytes):
-        return raw
-    try:
-        row = json.loads(raw.decode("utf-8").rstrip("\r\n"), object_pairs_hook=_once_each)
-    except UnicodeDecodeError as error:
-        raise BadRow("not UTF-8", f"at byte {error.start + 1} of the line") from error
-    except json.JSONDecodeError as error:
-        where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-        is_spread = raw.strip() == b"{" or raw.lstrip().startswith(b"[")
-        raise BadRow("broken JSON", ONE_A_LINE if is_spread else where) from error
-    except (ValueError, RecursionError) as error:  # numbers of 4,300 digits; endless nesting
-        raise BadRow("broken JSON", str(error)) from error
-    if not isinstance(row, dict):
-        raise BadRow("not a JSON object", f"found {type(row).__name__}; {ONE_A_LINE}")
-    return row
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; JSON leaves open which of two values a repeated name has."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise BadRow("a field stands twice in one object", f"found {twice!r}")
-    return found
-
-
-def parse_demonstration(row: Row) -> Demonstration:
-    """From {"prompt", "response"}, {"messages"}, or the chosen side of a preference.
-
-    Raises:
-        BadRow: with the reason.
-    """
-    if _has(row, "response"):
-        return Demonstration(*_split(_dialogue(row, "response"), "response"))
-    if _has(row, "chosen"):
-        return Demonstration(*_split(_dialogue(row, "chosen"), "chosen"))
-    if _has(row, "messages"):
-        return Demonstration(*_split(_messages(row["messages"], "messages"), "messages"))
-    raise BadRow("field 'response' is missing", 'a demonstration is {"prompt", "response"}, '
-                 '{"messages"} or {"chosen", "rejected"}')  # fmt: skip
-
-
-def parse_preference(row: Row) -> Preference:
-    """From {"prompt", "chosen", "rejected"}, or two whole dialogues {"chosen", "rejected"}.
-
-    Raises:
-        BadRow: with the reason.
-    """
-    for field in ("chosen", "rejected"):
-        if not _has(row, field):
-            raise BadRow(f"field {field!r} is missing",
-                         'a preference is {"prompt", "chosen", "rejected"}')  # fmt: skip
-    prompt, chosen = _split(_dialogue(row, "chosen"), "chosen")
-    rejected_prompt, rejected = _split(_dialogue(row, "rejected"), "rejected")
-    if prompt != rejected_prompt:
-        raise BadRow("chosen and rejected differ before the last turn")
-    if chosen.strip() == rejected.strip():
-        raise BadRow(IDENTICAL)
-    return Preference(prompt, chosen, rejected, _margin(row))
-
-
-def parse_prompt(row: Row) -> Prompt:
-    """From {"prompt"} or {"messages"}, or the prompt of a demonstration or preference.
-
-    Raises:
-        BadRow: with the reason.
-    """
-    if _has(row, "prompt"):
-        messages = _prompt_messages(row)
-    elif _has(row, "messages"):
-        messages = _messages(row["messages"], "messages")
-    elif _has(row, "chosen"):
-        messages = _split(_dialogue(row, "chosen"), "chosen")[0]
-    else:
-        raise BadRow("field 'prompt' is missing", 'a prompt is {"prompt"} or {"messages"}')
-    if messages[-1].role == "assistant":
-        messages = messages[:-1]
-    _check_prompt(messages)
-    others = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
-    return Prompt(messages, others | prompt_row(messages))
-
-
 def prompt_row(messages: Messages) -> dict[str, Any]:
     """A prompt as rewards and judges read it: as text, and its turns."""
     turns = [asdict(message) for message in messages]
     return {"prompt": prompt_text(messages), "messages": turns}
-
-
-def is_answered(row: Row) -> bool:
-    """Whether the row is more than a prompt, so that its prompt may come in many rows."""
-    return any(_has(row, field) for field in ("response", "chosen", "messages"))
 
 
 def prompt_text(messages: Messages) -> str:
@@ -183,96 +59,3 @@ def prompt_text(messages: Messages) -> str:
     if len(messages) == 1:
         return messages[0].content
     return "\n\n".join(f"{turn.role.capitalize()}: {turn.content}" for turn in messages)
-
-
-def _margin(row: Row) -> float | None:
-    margin = row["margin"] if _has(row, "margin") else None
-    if not isinstance(margin, int | float) or isinstance(margin, bool):
-        return None
-    return float(margin) if math.isfinite(margin) and margin >= 0 else None
-
-
-def _has(row: Row, field: str) -> bool:
-    return row.get(field) is not None
-
-
-def _dialogue(row: Row, field: str) -> Messages:
-    """The prompt, if the row has one, with the turns in `field`."""
-    value = row[field]
-    prompt = _prompt_messages(row) if _has(row, "prompt") else ()
-    if isinstance(value, str) and not value.startswith(_HH_START):
-        if not prompt:
-            raise BadRow("field 'prompt' is missing")
-        return (*prompt, Message("assistant", _text(value, field)))
-    turns = _messages(value, field)
-    return turns if turns[: len(prompt)] == prompt else (*prompt, *turns)
-
-
-def _split(dialogue: Messages, field: str) -> tuple[Messages, str]:
-    """The turns before the last, and the last, which must be the assistant's."""
-    *turns, last = dialogue
-    if last.role != "assistant":
-        raise BadRow(f"the last turn of '{field}' is not the assistant's", f"found {last.role}")
-    prompt = tuple(turns)
-    _check_prompt(prompt)
-    return prompt, last.content
-
-
-def _check_prompt(prompt: Messages) -> None:
-    if not prompt or prompt[-1].role != "user":
-        raise BadRow("the prompt does not end with a user turn")
-    if any(turn.role == "system" for turn in prompt[1:]):
-        raise BadRow("a system turn stands after the first turn")
-
-
-def _prompt_messages(row: Row) -> Messages:
-    value = row["prompt"]
-    if isinstance(value, str) and value.startswith(_HH_START):
-        # Some copies of the HH data end the prompt with the marker of the turn to be written.
-        value = value.rstrip().removesuffix("\n\nAssistant:")
-    elif isinstance(value, str):
-        return (Message("user", _text(value, "prompt")),)
-    return _messages(value, "prompt")
-
-
-def _messages(value: Any, field: str) -> Messages:
-    if isinstance(value, str):
-        return _hh_messages(value, field)
-    if not isinstance(value, list):
-        raise BadRow(f"field '{field}' is neither text nor a list of messages",
-                     f"found {type(value).__name__}")  # fmt: skip
-    if not value:
-        raise BadRow(f"field '{field}' is empty or blank")
-    return tuple(_message(turn, field) for turn in value)
-
-
-def _message(turn: Any, field: str) -> Message:
-    if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
-        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}')
-    role = turn["role"]
-    if role not in get_args(Role):
-        raise BadRow(f"unknown role in '{field}'",
-                     f"found {role!r}; known are system, user, assistant")  # fmt: skip
-    return Message(role, _text(turn["content"], field))
-
-
-def _hh_messages(text: str, field: str) -> Messages:
-    if not text.startswith(_HH_START):
-        raise BadRow(f"field '{field}' is text but not a dialogue")
-    _, *pieces = _HH_TURN.split(text)
-    return tuple(
-        Message(_HH_ROLES[speaker], _text(content, field).strip())
-        for speaker, content in zip(pieces[::2], pieces[1::2], strict=True)
-    )
-
-
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow(f"field '{field}' is not text", f"found {type(value).__name__}")
-    if not value.strip():
-        raise BadRow(f"field '{field}' is empty or blank")
-    if "\x00" in value:
-        raise BadRow(f"field '{field}' holds a null byte")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise BadRow(f"field '{field}' holds half a surrogate pair, which UTF-8 cannot express")
-    return value
