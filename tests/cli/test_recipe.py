@@ -333,7 +333,7 @@ def test_a_broken_promise_is_told_with_its_numbers(
     ],
 )
 def test_bounds_count_as_kept(bound: str, measured: float, kept: bool) -> None:
-    from lightning_rlhf.cli.recipe import Promise
+    from lightning_rlhf.cli.promises import Promise
 
     promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
     metrics = {"x": measured + (2.0 if bound == "gain" else 0.0), "start/x": 2.0}

@@ -7,11 +7,12 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
+from lightning_rlhf.cli.changes import UNREAD, VOLATILE, differing_key
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
@@ -28,22 +29,6 @@ BASE = "base"
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
 RUN_ID = "run_id.txt"
-SAVING = tuple(
-    f"{stage}.{key}"
-    for stage in ("sft", "rm", "ppo")
-    for key in ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
-)
-VOLATILE = (
-    "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs", *SAVING,
-)  # fmt: skip
-"""Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
-UNREAD: Mapping[str, tuple[str, ...]] = {
-    "sft": ("data.preferences", "data.prompts", "data.judge", "reward"),
-    "rm": ("data.demonstrations", "data.prompts", "data.judge", "reward"),
-    "ppo": ("data.demonstrations", "data.preferences"),
-    "eval": ("data.demonstrations", "data.prompts", "data.judge"),
-}
-"""Stage -> keys that it does not read."""
 
 
 def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
@@ -167,29 +152,6 @@ def changed_key(tree: dict[str, Any], folder: Path) -> str | None:
             f"{folder / CONFIG} is damaged: {error}. Give overwrite=true to start anew"
         ) from error
     return differing_key(tree, then, ignored)
-
-
-def differing_key(
-    one: dict[str, Any], other: dict[str, Any], ignored: Collection[str]
-) -> str | None:
-    """The first key in which two configurations differ, or None; `ignored` ones and theirs may."""
-    ours, theirs = flatten(one), flatten(other)
-    for key in sorted(ours.keys() | theirs.keys()):
-        if any(f"{key}.".startswith(f"{prefix}.") for prefix in ignored):
-            continue
-        if key not in ours or key not in theirs or ours[key] != theirs[key]:
-            return key
-    return None
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}, as JSON would hold the values."""
-    if not isinstance(tree, dict):
-        return {prefix: json.loads(json.dumps(tree))}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def find_parents(settings: Settings) -> dict[str, Final]:

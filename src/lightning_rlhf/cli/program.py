@@ -14,9 +14,11 @@ from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
 
+from lightning_rlhf.cli.changes import differing_key
 from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import check_writable, differing_key, run_folder
-from lightning_rlhf.cli.recipe import ANY, Recipe, key_of, stage_overrides
+from lightning_rlhf.cli.folders import check_writable, run_folder
+from lightning_rlhf.cli.promises import ANY
+from lightning_rlhf.cli.recipe import Recipe, key_of, stage_overrides
 from lightning_rlhf.cli.settings import read_settings
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 

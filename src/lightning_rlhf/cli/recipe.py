@@ -1,4 +1,4 @@
-"""A recipe: a list of stages, a process for each, and the numbers it promises."""
+"""A recipe: a list of stages, run as a process each, and what came out of them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich import get_console
-from rich.table import Table
 from yaml import YAMLError
 
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import (
     FINAL,
-    VOLATILE,
     State,
-    differing_key,
     folder_of,
     is_finished,
     state_of,
 )
 from lightning_rlhf.cli.main import IN_RECIPE, OPEN
 from lightning_rlhf.cli.process import run_command
+from lightning_rlhf.cli.promises import Promise, check_promises
 from lightning_rlhf.cli.resume import held
 from lightning_rlhf.cli.sections import build
 from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
@@ -40,8 +38,6 @@ from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 
 LISTS = ("stages", "overrides", "promises", "next")
-ANY = ("seed", *VOLATILE)
-"""Keys that may be anything: the recipe is still run as it is written."""
 HOW: Mapping[State, tuple[str, ...]] = {
     "new": (),
     "cut off": ("resume=true",),
@@ -55,43 +51,6 @@ LOAD: Mapping[str, Callable[[DataConfig, int], object]] = {
 }
 OWN = ("recipe", "resume", "overwrite")
 """Overrides that are for the recipe and not handed to its stages."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Promise:
-    """A bound on a metric in the manifest of a stage. Exactly one of the three is set."""
-
-    stage: str
-    metric: str
-    at_least: float | None = None
-    at_most: float | None = None
-    gain: float | None = None
-    """The metric is at least so much higher than before the stage."""
-
-    def __post_init__(self) -> None:
-        bounds = [b for b in (self.at_least, self.at_most, self.gain) if b is not None]
-        require(len(bounds) == 1, f"the promise on {self.metric}", bounds,
-                "exactly one of at_least, at_most, gain")  # fmt: skip
-
-    def measure(self, metrics: Mapping[str, float]) -> float | None:
-        """The number that the bound is about; None where it was not measured."""
-        start = f"start/{self.metric}"
-        if self.metric not in metrics or (self.gain is not None and start not in metrics):
-            return None
-        return metrics[self.metric] - (metrics[start] if self.gain is not None else 0.0)
-
-    def is_kept(self, measured: float) -> bool:
-        """Whether the bound holds."""
-        if self.at_most is not None:
-            return measured <= self.at_most
-        bound = self.at_least if self.gain is None else self.gain
-        assert bound is not None
-        return measured >= bound
-
-    def __str__(self) -> str:
-        if self.at_most is not None:
-            return f"at most {self.at_most:g}"
-        return f"gain of {self.gain:g}" if self.gain is not None else f"at least {self.at_least:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +123,11 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
             say(line.replace("{folder}", str(folder)).replace("{given}", given))
     if not ran:
         say(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
-    check_promises(recipe, stages, metrics)
+    written = {
+        stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
+        for stage in recipe.stages
+    }
+    check_promises(recipe.title, recipe.promises, metrics, stages, written)
 
 
 def run_stages(
@@ -233,47 +196,6 @@ def summarise(stages: Mapping[str, Settings]) -> dict[str, Mapping[str, float]]:
     minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
     say(f"time: {minutes:.1f} minutes in all stages")
     return metrics
-
-
-def check_promises(
-    recipe: Recipe, stages: Mapping[str, Settings], metrics: Mapping[str, Mapping[str, float]]
-) -> None:
-    """Print the promises, if the recipe's own model was trained on its own data.
-
-    Raises RLHFError where one is not kept, and the recipe was run as it is written.
-    """
-    own = {s: read_settings(compose("config", list(stage_overrides(recipe, s, (), None))))
-           for s in recipe.stages}  # fmt: skip
-    for stage, settings in stages.items():
-        if (settings.model.name, settings.data) != (own[stage].model.name, own[stage].data):
-            return
-    changed: list[str] = []
-    for stage, settings in stages.items():
-        while key := differing_key(settings.tree, own[stage].tree, (*ANY, *changed)):
-            changed.append(key)
-    table = Table(title=f"{recipe.title}: what it promises", title_justify="left")
-    for column in ("stage", "metric", "promised", "measured", ""):
-        table.add_column(column)
-    broken = []
-    for promise in recipe.promises:
-        measured = promise.measure(metrics[promise.stage])
-        if measured is None:
-            table.add_row(promise.stage, promise.metric, str(promise), "not measured", "")
-            broken.append(f"{promise.metric} was not measured")
-            continue
-        kept = promise.is_kept(measured)
-        verdict = "[green]kept[/green]" if kept else "[red]not kept[/red]"
-        table.add_row(promise.stage, promise.metric, str(promise), f"{measured:.3f}", verdict)
-        if not kept:
-            broken.append(f"{promise.metric} is {measured:.3f}, promised: {promise}")
-    get_console().print(table)
-    if broken and changed:
-        say(
-            f"Not as the recipe is written: {', '.join(changed)}; so its promises are shown and "
-            "not enforced."
-        )
-    elif broken:
-        raise RLHFError(f"{recipe.title} did not keep its promises: {'; '.join(broken)}")
 
 
 def key_of(override: str) -> str:

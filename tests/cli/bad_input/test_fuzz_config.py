@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_rlhf.cli.folders import flatten
+from lightning_rlhf.cli.changes import flatten
 from lightning_rlhf.cli.settings import Settings, read_settings
 from lightning_rlhf.core.errors import RLHFError
 
