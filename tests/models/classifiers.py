@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from lightning_rlhf.models.classifier import Classifier
-from lightning_rlhf.models.classifier_loading import ClassifierConfig, load_classifier
+from lightning_rlhf.models.classifier_loading import load_classifier
+from lightning_rlhf.models.config import ClassifierConfig
 
 WORDS = [f"w{i}" for i in range(50)]
 IDS = {

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lightning_rlhf.models.classifier import Classifier
-from lightning_rlhf.models.classifier_loading import PAIR
+from lightning_rlhf.models.config import PAIR
 
 from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier, save_tokenizer
 

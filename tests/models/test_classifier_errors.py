@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError
-from lightning_rlhf.models.classifier_loading import PAIR
+from lightning_rlhf.models.config import PAIR
 
 from .classifiers import DECODER, SHAPE, load, row, save_classifier, save_tokenizer
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rlhf.callbacks.names import Stage
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.storage import written_whole
 
 RUN = "lightning_rlhf"
@@ -140,8 +140,7 @@ def read_run(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what damaged bytes raise is anybody's guess
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     run: Any = found.get(RUN) if isinstance(found, dict) and "state_dict" in found else None
     keys = {*Origin.__dataclass_fields__, "step"}
     if not isinstance(run, dict) or run.keys() != keys or not isinstance(run["step"], int):

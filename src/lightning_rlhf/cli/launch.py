@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
-from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.console import say, say_lengths
 from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of
 from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
@@ -28,7 +28,12 @@ from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
+from lightning_rlhf.data.splits import TrainVal
 from lightning_rlhf.models.checkpoint import (
     FROM_CONFIG,
     Final,
@@ -42,6 +47,8 @@ from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.report.figures import draw_curves
 
+R = TypeVar("R", Demonstration, Preference, Prompt)
+E = TypeVar("E")
 AtEnd = Callable[[Sequence[Logger], int], None]
 """Is given the loggers and the last step."""
 
@@ -85,6 +92,20 @@ def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:
     tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
     chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
     return Prepared(settings, tokenizer, chat, parents, time.perf_counter())
+
+
+def tokenised(
+    ready: Prepared,
+    rows: TrainVal[R],
+    tokenise: Callable[[Rows[R], ChatFormat, DataConfig], Tokenised[E]],
+    what: str,
+) -> tuple[Tokenised[E], Tokenised[E]]:
+    """The rows to train on and those held out, as tokens; says how many there are of `what`."""
+    train = tokenise(rows.train, ready.chat, ready.settings.data)
+    val = tokenise(rows.val, ready.chat, ready.settings.data)
+    say_lengths(what, rows.train, train)
+    say_lengths(what, rows.val, val, to_validate=True)
+    return train, val
 
 
 def identity(settings: Settings) -> RunIdentity:

@@ -14,10 +14,10 @@ from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
-from lightning_rlhf.cli.console import say, say_lengths
+from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import find_parents
 from lightning_rlhf.cli.format_check import check_formats
-from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready
+from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.replay_plan import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.errors import NotFiniteError
@@ -49,10 +49,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
-    train = tokenise_prompts(rows.train, ready.chat, settings.data)
-    val = tokenise_prompts(rows.val, ready.chat, settings.data)
-    say_lengths("prompt", rows.train, train)
-    say_lengths("prompt", rows.val, val, to_validate=True)
+    train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
 
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.callbacks.metrics import RewardMetrics
-from lightning_rlhf.cli.console import say, say_evaluation, say_lengths, say_problems
+from lightning_rlhf.cli.console import say, say_evaluation, say_problems
 from lightning_rlhf.cli.fitness import (
     fitting,
     known_pairs,
@@ -21,7 +21,7 @@ from lightning_rlhf.cli.fitness import (
     write_report,
 )
 from lightning_rlhf.cli.folders import FINAL, find_parents
-from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready
+from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import RMConfig
@@ -52,10 +52,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     problems = find_problems(rows.val, rows.train)
     say_problems(problems)
     ready = make_ready(settings, parents)
-    train = tokenise_preferences(rows.train, ready.chat, settings.data)
-    val = tokenise_preferences(rows.val, ready.chat, settings.data)
-    say_lengths("preference pair", rows.train, train)
-    say_lengths("preference pair", rows.val, val, to_validate=True)
+    train, val = tokenised(ready, rows, tokenise_preferences, "preference pair")
 
     roles = start_from(
         settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics import SFTMetrics
-from lightning_rlhf.cli.console import say_evaluation, say_lengths
+from lightning_rlhf.cli.console import say_evaluation
 from lightning_rlhf.cli.folders import BASE
-from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready
+from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import SFTConfig
@@ -29,10 +29,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
         )
     rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
-    train = tokenise_demonstrations(rows.train, ready.chat, settings.data)
-    val = tokenise_demonstrations(rows.val, ready.chat, settings.data)
-    say_lengths("demonstration", rows.train, train)
-    say_lengths("demonstration", rows.val, val, to_validate=True)
+    train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
 
     roles = start_from(
         settings.model, None, trainable=config.finetune == "full", seed=settings.seed

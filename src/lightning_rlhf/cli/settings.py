@@ -33,7 +33,7 @@ from lightning_rlhf.core.config import (
     require_one_of,
     require_text,
 )
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, first_line
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
@@ -182,7 +182,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         tree = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         key = error.full_key or "a key"
-        raise ConfigError(f"{key} has no value: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{key} has no value: {first_line(error)}") from error
     return typing.cast(dict[str, Any], tree)
 
 

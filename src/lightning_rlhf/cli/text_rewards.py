@@ -23,11 +23,11 @@ from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
 from lightning_rlhf.models.classifier_loading import (
-    ClassifierConfig,
     check_classifier,
     load_classifier,
     positions,
 )
+from lightning_rlhf.models.config import ClassifierConfig
 from lightning_rlhf.models.handover import load_reward, warn_of_one_head
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD

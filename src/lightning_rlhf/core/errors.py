@@ -1,6 +1,11 @@
 """The errors a user can cause. Each says what was found, what is allowed and what to change."""
 
 
+def first_line(error: Exception) -> str:
+    """What a library's error says first; its name where it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 class RLHFError(Exception):
     """Base of every error that the command line prints as one message, without a traceback."""
 

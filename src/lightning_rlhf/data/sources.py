@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pyarrow import ArrowException, parquet
 
-from lightning_rlhf.core.errors import DataError, HubError
+from lightning_rlhf.core.errors import DataError, HubError, first_line
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 _OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".arrow", ".zip")
@@ -95,7 +95,7 @@ def _parquet_rows(path: Path) -> NumberedRows:
             batches = file.iter_batches(batch_size=1024)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (OSError, ArrowException) as error:
-        raise DataError(f"data file {path} cannot be read: {_first_line(error)}") from error
+        raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
 
 
 # `datasets` is imported where it is used: it takes a second, and files do without it. What it
@@ -109,11 +109,7 @@ def _hub_rows(name: str, split: str) -> NumberedRows:
         table = datasets.load_dataset(name, split=split)
     except Exception as error:
         raise HubError(
-            f"data set {name}, split {split}, cannot be loaded: {_first_line(error)}. "
+            f"data set {name}, split {split}, cannot be loaded: {first_line(error)}. "
             f"A local file ending in {', '.join(_ENDINGS)} can be given instead"
         ) from error
     yield from enumerate(table, start=1)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.errors import DataError, first_line
 from lightning_rlhf.core.storage import written_whole
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
     except KeyError as error:
         cause, reason = error, f"it has no {error.args[0]}"
     except (pa.ArrowException, OSError, zlib.error, TypeError, ValueError, RuntimeError) as error:
-        cause, reason = error, (str(error) or type(error).__name__).splitlines()[0]
+        cause, reason = error, first_line(error)
     raise DataError(f"{path} cannot be read as {what}: {reason}") from cause
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,39 +16,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightning_rlhf.core.config import DType, Quantization, require
+from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.models.classifier import Classifier
+from lightning_rlhf.models.config import PAIR, ClassifierConfig
 from lightning_rlhf.models.loading import (
-    leave_unpacked,
     local_folder,
     naming,
-    quantization_config,
+    read_weights,
 )
 from lightning_rlhf.models.weights import check_weights
-
-PAIR = "pair"
-"""As a chat template: tokenizer(prompt, response)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierConfig:
-    """Which classifier, and how it is read; as conf/reward/model.yaml says."""
-
-    name_or_path: str
-    revision: str | None
-    tokenizer: str | None
-    """Hub id or folder; None is the model's own."""
-    chat_template: str | None
-    """A Jinja file, PAIR, or None for the tokenizer's own."""
-    label: int | str | None
-    """Which of several outputs is the reward; None where there is one."""
-    dtype: DType | None
-    """None is as it is stored."""
-    quantization: Quantization
-    attn_implementation: str | None
-    trust_remote_code: bool
-    max_tokens: int | None
 
 
 def load_classifier(options: ClassifierConfig, key: str, device: torch.device) -> Classifier:
@@ -66,23 +42,15 @@ def load_classifier(options: ClassifierConfig, key: str, device: torch.device) -
     config, reader = check_classifier(folder, options, key)
     stored = config.dtype or torch.float32
     kept = stored if options.dtype is None else getattr(torch, options.dtype)
-    with naming(source, f"{key}.name_or_path"):
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            output_loading_info=True,
-            dtype=kept,
-            attn_implementation=options.attn_implementation,
-            trust_remote_code=options.trust_remote_code,
-            use_safetensors=True,
-            quantization_config=quantization_config(options.quantization, kept),
-            **({} if options.quantization == "none" else {"device_map": {"": device}}),
-        )
-    if info["missing_keys"]:
-        raise CheckpointError(
-            f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}; they would be "
-            "random"
-        )
-    leave_unpacked(model)
+    model = read_weights(
+        AutoModelForSequenceClassification,
+        folder,
+        options,
+        kept,
+        source,
+        f"{key}.name_or_path",
+        **({} if options.quantization == "none" else {"device_map": {"": device}}),
+    )
     if options.quantization == "none":
         model.to(device)
     model.eval().requires_grad_(False)

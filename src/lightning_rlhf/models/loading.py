@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes
 import torch
@@ -22,7 +23,7 @@ from transformers import (
 
 from lightning_rlhf.core.config import Quantization
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.config import ClassifierConfig, ModelConfig
 from lightning_rlhf.models.weights import check_weights
 
 
@@ -73,22 +74,44 @@ def load_causal_lm(
         source = weights or str(config.name_or_path)
         folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
         check_weights(folder)
-        with naming(source, "model.name_or_path"):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                output_loading_info=True,
-                dtype=dtype,
-                attn_implementation=config.attn_implementation,
-                trust_remote_code=config.trust_remote_code,
-                use_safetensors=True,
-                quantization_config=quantization_config(config.quantization, dtype),
-            )
-        if info["missing_keys"]:
-            raise CheckpointError(
-                f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}"
-            )
-    leave_unpacked(model)
+        model = read_weights(
+            AutoModelForCausalLM, folder, config, dtype, source, "model.name_or_path"
+        )
     return model.eval().requires_grad_(trainable)
+
+
+def read_weights(
+    auto: Any,
+    folder: Path,
+    config: ModelConfig | ClassifierConfig,
+    dtype: torch.dtype,
+    source: str,
+    key: str,
+    **more: Any,
+) -> PreTrainedModel:
+    """The model of kind `auto` in `folder`; CheckpointError where a weight is not there.
+
+    source: what the configuration says at `key`, which errors name.
+    more: arguments of the library.
+    """
+    with naming(source, key):
+        model, info = auto.from_pretrained(
+            folder,
+            output_loading_info=True,
+            dtype=dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            quantization_config=quantization_config(config.quantization, dtype),
+            **more,
+        )
+    if info["missing_keys"]:
+        raise CheckpointError(
+            f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}; they would be "
+            "random"
+        )
+    leave_unpacked(model)
+    return model
 
 
 def leave_unpacked(model: PreTrainedModel) -> None:
