@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rlhf.callbacks.names import Stage
+from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.storage import written_whole
 

@@ -24,9 +24,8 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     stamp,
 )
 from lightning_rlhf.callbacks.contract import position
-from lightning_rlhf.callbacks.names import Stage
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.config import Stage, StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.storage import readable
 

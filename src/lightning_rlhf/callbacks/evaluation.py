@@ -13,9 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
-from lightning_rlhf.callbacks.names import EVAL_PART, JUDGE
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.core.types import Replies, Scores
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]

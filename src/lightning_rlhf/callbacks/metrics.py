@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
 from lightning_rlhf.callbacks.loggers import RunTensorBoard
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.callbacks.names import PART, check_names
+from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.ppo_metrics import (
     response_sums,
     rollout_metrics,
@@ -29,6 +29,7 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
+from lightning_rlhf.core.prefixes import PART
 from lightning_rlhf.core.shaping import paid_sum
 
 

@@ -6,15 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_rlhf.core.config import Stage
+from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE, PART
+
 Phase = Literal["rollout", "update", "eval", "time"]
-Stage = Literal["sft", "rm", "ppo"]
-
-JUDGE = "eval/judge/"
-"""Prefix of what a judge says of the responses; the judge chooses the rest of the name."""
-
-
-PART, EVAL_PART = "rollout/reward/", "eval/reward/"
-"""Prefixes of the components of a reward that has several; the configuration names them."""
 
 FITNESS = "fitness/"
 """Prefix of the numbers of a fitness report, which defines them."""

@@ -15,8 +15,8 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import is_evaluation, position
-from lightning_rlhf.callbacks.names import Stage
 from lightning_rlhf.callbacks.pace import Pace, clock_text, left_text
+from lightning_rlhf.core.config import Stage
 
 HEADLINES: dict[Stage, tuple[str, ...]] = {
     "sft": ("update/loss", "eval/loss"),

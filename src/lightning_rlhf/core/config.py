@@ -11,6 +11,8 @@ from lightning_rlhf.core.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
 Finetune = Literal["lora", "full"]
+Stage = Literal["sft", "rm", "ppo"]
+"""That trains something."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
 LARGEST = 2**53

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["sft", "rm", "ppo"]
+from lightning_rlhf.core.config import Stage
+from lightning_rlhf.core.prefixes import EVAL_PART, PART
 
 # Okabe and Ito's palette, told apart with every common colour blindness.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -191,16 +192,13 @@ def panels(stage: Stage, measured: Collection[str]) -> Sequence[Panel]:
         case "ppo":
             judged = set(measured) & set(_JUDGE.metrics)
             fixed = (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE)
-            names = [m.removeprefix(_TRAINED) for m in measured if m.startswith(_TRAINED)]
+            names = [m.removeprefix(PART) for m in measured if m.startswith(PART)]
             return (*fixed, _components(names)) if len(names) > 1 else fixed
-
-
-_TRAINED, _EVALUATED = "rollout/reward/", "eval/reward/"
 
 
 def _components(names: Sequence[str]) -> Panel:
     colors = list(zip(names, itertools.cycle(PALETTE), strict=False))
-    lines = [Line(_TRAINED + name, name, color) for name, color in colors]
-    lines += [Line(_EVALUATED + name, "", color, sparse=True) for name, color in colors]
+    lines = [Line(PART + name, name, color) for name, color in colors]
+    lines += [Line(EVAL_PART + name, "", color, sparse=True) for name, color in colors]
     title = "Components, unweighted (dots: held-out prompts)"
     return Panel(title, Axis("score", tuple(lines)))

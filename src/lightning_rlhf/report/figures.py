@@ -12,7 +12,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from lightning_rlhf.report.curves import Axis, Panel, Stage, panels
+from lightning_rlhf.core.config import Stage
+from lightning_rlhf.report.curves import Axis, Panel, panels
 
 TITLES: Mapping[Stage, str] = {
     "sft": "Supervised fine-tuning",
@@ -35,6 +36,12 @@ STYLE = {
     "grid.color": "#e6e6e6",
     "font.size": 10,
 }
+
+LEGEND = {
+    "loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False, "borderaxespad": 0.2,
+    "columnspacing": 1.2,
+}  # fmt: skip
+"""Above the plot, where no curve can run under it."""
 
 Curve = tuple[list[int], list[float]]
 
@@ -91,11 +98,7 @@ def _draw_panel(axes: Axes, panel: Panel, curves: Mapping[str, Curve]) -> None:
         handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
     if not any(metric in curves for metric in panel.metrics):
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
-    # Above the plot, where no curve can run under it.
-    axes.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(handles),
-        frameon=False, borderaxespad=0.2, handlelength=1.6, columnspacing=1.2,
-    )  # fmt: skip
+    axes.legend(handles=handles, ncols=len(handles), handlelength=1.6, **LEGEND)
 
 
 def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Line2D]:

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from lightning_rlhf.report.curves import BLUE, GREEN, ORANGE, PURPLE, SHARE
 from lightning_rlhf.report.estimates import Distribution, Group
-from lightning_rlhf.report.figures import DPI, GREY, STYLE
+from lightning_rlhf.report.figures import DPI, GREY, LEGEND, STYLE
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.probing import ProbeResult
 from lightning_rlhf.report.tables import spread
@@ -23,12 +23,6 @@ from lightning_rlhf.report.tables import spread
 WIDTH_IN, HEIGHT_IN = 7.2, 4.0
 MOST_POINTS = 1500
 """Of each kind in the scatter plot, spread evenly over the data."""
-
-LEGEND = {
-    "loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 3, "frameon": False,
-    "borderaxespad": 0.2, "columnspacing": 1.2,
-}  # fmt: skip
-"""Above the plot, where no curve can run under it."""
 
 Draw = Callable[[Figure], None]
 
@@ -84,7 +78,7 @@ def _rewards(figure: Figure, fitness: Fitness, probes: Sequence[ProbeResult]) ->
     axes.set_ylabel("share of responses")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(bottom=0)
-    axes.legend(handlelength=1.4, **LEGEND)
+    axes.legend(handlelength=1.4, ncols=3, **LEGEND)
 
 
 def _probe_strip(axes: Axes, probes: Sequence[ProbeResult]) -> None:
@@ -109,7 +103,7 @@ def _probe_strip(axes: Axes, probes: Sequence[ProbeResult]) -> None:
         mark(marker="D", color=GREY, label="of a probe"),
         mark(marker="D", color=ORANGE, label="of a probe that beats them"),
     ]
-    axes.legend(handles=handles, handletextpad=0.2, **LEGEND)
+    axes.legend(handles=handles, handletextpad=0.2, ncols=3, **LEGEND)
 
 
 def _reliability(figure: Figure, fitness: Fitness) -> None:
@@ -131,7 +125,7 @@ def _reliability(figure: Figure, fitness: Fitness) -> None:
     axes.set_ylim(low, 1.03)
     axes.set_xlabel("confidence in its own pick")
     axes.set_ylabel("share ranked right")
-    axes.legend(**LEGEND)
+    axes.legend(ncols=3, **LEGEND)
 
 
 def _length(figure: Figure, fitness: Fitness) -> None:
@@ -153,7 +147,7 @@ def _length(figure: Figure, fitness: Fitness) -> None:
     axes.set_xlabel("tokens of the response")
     axes.set_ylabel("score")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.legend(handletextpad=0.1, **LEGEND)
+    axes.legend(handletextpad=0.1, ncols=3, **LEGEND)
 
 
 def _margins(figure: Figure, fitness: Fitness) -> None:

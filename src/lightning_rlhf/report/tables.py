@@ -11,8 +11,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-JUDGE = "eval/judge/"
-PARTS = (JUDGE, "eval/reward/")
+from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+
+PARTS = (JUDGE, EVAL_PART)
 """Prefixes of metrics of which the names are chosen by a judge or by the reward."""
 
 LABELS: Mapping[str, str] = {
