@@ -21,9 +21,9 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.models.classifier import Classifier
 from lightning_rlhf.models.classifier_loading import load_classifier
-from lightning_rlhf.models.config import ClassifierConfig
 
 WORDS = [f"w{i}" for i in range(50)]
 IDS = {

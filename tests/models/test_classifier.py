@@ -21,8 +21,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from lightning_rlhf.core.classifier_config import PAIR
 from lightning_rlhf.models.classifier import Classifier
-from lightning_rlhf.models.config import PAIR
 
 from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier, save_tokenizer
 

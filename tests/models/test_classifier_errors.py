@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from lightning_rlhf.core.classifier_config import PAIR
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError
-from lightning_rlhf.models.config import PAIR
 
 from .classifiers import DECODER, SHAPE, load, row, save_classifier, save_tokenizer
 

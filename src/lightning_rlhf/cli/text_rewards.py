@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +22,7 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
-from lightning_rlhf.models.classifier_loading import (
-    check_classifier,
-    load_classifier,
-    positions,
-)
-from lightning_rlhf.models.config import ClassifierConfig
+from lightning_rlhf.models.classifier_loading import check_classifier, load_classifier, positions
 from lightning_rlhf.models.handover import load_reward, warn_of_one_head
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
@@ -89,7 +84,7 @@ def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> Non
         )
     require(config.uncertainty_coef == 0, f"{key}.uncertainty_coef", config.uncertainty_coef,
             f"0, since {config.name_or_path} is no ensemble of stage=rm")  # fmt: skip
-    check_classifier(final.path, classifier_config(config), key)
+    check_classifier(final.path, config, key)
 
 
 def check_own(final: Final, config: ModelConfig, key: str) -> None:
@@ -109,17 +104,11 @@ def check_own(final: Final, config: ModelConfig, key: str) -> None:
         final.reward_moments()
 
 
-def classifier_config(config: ModelConfig) -> ClassifierConfig:
-    """Of a reward model's options those that say which classifier, and how it is read."""
-    names = [field.name for field in fields(ClassifierConfig)]
-    return ClassifierConfig(**{name: getattr(config, name) for name in names})
-
-
 def classifier_model(
     config: ModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
     """A sequence classifier of any family; returns as `own_model`."""
-    classifier = load_classifier(classifier_config(config), key, device)
+    classifier = load_classifier(config, key, device)
     model = TextModel(
         classifier.encode,
         classifier.read,

@@ -16,10 +16,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightning_rlhf.core.classifier_config import PAIR, ClassifierConfig
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.models.classifier import Classifier
-from lightning_rlhf.models.config import PAIR, ClassifierConfig
 from lightning_rlhf.models.loading import (
     local_folder,
     naming,

@@ -1,4 +1,4 @@
-"""What is told of a model. The values live in conf/model/*.yaml and conf/reward/model.yaml."""
+"""What a model preset says. The values live in conf/model/*.yaml."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from lightning_rlhf.core.config import (
     require_text,
 )
 from lightning_rlhf.core.errors import ConfigError
-
-PAIR = "pair"
-"""As a chat template: tokenizer(prompt, response)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +77,3 @@ class ModelConfig:
         require_one_of("model.dtype", self.dtype, get_args(DType))
         require_one_of("model.quantization", self.quantization, get_args(Quantization))
         require_flag("model.trust_remote_code", self.trust_remote_code)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClassifierConfig:
-    """A sequence classifier that is a reward model. Its section's own record has the bounds."""
-
-    name_or_path: str
-    revision: str | None
-    tokenizer: str | None
-    """Hub id or folder; None is the model's own."""
-    chat_template: str | None
-    """A Jinja file, PAIR, or None for the tokenizer's own."""
-    label: int | str | None
-    """Which of several outputs is the reward; None where there is one."""
-    dtype: DType | None
-    """None is as it is stored."""
-    quantization: Quantization
-    attn_implementation: str | None
-    trust_remote_code: bool
-    max_tokens: int | None

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import (
     DType,
     Quantization,
@@ -90,26 +91,12 @@ class HeadConfig(LearnedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(LearnedConfig):
+class ModelConfig(LearnedConfig, ClassifierConfig):
     """A reward model of any family, which reads text through its own tokenizer and template."""
 
-    name_or_path: str
-    revision: str | None
-    tokenizer: str | None
-    chat_template: str | None
-    """A Jinja file, "pair" for tokenizer(prompt, response), or None for the tokenizer's own."""
-    label: int | str | None
-    """Which of several outputs is the reward, by number or name; None where there is one."""
-    dtype: DType | None
-    """None is as it was trained by stage=rm, or as it is stored."""
-    quantization: Quantization
-    attn_implementation: str | None
-    trust_remote_code: bool
     device: str | None
     """Where it computes; None is where the policy does."""
     batch_size: int
-    max_tokens: int | None
-    """None is as many as it has positions for."""
     uncertainty_coef: float
     """As HeadConfig.uncertainty_coef, for what stage=rm trained."""
 
