@@ -28,7 +28,7 @@ from lightning_rlhf.models.loading import (
 from lightning_rlhf.models.weights import check_weights
 
 
-def load_classifier(options: ClassifierConfig, key: str, device: torch.device) -> Classifier:
+def load_classifier(config: ClassifierConfig, key: str, device: torch.device) -> Classifier:
     """The reward model, frozen.
 
     key: where the configuration names it.
@@ -37,47 +37,47 @@ def load_classifier(options: ClassifierConfig, key: str, device: torch.device) -
         CheckpointError, HubError: it cannot be loaded, or lacks the weights of its head.
         ConfigError: an option does not fit it.
     """
-    source = options.name_or_path
-    folder = local_folder(source, f"{key}.name_or_path", options.revision)
-    config, reader = check_classifier(folder, options, key)
-    stored = config.dtype or torch.float32
-    kept = stored if options.dtype is None else getattr(torch, options.dtype)
+    source = config.name_or_path
+    folder = local_folder(source, f"{key}.name_or_path", config.revision)
+    own, reader = check_classifier(folder, config, key)
+    stored = own.dtype or torch.float32
+    kept = stored if config.dtype is None else getattr(torch, config.dtype)
     model = read_weights(
         AutoModelForSequenceClassification,
         folder,
-        options,
+        config,
         kept,
         source,
         f"{key}.name_or_path",
-        **({} if options.quantization == "none" else {"device_map": {"": device}}),
+        **({} if config.quantization == "none" else {"device_map": {"": device}}),
     )
-    if options.quantization == "none":
+    if config.quantization == "none":
         model.to(device)
     model.eval().requires_grad_(False)
-    index = check_label(config, options.label, folder, key)
-    return Classifier(model, reader, label=index, pair=options.chat_template == PAIR)
+    index = check_label(own, config.label, folder, key)
+    return Classifier(model, reader, label=index, pair=config.chat_template == PAIR)
 
 
 def check_classifier(
-    folder: Path, options: ClassifierConfig, key: str
+    folder: Path, config: ClassifierConfig, key: str
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """The configuration and the tokenizer of the reward model in `folder`, without its weights.
 
     Raises as `load_classifier`, one error for all options that do not fit.
     """
     with naming(str(folder), f"{key}.name_or_path"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        own = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     faults: list[str] = []
     with collected(faults):
-        check_label(config, options.label, folder, key)
+        check_label(own, config.label, folder, key)
     with collected(faults):
-        check_length(config, options.max_tokens, key)
+        check_length(own, config.max_tokens, key)
     with collected(faults):
-        reader = load_reader(folder, options, key)
+        reader = load_reader(folder, config, key)
     if faults:
         raise ConfigError("; and ".join(faults))
     check_weights(folder)
-    return config, reader
+    return own, reader
 
 
 @contextlib.contextmanager
@@ -127,14 +127,12 @@ def check_length(config: PretrainedConfig, max_tokens: int | None, key: str) -> 
             f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
 
 
-def load_reader(folder: Path, options: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:
+def load_reader(folder: Path, config: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:
     """The tokenizer of the reward model in `folder`, with the chat template that it is to use."""
-    source, chat_template = options.tokenizer or str(folder), options.chat_template
+    source, chat_template = config.tokenizer or str(folder), config.chat_template
     there = local_folder(source, f"{key}.tokenizer", None)
     with naming(source, f"{key}.tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            there, trust_remote_code=options.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(there, trust_remote_code=config.trust_remote_code)
     if chat_template not in (None, PAIR):
         file = Path(os.path.expanduser(str(chat_template)))
         if not file.is_file():
