@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import SHIPPED, Workplace, given, make_workplace
+from .conftest import SHIPPED, PowerCut, Workplace, given, make_workplace
 from .others import own_scores, save_classifier, train
 
 RULES = """
@@ -136,6 +137,28 @@ def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
     assert "prefers the longer response" in flags["length gap"]["words"]
     assert "length gap" in numbers["verdict"]
     assert "| length gap | **flag** |" in page
+
+
+def test_a_report_is_there_whole_or_not_at_all(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plug is pulled with one file of `final/` written; the same command then does it anew."""
+    command = ["stage=eval", "run=cut", "eval.samples=8", "eval.batch_size=8", given(place)[0]]
+    command += sources(place)["function"]
+
+    def one_file(source: str, target: Path) -> None:
+        Path(target).mkdir()
+        shutil.copy(Path(source) / "fitness.json", target)
+        raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_rlhf.cli.run_eval.shutil.copytree", one_file)
+        assert place.mini(*command).status == 1
+    final = place.stage("eval", "cut") / "final"
+    assert not final.exists()
+    place.mini(*command).succeeded  # noqa: B018
+    assert {"report.md", "fitness.json"} < {path.name for path in final.iterdir()}
+    assert not list(final.parent.glob("final.*"))
 
 
 @pytest.mark.parametrize(("stage", "function"), [("eval", "broken"), ("ppo", "never")])

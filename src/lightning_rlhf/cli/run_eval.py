@@ -28,9 +28,11 @@ from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
+from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import Replies
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.rows import prompt_row
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.data.splits import load_preferences
 from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
 from lightning_rlhf.models.roles import SFT
@@ -49,14 +51,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     say_problems(problems)
     ready = make_ready(settings, parents)
     light = light_sources(ready, {"prompt", "messages"})
-    pairs = fitting(rows.val, ready.chat, settings.data)
-    if not pairs:
-        raise DataError(
-            f"no held-out pair of {rows.val.source} is within data.max_prompt_tokens "
-            f"({settings.data.max_prompt_tokens}) and data.max_response_tokens "
-            f"({settings.data.max_response_tokens})"
-        )
-    say(f"{len(pairs)} held-out pairs")
+    pairs = held_out_pairs(rows.val, ready)
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
@@ -99,9 +94,26 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         log_fitness(page, numbers, loggers, 0)
         close_loggers(loggers, 0)
         final = folder / FINAL
-        shutil.copytree(beside, final)
+        with written_whole(final) as whole:
+            shutil.copytree(beside, whole)
     say(f"eval finished: {final / page.page.name}")
     return final
+
+
+def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> list[Preference]:
+    """The pairs that no rule of length drops or cuts, one or more.
+
+    Raises DataError where there is none.
+    """
+    data = ready.settings.data
+    pairs = fitting(rows, ready.chat, data)
+    if not pairs:
+        raise DataError(
+            f"no held-out pair of {rows.source} is within data.max_prompt_tokens "
+            f"({data.max_prompt_tokens}) and data.max_response_tokens ({data.max_response_tokens})"
+        )
+    say(f"{len(pairs)} held-out pairs")
+    return pairs
 
 
 def logit_scale(ready: Prepared, reward: Reward, seen: RunningMoments) -> float | None:

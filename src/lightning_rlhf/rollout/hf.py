@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -63,11 +63,7 @@ def generate(
             )
         finally:
             model.generation_config = theirs
-    over = torch.isin(tokens[:, width:], end)
-    if stop is not None:
-        over |= torch.stack(
-            [stop(tokens[:, width : t + 1], None) for t in range(width, tokens.shape[1])], dim=1
-        )
+    over = _ends(tokens[:, width:], end, stop)
     response_mask = over.long().cumsum(dim=1) - over.long() == 0
     nothing = torch.zeros(response_mask.shape, device=roles.device)
     rollout = Rollout(
@@ -86,6 +82,17 @@ def generate(
         logprobs=spread([logprobs], response_mask),
         values=spread([value(hidden)], response_mask),
     )
+
+
+def _ends(
+    responses: Int[Tensor, "B T"], end: Int[Tensor, " E"], stop: StoppingCriteria | None
+) -> Bool[Tensor, "B T"]:
+    """Where a token ends its response: as one of `end`, or by what `stop` finds up to it."""
+    over = torch.isin(responses, end)
+    if stop is not None:
+        lengths = range(1, responses.shape[1] + 1)
+        over |= torch.stack([stop(responses[:, :n], None) for n in lengths], dim=1)
+    return over
 
 
 class _Finite(LogitsProcessor):
