@@ -66,12 +66,12 @@ def test_explained_variance_of_constant_returns_is_not_a_number() -> None:
 def test_what_stands_on_padding_changes_no_metric(
     lengths: list[int], columns: int, junk: float, seed: int
 ) -> None:
+    """Not by a bit: sums of quarters and of their squares are exact, in whatever order."""
     clean = _random_experience(lengths, seed)
     padded = _with_padding(clean, columns, junk)
     expected = rollout_metrics(response_sums(clean))
-    assert rollout_metrics(response_sums(padded)) == pytest.approx(
-        expected, rel=1e-4, abs=1e-4, nan_ok=True
-    )
+    found = rollout_metrics(response_sums(padded))
+    assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 def test_not_a_number_on_padding_does_not_leak() -> None:
@@ -154,7 +154,7 @@ def _random_experience(lengths: list[int], seed: int) -> Experience:
     size, width = len(lengths), max(lengths)
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     numbers = {
-        name: torch.where(mask, torch.randn(size, width, generator=generator), 0.0)
+        name: torch.where(mask, torch.randint(-8, 9, (size, width), generator=generator) / 4, 0.0)
         for name in PER_TOKEN
     }
     return Experience(

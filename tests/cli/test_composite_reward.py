@@ -85,7 +85,7 @@ def test_every_component_has_its_curve(folder: Path) -> None:
     ):
         for row in table:
             found = sum(weight * float(row[part + name]) for name, weight in WEIGHTS.items())
-            assert float(row[whole]) == pytest.approx(found, rel=1e-4)
+            assert float(row[whole]) == pytest.approx(found, rel=1e-5)
             assert float(row[f"{part}steady"]) == 3
 
 
@@ -104,11 +104,11 @@ def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) ->
     # iteration is this batch's, has mean 0.
     for name in ("rollout/shaped_return", "rollout/reward_paid"):
         expected = liked - 0.5 * short + 2 * 0.5 + 0 - hum
-        assert float(first[name]) == pytest.approx(expected, abs=1e-4)
+        assert float(first[name]) == pytest.approx(expected, abs=1e-5)
     later = [row for row in rows(folder) if "reward_mean" in row]
     for row in later:
         paid, shaped = (float(row[f"rollout/{n}"]) for n in ("reward_paid", "shaped_return"))
-        assert paid == pytest.approx(shaped, abs=1e-4)
+        assert paid == pytest.approx(shaped, abs=1e-5)
     assert abs(float(first["rollout/reward/noise"])) > 1e-3
 
 

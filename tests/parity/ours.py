@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.logprobs import token_logprobs
+from lightning_rlhf.core.masking import masked_sum
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience
@@ -54,6 +55,11 @@ def config_like(trl: Iteration, **changes: Any) -> PPOConfig:
         "vf_coef": args.vf_coef,
     }
     return default_config(**same | changes)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the True elements of `mask`, whatever stands elsewhere."""
+    return masked_sum(x, mask) / mask.sum()
 
 
 def experience_of(trl: Iteration, **changes: Any) -> Experience:

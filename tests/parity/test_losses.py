@@ -9,10 +9,9 @@ from trl.trainer.utils import selective_log_softmax
 from lightning_rlhf.core.experience import minibatches
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
-from lightning_rlhf.core.masking import masked_mean
 
 from .conftest import close, number
-from .ours import experience_of
+from .ours import experience_of, masked_mean
 from .trl_iteration import (
     ACCUMULATION,
     BATCH,

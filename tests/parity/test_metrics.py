@@ -13,10 +13,9 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.ppo_metrics import response_sums, rollout_metrics
 from lightning_rlhf.core.kl import k2, k3
-from lightning_rlhf.core.masking import masked_mean
 
 from .conftest import close, number
-from .ours import entropies, experience_of, update_facts
+from .ours import entropies, experience_of, masked_mean, update_facts
 from .trl_iteration import PENALTY, Iteration, trl_iteration
 
 EPOCHS = range(4)

@@ -7,14 +7,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 from lightning_rlhf.core.kl import ESTIMATORS, k2, k3
-from lightning_rlhf.core.masking import masked_mean, masked_moments, masked_rescale, masked_whiten
+from lightning_rlhf.core.masking import masked_moments, masked_rescale, masked_whiten
 from lightning_rlhf.core.shaping import NO_SCORES, shape_rewards, shape_score
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.generate import generate, no_value
 
 from .conftest import close, number
-from .ours import config_like, experience_of
+from .ours import config_like, experience_of, masked_mean
 from .test_whitening import spread
 from .trl_iteration import (
     BATCH,

@@ -25,7 +25,6 @@ def test_mean_and_population_variance() -> None:
     mask, x, _ = ragged(rows=7, width=9, seed=0)
     mean, variance = masking.masked_moments(x, mask, masking.alone)
     close(mean, masked_mean(x, mask))
-    close(masking.masked_mean(x, mask), mean)
     close(variance, masked_var(x, mask, unbiased=False))
 
 

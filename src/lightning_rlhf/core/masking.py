@@ -33,11 +33,6 @@ def masked_sum(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, 
     return torch.where(mask, x, 0).sum()
 
 
-def masked_mean(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ""]:
-    """Mean of `x` over the True elements of `mask`; NaN if there are none."""
-    return masked_sum(x, mask) / mask.sum()
-
-
 def masked_moments(
     x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
