@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from lightning import Callback, LightningModule, Trainer
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.data.collate import collate_prompts
-from lightning_rlhf.data.datamodule import StageData, digest
+from lightning_rlhf.data.datamodule import StageData, digest, digest_columns
 from lightning_rlhf.data.lengths import PreferenceTokens, PromptTokens
 
 BATCHES = 11  # of 4 of 10 examples: 4.4 epochs
+COLUMNS = [{"prompt": "a", "answer": 4}, {"prompt": "b", "answer": 5}]
 EXAMPLES = [PromptTokens([1] * (i % 4 + 1), i) for i in range(10)]
 
 
@@ -73,6 +75,7 @@ def stage_data(**changes: Any) -> StageData[PromptTokens]:
     values: dict[str, Any] = {
         "train": EXAMPLES,
         "val": EXAMPLES[:5],
+        "columns": COLUMNS,
         "collate": partial(collate_prompts, pad_id=0),
         "batch_size": 4,
         "val_batch_size": 2,
@@ -182,8 +185,46 @@ def test_another_order_is_refused(changes: dict[str, Any], words: str, tmp_path:
 def test_other_examples_are_refused(train: list[PromptTokens], tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     fit(Recorder(3), stage_data(), SaveAt(path, 2))
-    with pytest.raises(CheckpointError, match="the training examples are others now"):
+    with pytest.raises(CheckpointError, match=r"others now.* digest of the training examples was "):
         fit(Recorder(3), stage_data(train=train), resume=path)
+
+
+@pytest.mark.parametrize(("changes", "named"), [
+    ({"val": EXAMPLES[:4]}, "validation examples"),
+    ({"val": [*EXAMPLES[:4], PromptTokens([2], 4)]}, "validation examples"),
+    ({"columns": COLUMNS[::-1]}, "columns that a reward reads"),
+    ({"columns": [COLUMNS[0], {"prompt": "b", "answer": 6}]}, "columns that a reward reads"),
+    ({"columns": [COLUMNS[0], {"prompt": "b", "reply": 5}]}, "columns that a reward reads"),
+])  # fmt: skip
+def test_data_that_are_not_trained_on_may_not_change_either(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    fit(Recorder(3), stage_data(), SaveAt(path, 2))
+    with pytest.raises(CheckpointError) as caught:
+        fit(Recorder(3), stage_data(**changes), resume=path)
+    assert f"another order: digest of the {named} was " in str(caught.value)
+    assert str(caught.value).count(" was ") == 1
+
+
+@pytest.mark.parametrize("key", ["batches_trained", "order", "digests"])
+def test_a_checkpoint_that_does_not_say_its_data_is_refused(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    fit(Recorder(3), stage_data(), SaveAt(path, 2))
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["StageData"][key]
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=rf"which data it is of \(\['{key}'\] not in it\)"):
+        fit(Recorder(3), stage_data(), resume=path)
+
+
+def test_columns_have_one_digest_whatever_is_in_them() -> None:
+    """A picture of a hub data set prints the address at which it is."""
+    day, picture = datetime(2020, 1, 2, tzinfo=UTC), type("Picture", (), {})
+    one, same = ([{"day": day, "raw": b"1", "picture": picture()}] for _ in range(2))
+    assert digest_columns(one) == digest_columns(same)
+    for name, value in (("day", day.replace(day=3)), ("raw", b"2"), ("picture", None)):
+        assert digest_columns([one[0] | {name: value}]) != digest_columns(one)
 
 
 def test_a_digest_is_of_every_number_and_of_where_a_sequence_ends() -> None:

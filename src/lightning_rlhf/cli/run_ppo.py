@@ -62,9 +62,11 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     reward = build_reward(ready, roles, light, microbatch)
     roles.to(ready.device)
     check_formats(ready, reward)
+    texts = {"train": _texts(rows.train), "val": _texts(rows.val)}
     data = StageData(
         train=train.examples,
         val=val.examples * config.val_samples_per_prompt,
+        columns=[*texts["train"], *texts["val"]],
         collate=partial(collate_prompts, pad_id=ready.chat.pad_token_id),
         batch_size=config.prompts_per_iteration,
         val_batch_size=config.rollout_batch_size,
@@ -72,7 +74,6 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         seed=settings.seed,
         pool_batches=1,
     )
-    texts = {"train": _texts(rows.train), "val": _texts(rows.val)}
     module = build_module(ready, roles, reward, config, texts, microbatch)
     evaluation = Evaluation(judge, ready.folder)
     samples = Samples(

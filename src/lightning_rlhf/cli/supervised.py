@@ -32,6 +32,7 @@ def supervised_data(
     return StageData(
         train=train.examples,
         val=val.examples,
+        columns=(),
         collate=partial(collate, pad_id=ready.chat.pad_token_id),
         batch_size=config.batch_size,
         val_batch_size=config.microbatch_size,

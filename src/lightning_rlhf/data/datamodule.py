@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import marshal
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
@@ -44,6 +46,7 @@ class StageData(LightningDataModule, Generic[E]):
         *,
         train: Sequence[E],
         val: Sequence[E],
+        columns: Sequence[Mapping[str, Any]],
         collate: Callable[[list[E]], Record],
         batch_size: int,
         val_batch_size: int,
@@ -51,10 +54,15 @@ class StageData(LightningDataModule, Generic[E]):
         seed: int,
         pool_batches: int,
     ) -> None:
-        """`batches` of `batch_size` examples are trained on; `pool_batches` as in Schedule."""
+        """`batches` of `batch_size` examples are trained on; `pool_batches` as in Schedule.
+
+        columns: what rewards and judges read of the rows besides the tokens; empty where there are
+            none.
+        """
         super().__init__()
         self.train = train
         self.val = val
+        self.columns = columns
         self.collate = collate
         self.val_batch_size = val_batch_size
         self.schedule = Schedule(
@@ -93,7 +101,7 @@ class StageData(LightningDataModule, Generic[E]):
         return {
             "batches_trained": progress.processed,  # type: ignore[attr-defined]
             "order": self._order(),
-            "digest": self._digest,
+            "digests": self._digests,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -102,21 +110,22 @@ class StageData(LightningDataModule, Generic[E]):
         Raises:
             CheckpointError: the batches would come in another order than before, or be others.
         """
-        before, now = state_dict["order"], self._order()
-        changed = [
-            f"{key} was {before[key]}, is {now[key]}" for key in now if before[key] != now[key]
-        ]
-        if changed:
+        missing = sorted({"batches_trained", "order", "digests"} - state_dict.keys())
+        if missing:
+            raise CheckpointError(
+                f"cannot resume: the checkpoint does not say which data it is of ({missing} not in "
+                "it); another version wrote it. Give overwrite=true to start anew"
+            )
+        if changed := differences(state_dict["order"], self._order()):
             raise CheckpointError(
                 f"cannot resume: {'; '.join(changed)}. The order of the batches depends on it; "
                 "resume with what the run started with, or start a new run"
             )
-        if state_dict["digest"] != self._digest:
+        if changed := differences(state_dict["digests"], self._digests):
             raise CheckpointError(
-                "cannot resume: the training examples are others now, or in another order "
-                f"(digest of their tokens {state_dict['digest']}, now {self._digest}). Resume with "
-                "the data, the tokenizer and the template that the run started with, or start a "
-                "new run"
+                "cannot resume: the data are others now, or in another order: "
+                f"{'; '.join(changed)}. Resume with the data, the tokenizer and the template that "
+                "the run started with, or start a new run"
             )
         self.schedule.start = state_dict["batches_trained"]
 
@@ -129,14 +138,43 @@ class StageData(LightningDataModule, Generic[E]):
         }
 
     @cached_property
-    def _digest(self) -> str:
-        return digest(self.train)
+    def _digests(self) -> dict[str, str]:
+        return {
+            "digest of the training examples": digest(self.train),
+            "digest of the validation examples": digest(self.val),
+            "digest of the columns that a reward reads": digest_columns(self.columns),
+        }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Each key whose value is not what it was, in words."""
+    return [
+        f"{key} was {before.get(key)}, is {value}"
+        for key, value in now.items()
+        if before.get(key) != value
+    ]
 
 
 def digest(examples: Sequence[Any]) -> str:
     """Of dataclasses of numbers and of sequences of them, in their order: 16 characters."""
     found = hashlib.sha256()
-    for numbers in map(attrgetter(*(field.name for field in fields(examples[0]))), examples):
+    names = [field.name for field in fields(examples[0])] if examples else []
+    for example in examples:
         # Version 2 writes types, lengths and values alone; later ones mark what is shared.
-        found.update(marshal.dumps(numbers, 2))
+        found.update(marshal.dumps(attrgetter(*names)(example), 2))
+    return found.hexdigest()[:16]
+
+
+def digest_columns(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of the names and values of all rows, in their order: 16 characters.
+
+    Of what JSON does not know, dates and pictures say, it is what they print as, less addresses.
+    """
+
+    def printed(value: Any) -> str:
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(json.dumps(row, default=printed).encode() + b"\n")
     return found.hexdigest()[:16]
