@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.errors import CheckpointError, StorageError
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -77,8 +77,46 @@ def test_a_file_that_does_not_fit_leaves_the_one_before(
     path = tmp_path / "metrics.csv"
     file = MetricsFile(tmp_path)
     file.log_metrics({"reward_mean": 1.0}, step=1)
-    told = rf"^{path} was not written: File too large\. It needs .* and .* are free now"
+    told = rf"^{path} was not written: File too large\. It needs .* may have 0\.0 kB \(ulimit -f\)"
     with pytest.raises(StorageError, match=told), largest_file(20):
         file.log_metrics({"eval/reward_mean": 2.0}, step=1)
     assert read(path) == [{"step": "1", "reward_mean": "1.0"}]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_row_that_finds_no_room_names_the_file(
+    tmp_path: Path, largest_file: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    """It is written behind the others, and a part of it is there."""
+    path = tmp_path / "metrics.csv"
+    file = MetricsFile(tmp_path)
+    file.log_metrics({"entropy": 1.0}, step=1)
+    assert path.stat().st_size == 14 + 7  # "step,entropy" and "1,1.0" with their ends of lines
+    told = rf"^{path} was not written: File too large; .* may have 0\.0 kB \(ulimit -f\)\. Raise"
+    with pytest.raises(StorageError, match=told), largest_file(23):
+        file.log_metrics({"entropy": 2.0}, step=2)
+    after = MetricsFile(tmp_path)
+    after.rewind(1)
+    after.log_metrics({"entropy": 3.0}, step=2)
+    assert [row["entropy"] for row in read(path)] == ["1.0", "3.0"]
+
+
+@pytest.mark.parametrize("line", [
+    "two,1.0", "2,high", "2,1.0,3.0", "2", "", "-1,1.0", "2.5,1.0", ",1.0",
+])  # fmt: skip
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text(f"step,entropy\n1,1.0\n{line}\n")
+    with pytest.raises(CheckpointError) as caught:
+        MetricsFile(tmp_path)
+    assert str(caught.value) == (
+        f"{path}, line 3, is damaged: found {line!r}; allowed: a step and 1 numbers or empty "
+        "cells. Delete that line, or mend it"
+    )
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"step,entropy\n1,\xff\n")
+    with pytest.raises(CheckpointError, match=rf"^{path} is damaged: byte 16 is no UTF-8"):
+        MetricsFile(tmp_path)

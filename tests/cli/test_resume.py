@@ -116,6 +116,19 @@ class TestWhatIsRefused:
         assert "000007.ckpt is foreign: of stage rm, not sft" in error
         assert "resume=000006" in error
 
+    @pytest.mark.parametrize("resume", ["resume=true", "resume=false"])
+    def test_a_damaged_line_of_the_metrics(self, place: Workplace, resume: str) -> None:
+        """Without resume=true they say whether the run was begun, where it has no checkpoint."""
+        if resume == "resume=false":
+            shutil.rmtree(place.stage("sft") / "checkpoints")
+        file = place.stage("sft") / "metrics.csv"
+        with file.open("a") as opened:
+            opened.write("seven,1.0\n")
+        line, name = len(file.read_text().splitlines()), file.relative_to(place.folder)
+        error = self.refused(place, resume)
+        assert error.startswith(f"{name}, line {line}, is damaged: found 'seven,1.0'; allowed: ")
+        assert error.endswith("Delete that line, or mend it")
+
     def test_one_that_is_not_there(self, place: Workplace) -> None:
         error = self.refused(place, "resume=4")
         assert error.startswith("resume=000004: ")

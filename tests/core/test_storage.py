@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -75,22 +76,25 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
 
 def test_which_errors_are_a_full_disk() -> None:
     """As the system, torch and safetensors tell it; a path that is missing is another matter."""
-    assert full_disk(OSError(errno.ENOSPC, "x")) == "No space left on device"
+    assert full_disk(OSError(errno.ENOSPC, "x")) == errno.ENOSPC
     assert full_disk(OSError(errno.ENOENT, "x")) is None
-    assert full_disk(ValueError("I/O error: No space left on device (os error 28)")) is not None
+    assert full_disk(ValueError("I/O error: No space left on device (os error 28)")) == 28
     wrapped = RuntimeError("unexpected pos 64 vs 0")
     wrapped.__context__ = OSError(errno.EDQUOT, "x")
-    assert full_disk(wrapped) is not None
+    assert full_disk(wrapped) == errno.EDQUOT
     assert full_disk(RuntimeError("unexpected pos 64 vs 0")) is None
 
 
 def test_a_full_disk_is_told_of_any_file() -> None:
     """Of a row of metrics, say, whose file is written to its end and not anew."""
     with (
-        pytest.raises(StorageError, match=r"^a file was not written: No space left on device"),
+        pytest.raises(StorageError, match=r"^a file was not written: No space left on device; m"),
         full_disk_told(),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
+    named = r"^curves/a was not written: File too large; the file system takes no larger file"
+    with pytest.raises(StorageError, match=named), full_disk_told():
+        raise OSError(errno.EFBIG, "File too large", "curves/a")
     with pytest.raises(FileNotFoundError), full_disk_told():
         raise FileNotFoundError(errno.ENOENT, "x")
 
@@ -129,7 +133,10 @@ def test_a_file_that_does_not_fit(tmp_path: Path, writer: str) -> None:
         preexec_fn=limited, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{target} was not written: File too large. It needs 1.2 MB, and")
+    assert done.stdout.strip() == (
+        f"{target} was not written: File too large. It needs 1.2 MB, and a file of this process "
+        "may have 500.0 kB (ulimit -f). Raise that limit"
+    )
     assert target.read_text() == "before"
     assert list(tmp_path.iterdir()) == [target]
 
@@ -138,6 +145,8 @@ def test_a_full_disk_names_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught, written_whole(tmp_path / "a") as beside:  # noqa: PT012
         beside.write_bytes(b"x" * 2_000_000)
         raise OSError(errno.ENOSPC, "write")
-    assert "a was not written: No space left on device. It needs 2.0 MB or more, and " in str(
-        caught.value
+    assert re.search(
+        r"a was not written: No space left on device\. It needs 2\.0 MB or more, and [\d.]+ [MG]B "
+        r"are free now\. Make room there$",
+        str(caught.value),
     )

@@ -171,7 +171,7 @@ def test_a_file_that_does_not_fit_is_named(
     """And the one before it stays."""
     path = written(tmp_path)
     before = path.read_bytes()
-    told = rf"^{path} was not written: File too large\. It needs \d\.\d MB, and .* are free now"
+    told = rf"^{path} was not written: File too large\. It needs \d+\.\d kB, and .* 1\.0 kB \("
     with pytest.raises(StorageError, match=told), largest_file(1000):
         written(tmp_path)
     assert path.read_bytes() == before

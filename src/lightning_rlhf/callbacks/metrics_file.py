@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.callbacks.names import METRICS
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.storage import full_disk_told, written_whole
 
 STEP = "step"
 _ORDER = {name: place for place, name in enumerate(METRICS)}
@@ -30,7 +31,7 @@ class MetricsFile(Logger):
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
         self.path = run_dir / "metrics.csv"
-        self._rows = _read(self.path)
+        self._rows = read_rows(self.path)
         self._columns = _columns(self._rows)
 
     @property
@@ -54,7 +55,7 @@ class MetricsFile(Logger):
         is_new_row = step > max(self._rows, default=-1)
         self._rows.setdefault(step, {}).update(cells)
         if is_new_row and self.path.exists() and cells.keys() <= set(self._columns):
-            with self.path.open("a", newline="") as file:
+            with full_disk_told(self.path), self.path.open("a", newline="") as file:
                 self._writer(file).writerow({STEP: step, **cells})
         else:
             self._rewrite()
@@ -80,13 +81,37 @@ class MetricsFile(Logger):
         return csv.DictWriter(file, fieldnames=[STEP, *self._columns])
 
 
-def _read(path: Path) -> dict[int, Row]:
+def read_rows(path: Path) -> dict[int, Row]:
+    """Step -> its cells that are not empty; nothing where there is no file.
+
+    A last line without its end is left out: of a row that was cut off, "1" is what there is of 12.
+    Raises CheckpointError, with the line, where a whole one is no row.
+    """
     if not path.exists():
         return {}
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]  # a row that was cut off could be taken for another step's
-    rows = list(csv.DictReader(whole.splitlines()))
-    return {int(row.pop(STEP)): {name: cell for name, cell in row.items() if cell} for row in rows}
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: byte {error.start + 1} is no UTF-8") from error
+    header, *lines = list(csv.reader(text[: text.rfind("\n") + 1].splitlines())) or [[STEP]]
+    rows: dict[int, Row] = {}
+    for number, cells in enumerate(lines, start=2):
+        if header[:1] != [STEP] or len(cells) != len(header) or not is_row(cells):
+            raise CheckpointError(
+                f"{path}, line {number}, is damaged: found {','.join(cells)[:60]!r}; allowed: a "
+                f"step and {len(header) - 1} numbers or empty cells. Delete that line, or mend it"
+            )
+        rows[int(cells[0])] = {name: x for name, x in zip(header[1:], cells[1:], strict=True) if x}
+    return rows
+
+
+def is_row(cells: Sequence[str]) -> bool:
+    """Whether it is a step, and then numbers or nothing."""
+    try:
+        numbers = [int(cells[0]), *(float(cell) for cell in cells[1:] if cell)]
+    except ValueError:
+        return False
+    return numbers[0] >= 0
 
 
 def _columns(rows: Mapping[int, Row]) -> list[str]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import full_disk_told, written_whole
 from lightning_rlhf.core.types import Experience
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Samples(Callback):
 
     def _append(self, samples: Sequence[Sample]) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
+        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
 
     def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:

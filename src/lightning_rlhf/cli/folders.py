@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import secrets
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
+from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.cli.changes import UNREAD, VOLATILE, differing_key
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
@@ -89,11 +89,7 @@ def is_unbegun(folder: Path) -> bool:
     is_batch_kept = recorded_iterations(folder) or last_batch_of(folder).exists()
     if not is_used(folder) or (folder / FINAL).is_dir() or any(steps) or is_batch_kept:
         return False
-    file = folder / METRICS
-    if not file.is_file():
-        return True
-    with file.open(newline="") as opened:
-        return all(row["step"] == "0" for row in csv.DictReader(opened))
+    return not any(read_rows(folder / METRICS))
 
 
 State = Literal["new", "done", "cut off", "outdated"]

@@ -157,15 +157,15 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
     try:
         settings = read_settings(cfg)
+        folder = folder_of(settings)
+        if not is_used(folder) or (folder / FINAL).is_dir():
+            return []
+        if numbered(folder / CHECKPOINTS):
+            return ["resume=true goes on from the last checkpoint"]
+        if is_unbegun(folder) or isinstance(settings.config, EvalConfig):
+            return ["the same command starts it anew"]
     except RLHFError:
         return []
-    folder = folder_of(settings)
-    if not is_used(folder) or (folder / FINAL).is_dir():
-        return []
-    if numbered(folder / CHECKPOINTS):
-        return ["resume=true goes on from the last checkpoint"]
-    if is_unbegun(folder) or isinstance(settings.config, EvalConfig):
-        return ["the same command starts it anew"]
     every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
     return [f"it has no checkpoint yet ({every}), overwrite=true starts it anew"]
 

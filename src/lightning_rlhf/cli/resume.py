@@ -17,10 +17,12 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     numbered,
     step_named,
 )
+from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.cli.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
+    METRICS,
     RUN_ID,
     changed_key,
     check_writable,
@@ -135,8 +137,12 @@ def named(folder: Path, name: str) -> Path:
 
 
 def check_resumable(path: Path, settings: Settings) -> None:
-    """Raise CheckpointError, with the way on, where the checkpoint is damaged or foreign."""
+    """Raise CheckpointError, with the way on, where the checkpoint is damaged or foreign.
+
+    Or where metrics.csv is damaged, which the run goes on writing.
+    """
     assert settings.stage != "eval"  # which has none
+    read_rows(folder_of(settings) / METRICS)
     try:
         check_checkpoint(path, origin(settings))
     except CheckpointError as error:

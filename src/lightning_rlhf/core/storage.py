@@ -13,6 +13,7 @@ from pathlib import Path
 from lightning_rlhf.core.errors import StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The system's numbers for a disk, a quota and a limit of a file's size that are used up."""
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def written_whole(target: Path, needed: int | None = None) -> Iterator[Path]:
     is left beside it.
     needed: bytes that are to be written, about; for the message of an error.
 
-    Raises StorageError where the disk holds no more.
+    Raises StorageError where the disk holds no more, or a file may have no more.
     """
     beside = target.with_name(f"{target.name}.tmp")
     delete(beside)
@@ -37,32 +38,57 @@ def written_whole(target: Path, needed: int | None = None) -> Iterator[Path]:
     except BaseException as error:
         begun = size_of(beside)
         delete(beside)
-        if (reason := full_disk(error)) is None:
+        if (number := full_disk(error)) is None:
             raise
         size = f"{readable(max(needed or 0, begun))}{'' if needed else ' or more'}"
-        free = readable(shutil.disk_usage(target.parent).free)
         raise StorageError(
-            f"{target} was not written: {reason}. It needs {size}, and {free} are free now. Make "
-            "room there"
+            f"{target} was not written: {os.strerror(number)}. It needs {size}, and "
+            f"{room(number, target.parent)}"
         ) from error
 
 
 @contextmanager
-def full_disk_told() -> Iterator[None]:
-    """StorageError in place of a system's error that a file of the block found no room."""
+def full_disk_told(path: Path | None = None) -> Iterator[None]:
+    """StorageError in place of a system's error that a file of the block found no room.
+
+    path: the file, where the block writes one alone; the system's error often does not name it.
+    """
     try:
         yield
     except StorageError:
         raise
     except Exception as error:
-        if (reason := full_disk(error)) is None:
+        if (number := full_disk(error)) is None:
             raise
-        name = getattr(error, "filename", None) or "a file"
-        raise StorageError(f"{name} was not written: {reason}. Make room") from error
+        name = path or getattr(error, "filename", None)
+        where = Path(name).parent if name else None
+        raise StorageError(
+            f"{name or 'a file'} was not written: {os.strerror(number)}; {room(number, where)}"
+        ) from error
 
 
-def full_disk(error: BaseException | None) -> str | None:
-    """What the system said of a disk, quota or file size that is used up; None of other errors.
+def room(number: int, folder: Path | None) -> str:
+    """How much there is of what the system's error `number` found used up, and the way on."""
+    if number == errno.EFBIG:
+        limit = largest_file()
+        if limit is None:
+            return "the file system takes no larger file. Write to another one"
+        return f"a file of this process may have {readable(limit)} (ulimit -f). Raise that limit"
+    if folder is None:
+        return "make room"
+    return f"{readable(shutil.disk_usage(folder).free)} are free now. Make room there"
+
+
+def largest_file() -> int | None:
+    """Bytes that the system allows to a file of this process; None where it sets no limit."""
+    import resource  # not there on Windows, which has no such limit either
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def full_disk(error: BaseException | None) -> int | None:
+    """The system's number for a disk, quota or file size that is used up; None of other errors.
 
     torch and safetensors raise errors of their own: the first has the system's as its context, the
     second ends its message with the system's number.
@@ -72,7 +98,7 @@ def full_disk(error: BaseException | None) -> str | None:
         if found := re.search(r"\(os error (\d+)\)", str(error)):
             number = int(found[1])
         if number in FULL:
-            return os.strerror(number)
+            return number
         error = error.__cause__ or error.__context__
     return None
 
@@ -109,5 +135,7 @@ def size_of(path: Path) -> int:
 
 
 def readable(size: int) -> str:
-    """1234567 -> 1.2 MB, 1234567890 -> 1.2 GB"""
+    """1234 -> 1.2 kB, 1234567 -> 1.2 MB, 1234567890 -> 1.2 GB"""
+    if size < 1e6:
+        return f"{size / 1e3:.1f} kB"
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"
