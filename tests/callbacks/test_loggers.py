@@ -17,6 +17,7 @@ from lightning_rlhf.callbacks.loggers import (
     RunIdentity,
     RunTensorBoard,
     WandbConfig,
+    _wandb_id,
     build_loggers,
     close_loggers,
     logger_config,
@@ -145,6 +146,20 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     resumed = build_loggers(config, tmp_path, IDENTITY)
     assert resumed[1].version == run["run_id"]
     close_loggers(resumed, exit_code=0)
+
+
+def test_half_an_id_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever is killed while it is written finds none, and not one that W&B refuses."""
+
+    def cut_off(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_rlhf.core.storage.flush", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            _wandb_id(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert _wandb_id(tmp_path) == _wandb_id(tmp_path)
 
 
 def test_a_run_goes_on_offline_where_wandb_is_away(

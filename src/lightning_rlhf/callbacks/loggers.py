@@ -19,6 +19,7 @@ from matplotlib.image import imread
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.core.config import require, require_number, require_one_of, require_text
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.storage import written_whole
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -224,5 +225,6 @@ def _wandb_id(run_dir: Path) -> str:
     """One id a run folder, so that a resumed run continues its curves."""
     path = run_dir / "wandb_id.txt"
     if not path.exists():
-        path.write_text(secrets.token_hex(4))
+        with written_whole(path) as beside:
+            beside.write_text(secrets.token_hex(4))
     return path.read_text()

@@ -68,7 +68,8 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
             shutil.rmtree(aside)
         folder.mkdir(parents=True, exist_ok=True)
         if not settings.resume:
-            (folder / RUN_ID).write_text(secrets.token_hex(8))
+            with written_whole(folder / RUN_ID) as beside:
+                beside.write_text(secrets.token_hex(8))
         (folder / FAILED).unlink(missing_ok=True)
         for name, tree in ((PARENTS, digests), (CONFIG, settings.tree)):
             with written_whole(folder / name) as beside:
