@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.secrecy import (
+    refuse_secrets,
+    secrets_of,
+    without_address,
+    without_secrets,
+)
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.core.storage import full_disk_told
-from lightning_rlhf.rewards.address import HIDDEN, redacted
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
@@ -69,20 +73,6 @@ def main() -> None:
         sys.exit(1)
 
 
-def refuse_secrets(words: Sequence[str]) -> None:
-    """End where a secret would be shown: in an unknown option, in the names of a sweep."""
-    for word in words:
-        if word.startswith("-") and without_address(word) != word:
-            sys.exit(f"error: {without_address(word)} is no option; allowed: KEY=VALUE without -")
-    in_sweep = {"-m", "--multirun"} & set(words)
-    if in_sweep and any(re.search(r"url=.*[@?]", word) for word in words):
-        sys.exit(
-            "error: a sweep names its folders after what it is given, and reward.url has a user, "
-            "a password or a query; allowed: an address without, and the name of an environment "
-            "variable with the token in reward.token_env"
-        )
-
-
 def register_resolvers() -> None:
     """`${recipes:path}` in the configuration is a path inside recipes/."""
     OmegaConf.register_new_resolver("recipes", lambda p: str(RECIPES / p), replace=True)
@@ -97,6 +87,11 @@ def compose(cfg: DictConfig) -> str | None:
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep:
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
+    secrets = secrets_of(OmegaConf.to_container(cfg))
+
+    def shown(text: str) -> str:
+        return without_secrets(text, secrets=list(secrets))
+
     try:
         with full_disk_told():
             execute(cfg, in_sweep)
@@ -106,44 +101,21 @@ def compose(cfg: DictConfig) -> str | None:
         sys.exit(stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT)
     except RLHFError as error:
         if "debug" in cfg and cfg.debug is True:
-            traceback.print_exc()
+            print(shown(traceback.format_exc()), file=sys.stderr, end="")
         is_cut_off = isinstance(error, RewardError | StorageError)
         on = way_on(cfg, in_sweep) if is_cut_off else []
-        told = without_secrets(str(error))
+        told = shown(str(error))
         print("; ".join([f"error: {told}", *on]), file=sys.stderr)
         if not in_sweep:
             sys.exit(1)
         return sweep.mark_failed(cfg, told)
     except Exception as error:
-        traceback.print_exc()  # Hydra would show the overrides as well, passwords among them
+        # Not left to Hydra, which would show the overrides as well, passwords among them.
+        print(shown(traceback.format_exc()), file=sys.stderr, end="")
         if not in_sweep:
             sys.exit(1)
-        return sweep.mark_failed(cfg, without_secrets(f"{type(error).__name__}: {error}"))
+        return sweep.mark_failed(cfg, shown(f"{type(error).__name__}: {error}"))
     return None
-
-
-def without_address(word: str) -> str:
-    """An override as it may be written down: of an address no user, password and query."""
-    start = address_at(word)
-    return word if start is None else word[:start] + redacted(word[start:])
-
-
-def address_at(word: str) -> int | None:
-    """Where an address begins in an override, if there is one."""
-    found = re.search(r"url['\"]?\s*[=:]\s*['\"]?|(?=\b[\w+.-]*://)", word)
-    return None if found is None else found.end()
-
-
-def without_secrets(text: str, words: Sequence[str] = ()) -> str:
-    """What is said, without the user, the password and the query of an address in it.
-
-    words: overrides whose addresses are found in the text whatever signs are in them.
-    """
-    for address in (word[at:] for word in words if (at := address_at(word)) is not None):
-        if address:
-            text = text.replace(address, redacted(address))
-    text = re.sub(r"//[^/\s'\"]*@", f"//{HIDDEN}@", text)
-    return re.sub(r"(//[^\s?'\"]*)[?][^\s'\"]*", rf"\1?{HIDDEN}", text)
 
 
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:

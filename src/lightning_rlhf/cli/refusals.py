@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
-from lightning_rlhf.cli.main import OPEN, address_at, without_address, without_secrets
+from lightning_rlhf.cli.main import OPEN
+from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.cli.sections import refuse_unknown
 from lightning_rlhf.cli.settings import STAGES, Settings
 from lightning_rlhf.core.errors import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_rlhf.cli.main import without_secrets
+from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.storage import full_disk_told, written_whole

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli import main
+from lightning_rlhf.cli import secrecy
+from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.rewards.serve import RewardServer
 
 from .conftest import Refusals
@@ -95,6 +96,63 @@ def test_a_crash_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch)
     assert found_in([USER, PASSWORD, QUERY], models.folder, outcome.out, outcome.err) == []
 
 
+@pytest.mark.parametrize("unforeseen", [AssertionError, RewardError])
+@pytest.mark.parametrize("by", ["token", "password"])
+def test_a_crash_that_tells_secrets(
+    models: Refusals, monkeypatch: pytest.MonkeyPatch, by: str, unforeseen: type[Exception]
+) -> None:
+    """Each by itself, as a library may tell them; in tracebacks too."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    given = {
+        "token": ["reward.url=http://h", "reward.token_env=JUDGE_TOKEN"],
+        "password": [f"reward.url='http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}'"],
+    }[by]
+    secrets = [SECRETS["WANDB_API_KEY"], SECRETS["HF_TOKEN"]]
+    secrets += [SECRETS["JUDGE_TOKEN"]] if by == "token" else [USER, PASSWORD, QUERY]
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise unforeseen("unforeseen " + " ".join(secrets))
+
+    monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
+    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    outcome = models.place.mini(
+        "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http", "debug=true", *given
+    )
+    assert outcome.status == 1
+    assert "Traceback" in outcome.err
+    assert "unforeseen " + " ".join(["***"] * len(secrets)) in outcome.err
+    assert found_in(secrets, models.folder, outcome.out, outcome.err) == []
+
+
+def test_what_is_too_short_is_hidden_in_addresses_alone() -> None:
+    tree = {
+        "reward": {"url": "http://me:12@h/?a=1&key=a%20long"},
+        "data": ["//x", "s3://you:7890@h"],
+    }
+    assert secrecy.secrets_of(tree) >= {"a=1&key=a%20long", "a%20long", "a long", "7890"}
+    assert not {"me", "12", "1", "h", "you"} & secrecy.secrets_of(tree)
+    said = "12 of http://me:12@h/?a=1 with 7890"
+    found = secrecy.without_secrets(said, secrets=list(secrecy.secrets_of(tree)))
+    assert found == "12 of http://***@h/?*** with ***"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "reward.url=http://{user}:{password}@h,http://h",
+        "data.prompts.train=https://{user}:{password}@h/x.jsonl,y.jsonl",
+        "logger.project=https://h/?{query}",
+        "reward={{kind:http,url:http://{user}:{password}@h}}",
+    ],
+)
+def test_a_sweep_over_an_address_with_secrets(refused: Refusals, word: str) -> None:
+    word = word.format(user=USER, password=PASSWORD, query=QUERY)
+    outcome = refused.place.sweep("stage=ppo", "reward=http", word)
+    assert outcome.status == 1
+    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+
+
 def test_a_mistake_in_an_address_with_secrets(models: Refusals) -> None:
     """Told by us and told by Hydra."""
     for wrong in (
@@ -129,4 +187,4 @@ def test_an_address_that_wants_quotes(refused: Refusals, wrong: str) -> None:
 
 def test_an_address_after_dashes() -> None:
     with pytest.raises(SystemExit, match=r"^error: --reward.url=http://\*\*\*@h/\?\*\*\* is no"):
-        main.refuse_secrets([f"--reward.url=http://{USER}:{PASSWORD}@h/?{QUERY}"])
+        secrecy.refuse_secrets([f"--reward.url=http://{USER}:{PASSWORD}@h/?{QUERY}"])

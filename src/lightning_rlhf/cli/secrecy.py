@@ -1,0 +1,103 @@
+"""What a command was given that is in no line of its output: passwords, queries and tokens."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from lightning_rlhf.rewards.address import HIDDEN, redacted
+
+TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""Environment variables that libraries read a token from; reward.token_env names another."""
+SHORTEST = 4
+"""Characters of a secret that is hidden wherever it stands; a shorter one is so in addresses."""
+
+
+def refuse_secrets(words: Sequence[str]) -> None:
+    """End where a secret would be shown: in an unknown option, in the names of a sweep."""
+    for word in words:
+        if word.startswith("-") and without_address(word) != word:
+            sys.exit(f"error: {without_address(word)} is no option; allowed: KEY=VALUE without -")
+    if not {"-m", "--multirun"} & set(words):
+        return
+    for word in words:
+        if without_address(word) != word:
+            sys.exit(
+                f"error: a sweep names its folders after what it is given, and "
+                f"{without_address(word)} has a user, a password or a query; allowed: an address "
+                "without, and the name of an environment variable with the token in "
+                "reward.token_env"
+            )
+
+
+def without_address(word: str) -> str:
+    """An override as it may be written down: of an address no user, password and query."""
+    start = address_at(word)
+    return word if start is None else word[:start] + redacted(word[start:])
+
+
+def address_at(word: str) -> int | None:
+    """Where an address begins in an override, if there is one."""
+    found = re.search(r"url['\"]?\s*[=:]\s*['\"]?|(?=\b[\w+.-]*://)", word)
+    return None if found is None else found.end()
+
+
+def without_secrets(text: str, words: Sequence[str] = (), secrets: Sequence[str] = ()) -> str:
+    """What is said, without the user, the password and the query of an address in it.
+
+    words: overrides whose addresses are found in the text whatever signs are in them.
+    secrets: what is hidden wherever it stands.
+    """
+    for address in (word[at:] for word in words if (at := address_at(word)) is not None):
+        if address:
+            text = text.replace(address, redacted(address))
+    text = re.sub(r"//[^/\s'\"]*@", f"//{HIDDEN}@", text)
+    text = re.sub(r"(//[^\s?'\"]*)[?][^\s'\"]*", rf"\1?{HIDDEN}", text)
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def secrets_of(tree: Any) -> set[str]:
+    """What a configuration holds of secrets, or names, each SHORTEST characters or longer.
+
+    Of every address its user, its password and its query, and the tokens in the environment.
+    """
+    found = {os.environ[name] for name in (*TOKENS, *tokens_named(tree)) if name in os.environ}
+    for address in addresses(tree):
+        user, _, password = address.rpartition("@")[0].rpartition("//")[2].partition(":")
+        query = re.split(r"[?#]", address, maxsplit=1)[1:]
+        values = [value.partition("=")[2] for part in query for value in re.split("[&#]", part)]
+        found |= {user, password, unquote(user), unquote(password), *query, *values}
+        found |= {unquote(value) for value in values}
+    return {secret.strip() for secret in found if len(secret.strip()) >= SHORTEST}
+
+
+def addresses(tree: Any) -> Iterator[str]:
+    """Every text of a configuration that is an address."""
+    for key, value in leaves(tree):
+        if isinstance(value, str) and (key == "url" or "://" in value):
+            yield value
+
+
+def tokens_named(tree: Any) -> Iterator[str]:
+    """The variables of the environment in which a configuration says that a token is."""
+    for key, value in leaves(tree):
+        if key == "token_env" and isinstance(value, str):
+            yield value
+
+
+def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of everything in nested dictionaries and lists; what is in a list has its."""
+    if isinstance(tree, dict):
+        for name, part in tree.items():
+            yield from leaves(part, str(name))
+    elif isinstance(tree, list):
+        for part in tree:
+            yield from leaves(part, key)
+    else:
+        yield key, tree
