@@ -266,6 +266,20 @@ def test_resuming_with_another_value_is_refused(
     assert "config.json" in error
 
 
+def test_every_other_value_is_named_with_what_it_was(finished: Workplace) -> None:
+    """Of seven the first six by name, since a change of the whole preset says little else."""
+    shutil.rmtree(finished.stage("ppo") / "final")
+    two = finished.mini("stage=ppo", "resume=true", "ppo.kl_coef=0.9", "seed=1").error
+    was = json.loads((finished.stage("ppo") / "config.json").read_text())["ppo"]["kl_coef"]
+    assert f"cannot be resumed: ppo.kl_coef was {was}, is 0.9; seed was 0, is 1 (" in two
+    seven = [f"+data.chat_template_kwargs.{name}={name}" for name in "abcdefg"]
+    error = finished.mini("stage=ppo", "resume=true", *seven).error
+    assert error.count("data.chat_template_kwargs") == 6
+    assert 'data.chat_template_kwargs.a was not there, is "a"; ' in error
+    assert "; and 1 more (" in error
+    assert seven[-1] not in error
+
+
 @pytest.mark.parametrize("override", ["logger=tensorboard", "sft.checkpoints_kept=1"])
 def test_what_changes_nothing_may_be_resumed_with(finished: Workplace, override: str) -> None:
     shutil.rmtree(finished.stage("sft") / "final")

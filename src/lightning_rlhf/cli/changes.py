@@ -1,10 +1,13 @@
-"""Whether two configurations are of the same run, and if not, in which key they differ."""
+"""What differs between two configurations of a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from lightning_rlhf.core.errors import CheckpointError
 
 SAVING = tuple(
     f"{stage}.{key}"
@@ -22,19 +25,51 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "eval": ("data.demonstrations", "data.prompts", "data.judge"),
 }
 """Stage -> keys that it does not read."""
+LISTED = 6
+"""Keys that an error names; the rest are counted."""
 
 
-def differing_key(
+def changes(tree: dict[str, Any], file: Path) -> list[str]:
+    """Each key in which `tree` differs from the one in `file`, its value then and now."""
+    ignored = (*VOLATILE, *UNREAD[tree["stage"]])
+    try:
+        then = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} is damaged: {error}. Give overwrite=true to start anew"
+        ) from error
+    before, now = flatten(then), flatten(tree)
+    return [
+        f"{key} was {value_in(before, key)}, is {value_in(now, key)}"
+        for key in differing_keys(then, tree, ignored)
+    ]
+
+
+def value_in(flat: Mapping[str, Any], key: str) -> str:
+    """As JSON, a long one without its middle; "not there" where it is not."""
+    if key not in flat:
+        return "not there"
+    text = json.dumps(flat[key])
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-29:]}"
+
+
+def listed(changed: Sequence[str]) -> str:
+    """All, or the first few and how many more there are."""
+    more = len(changed) - LISTED
+    return "; ".join([*changed[:LISTED], *([f"and {more} more"] if more > 0 else [])])
+
+
+def differing_keys(
     one: dict[str, Any], other: dict[str, Any], ignored: Collection[str]
-) -> str | None:
-    """The first key in which two configurations differ, or None; `ignored` ones and theirs may."""
+) -> list[str]:
+    """The keys in which two configurations differ; `ignored` ones and theirs may."""
     ours, theirs = flatten(one), flatten(other)
-    for key in sorted(ours.keys() | theirs.keys()):
-        if any(f"{key}.".startswith(f"{prefix}.") for prefix in ignored):
-            continue
-        if key not in ours or key not in theirs or ours[key] != theirs[key]:
-            return key
-    return None
+    return [
+        key
+        for key in sorted(ours.keys() | theirs.keys())
+        if not any(f"{key}.".startswith(f"{prefix}.") for prefix in ignored)
+        and (key not in ours or key not in theirs or ours[key] != theirs[key])
+    ]
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -8,11 +8,11 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.cli.changes import UNREAD, VOLATILE, differing_key
+from lightning_rlhf.cli.changes import changes, listed
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
@@ -104,11 +104,10 @@ def state_of(settings: Settings) -> State:
     folder = folder_of(settings)
     if not is_used(folder) or is_unbegun(folder):
         return "new"
-    key = changed_key(settings.tree, folder)
-    if key is not None:
+    if changed := changes(settings.tree, folder / CONFIG):
         raise ConfigError(
-            f"{folder} was run with another {key}. Give run=NAME to keep both, or overwrite=true "
-            "to do it again"
+            f"{folder} was run with another configuration: {listed(changed)}. Give run=NAME to "
+            "keep both, or overwrite=true to do it again"
         )
     if is_stale(settings):
         say(f"{folder}: the models it was started from are others now; it is done again")
@@ -137,18 +136,6 @@ def is_stale(settings: Settings) -> bool:
     except (CheckpointError, HubError):
         return False
     return any(now[role] != was for role, was in then.items() if role in now)
-
-
-def changed_key(tree: dict[str, Any], folder: Path) -> str | None:
-    """The first key in which `tree` differs from what `folder` was run with, or None."""
-    ignored = (*VOLATILE, *UNREAD[tree["stage"]])
-    try:
-        then = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{folder / CONFIG} is damaged: {error}. Give overwrite=true to start anew"
-        ) from error
-    return differing_key(tree, then, ignored)
 
 
 def find_parents(settings: Settings) -> dict[str, Final]:

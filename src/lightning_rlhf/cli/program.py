@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.cli.changes import differing_key
+from lightning_rlhf.cli.changes import differing_keys
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import check_writable, run_folder
 from lightning_rlhf.cli.promises import ANY
@@ -56,5 +56,5 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
     for line in recipe.next:
         say(line)
     failed = [claim.text for claim in claims if not claim.holds]
-    if failed and differing_key(settings.tree, as_written.tree, ANY) is None:
+    if failed and not differing_keys(settings.tree, as_written.tree, ANY):
         raise RLHFError(f"{recipe.title}: this fails: {'; '.join(failed)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.cli.changes import VOLATILE, differing_key
+from lightning_rlhf.cli.changes import VOLATILE, differing_keys
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import require
@@ -90,8 +90,7 @@ def changed_keys(stages: Mapping[str, Settings], written: Mapping[str, Settings]
     """The keys in which the stages that were run are not as they are written."""
     changed: list[str] = []
     for stage, settings in stages.items():
-        while key := differing_key(settings.tree, written[stage].tree, (*ANY, *changed)):
-            changed.append(key)
+        changed += differing_keys(settings.tree, written[stage].tree, (*ANY, *changed))
     return changed
 
 

@@ -18,13 +18,13 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     step_named,
 )
 from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.cli.changes import changes, listed
 from lightning_rlhf.cli.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
     METRICS,
     RUN_ID,
-    changed_key,
     check_writable,
     find_parents,
     folder_of,
@@ -118,11 +118,10 @@ def check_apart(settings: Settings, folder: Path) -> None:
 
 def check_same_config(settings: Settings, folder: Path) -> None:
     """Raise ConfigError unless the run in `folder` had this configuration."""
-    key = changed_key(settings.tree, folder)
-    if key is not None:
+    if changed := changes(settings.tree, folder / CONFIG):
         raise ConfigError(
-            f"{folder} cannot be resumed: {key} is not what it was started with "
-            f"({folder / CONFIG}). Give the same value, or overwrite=true to start anew"
+            f"{folder} cannot be resumed: {listed(changed)} ({folder / CONFIG}). Give what it was "
+            "started with, or overwrite=true to start anew"
         )
 
 
