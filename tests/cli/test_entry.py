@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tomllib
@@ -15,7 +16,7 @@ from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.main import HOME, PACKAGE
 
-from .conftest import CONSOLE, MINI, MODULE, Workplace, weights
+from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,24 @@ def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workpl
     for run, door in {"module": MODULE, "console": CONSOLE}.items():
         workplace.process(door, *MINI, "stage=sft", f"run={run}").succeeded  # noqa: B018
         assert weights(workplace.stage("sft", run)) == weights(pipeline.stage("sft")), run
+
+
+INTERRUPTED = """
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("door", [TRAIN_PY, MODULE], ids=["train.py", "module"])
+def test_ctrl_c_while_it_starts_is_one_line(workplace: Workplace, door: list[str]) -> None:
+    """In an import, of Hydra here; the console command enters where the module does."""
+    (workplace.folder / "hydra.py").write_text(INTERRUPTED)
+    path = os.pathsep.join([str(workplace.folder), str(PACKAGE.parent)])
+    outcome = workplace.process(door, "stage=sft", environment={"PYTHONPATH": path})
+    assert (outcome.status, outcome.out, outcome.err) == (130, "", "stopped\n")
+    scripts = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lightning-rlhf": "lightning_rlhf.__main__:main"}
 
 
 def test_the_version_is_ours(workplace: Workplace) -> None:
