@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.cli import console
 from lightning_rlhf.cli.console import quiet_libraries, say_lengths
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.lengths import Tokenised
@@ -93,3 +94,10 @@ def test_few_rows_are_told(
     tokenised = Tokenised(rows.rows, Counter(), Counter(), rows.numbers)
     say_lengths("prompt", rows, tokenised, to_validate=to_validate)
     assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_a_warning_of_ours_is_one_line_and_a_library_s_has_its_place() -> None:
+    ours, theirs = console.__file__, "/x/torch/y.py"
+    assert console.shown_warning("less memory", UserWarning, ours, 3) == "warning: less memory\n"
+    shown = console.shown_warning("old", UserWarning, theirs, 3)
+    assert shown.startswith("/x/torch/y.py:3: UserWarning: old\n")

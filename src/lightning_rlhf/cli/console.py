@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich import get_console
 from transformers.utils import logging as transformers_logging
 
+import lightning_rlhf
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.data.readers import Rows
@@ -31,6 +33,8 @@ NOISY_WARNINGS = (
     ".*LeafSpec.*",
     ".*is_gradient_checkpointing.*",
 )
+PACKAGE = Path(lightning_rlhf.__file__).parent
+PYTHONS_FORMAT = warnings.formatwarning
 FEW = 20
 """Rows below which a note is due: each is 5 % of what is learned, or of what is measured."""
 
@@ -76,3 +80,17 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in NOISY_WARNINGS:
         warnings.filterwarnings("ignore", pattern)
+    warnings.formatwarning = shown_warning
+
+
+def shown_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """One of ours as one line without its place in the source; a library's as Python shows it."""
+    if Path(filename).is_relative_to(PACKAGE):
+        return f"warning: {message}\n"
+    return PYTHONS_FORMAT(message, category, filename, lineno, line)

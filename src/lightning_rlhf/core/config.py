@@ -28,7 +28,9 @@ def require(holds: bool, key: str, found: Any, allowed: str) -> None:
 def require_one_of(key: str, found: Any, allowed: Collection[Any]) -> None:
     """Raise ConfigError unless `found` is one of `allowed`."""
     choices = list(allowed)  # in which an unhashable value can be looked for
-    require(found in choices, key, found, ", ".join(str(a) for a in choices))
+    require(
+        found in choices, key, found, ", ".join("null" if a is None else str(a) for a in choices)
+    )
 
 
 def require_text(key: str, found: Any, allowed: str) -> None:
