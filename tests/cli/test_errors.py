@@ -370,3 +370,17 @@ def test_a_gpu_that_is_not_there_is_named(
     error = workplace.mini("stage=sft", "trainer=gpu").error
     assert "trainer.accelerator" in error
     assert "trainer=cpu" in error
+
+
+def test_a_policy_that_collapsed_is_told_at_the_end(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So small a model goes no farther than 0.05 nats a token, at whatever rate; none by default.
+
+    So the limit is lowered for the second run.
+    """
+    command = ["stage=ppo", "overwrite=true"]
+    told = "warning: the policy has collapsed: "
+    assert told not in finished.mini(*command).succeeded.out
+    monkeypatch.setattr("lightning_rlhf.report.collapse.FAR", 0.01)
+    assert finished.mini(*command, "ppo.lr=100").succeeded.out.count(told) == 1

@@ -11,11 +11,12 @@ from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
 from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import find_parents
+from lightning_rlhf.cli.folders import METRICS, find_parents
 from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.replay_plan import checkpoint_until, not_recorded, ranges
@@ -37,6 +38,7 @@ from lightning_rlhf.models.handover import (
 )
 from lightning_rlhf.models.roles import POLICY, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.report.collapse import collapsed
 from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.weighted import Reward
 
@@ -90,6 +92,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     assert evaluation.first is not None
     assert evaluation.last is not None
     get_console().print(before_after_table(evaluation.first, evaluation.last))
+    say_collapse(ready.folder)
     metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
     shares_trunk = module.critic is not None and module.critic.shares_trunk
     head = VALUE if shares_trunk else None
@@ -120,6 +123,15 @@ def build_module(
         seed=settings.seed,
         microbatch=microbatch,
     )
+
+
+def say_collapse(folder: Path) -> None:
+    """One warning where the last iteration says that the policy has collapsed."""
+    rows = read_rows(folder / METRICS)
+    trained = [row for row in rows.values() if {"kl_divergence", "entropy"} <= row.keys()]
+    last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
+    if last is not None and (why := collapsed(last)) is not None:
+        say(f"warning: {why}", "yellow")
 
 
 def say_kept(folder: Path, iteration: int) -> None:
