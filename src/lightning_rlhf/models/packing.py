@@ -16,13 +16,17 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
+MULTIPLE = 32
+"""Numbers of positions are rounded up to it: products of 16 bits are compiled for each shape, and
+what was compiled is kept."""
 
 
 @dataclass(frozen=True)
 class Packing:
     """Which of B rows of S positions are computed where each position is by itself.
 
-    Letters: N tokens that something wanted depends on, M wanted ones.
+    Letters: N tokens that something wanted depends on, M wanted ones, and a few others behind
+    either.
     """
 
     rows: int
@@ -35,16 +39,20 @@ class Packing:
     """Places of the M among B x S."""
     wanted_real: Int[Tensor, " M"]
     """Places of the M among the N."""
+    count: int
+    """M."""
 
     @classmethod
     def of(cls, wanted: Bool[Tensor, "B S"]) -> Packing:
         """Every row is needed from its first position up to its last wanted one."""
         rows, columns = wanted.shape
-        flat = wanted.flatten().nonzero().squeeze(1)
         real = wanted.flip(1).cummax(1).values.flip(1).flatten()
+        last = _rounded_up(wanted.flatten(), real)
+        count = int(wanted.sum())
         if real.float().mean() > 1 - WORTH:
-            return cls(rows, columns, None, flat, flat)
-        return cls(rows, columns, real.nonzero().squeeze(1), flat, (real.cumsum(0) - 1)[flat])
+            return cls(rows, columns, None, last, last, count)
+        number = real.cumsum(0) - 1
+        return cls(rows, columns, _rounded_up(real, ~real), last, number[last], count)
 
     def packed(self, x: Float[Tensor, "BS d"]) -> Float[Tensor, "N d"]:
         """Without padding."""
@@ -107,6 +115,12 @@ def pack(model: PreTrainedModel) -> bool:
         layer.__class__ = PACKED.get(type(layer), type(layer))
         layer.is_last = layer is layers[-1]
     return bool(layers) and all(isinstance(layer, _Packed) for layer in layers)
+
+
+def _rounded_up(chosen: Bool[Tensor, " n"], others: Bool[Tensor, " n"]) -> Int[Tensor, " m"]:
+    """Places of what is chosen; behind them, of as many others as round the number up."""
+    places, more = (x.nonzero().squeeze(1) for x in (chosen, others & ~chosen))
+    return torch.cat([places, more[: -len(places) % MULTIPLE]])
 
 
 class _Taken(torch.autograd.Function):

@@ -229,7 +229,8 @@ class Roles(nn.Module):
         if not self._packs:
             return self.hidden(tokens)[wanted]
         trunk, packing = self.causal_lm.base_model, Packing.of(wanted)
-        return trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
+        hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
+        return hidden[: packing.count]
 
     @property
     def head_is_trained(self) -> bool:
