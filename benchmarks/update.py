@@ -73,6 +73,18 @@ def everywhere(roles: Roles, tokens: Tensor, wanted: Tensor) -> Tensor:
     return roles.hidden(tokens)[wanted]
 
 
+@contextmanager
+def recomputed(module: PPOModule) -> Iterator[None]:
+    """Inside, as with model.gradient_checkpointing=true."""
+    layers = module.roles.causal_lm.base_model.layers
+    packing.recompute(module.roles.causal_lm)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.recomputes = False
+
+
 def by_autograd(
     roles: Roles, hidden: Tensor, batch: Experience, temperature: float, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -121,6 +133,7 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
         "as it is": nullcontext,
         "all positions through all layers": lambda: patch.object(Roles, "hidden_at", everywhere),
         "padding through all layers": lambda: patch.object(packing, "WORTH", 1),
+        "layers computed once more": lambda: recomputed(module),
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
         "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
         "no chunks": lambda: patch.object(logprobs, "_frozen_rows", lambda *_: 10**9),

@@ -108,6 +108,7 @@ class Run:
             dtype="float32",
             quantization="none",
             attn_implementation=None,
+            gradient_checkpointing=False,
             trust_remote_code=False,
             lora=LoRASettings(r=4, alpha=32, target_modules="all-linear"),
         )

@@ -74,6 +74,7 @@ def build_config(**changes: Any) -> ModelConfig:
         "dtype": "float32",
         "quantization": "none",
         "attn_implementation": None,
+        "gradient_checkpointing": False,
         "trust_remote_code": False,
         "lora": LORA,
     }

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models import packing
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.packing import PACKED, WORTH, Packing
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.models.packing import PACKED, WORTH, Packing, recompute
+from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
 
 from .conftest import VOCABULARY, build_model
 
@@ -145,3 +146,67 @@ def test_a_family_that_is_not_known_computes_everything() -> None:
     mask = torch.tensor(WANTED["a response in each row"])
     tokens = tokens_of(mask)
     assert torch.equal(roles.hidden_at(tokens, mask), roles.hidden(tokens)[mask])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_are_computed_once_more_say_and_learn_the_same(family: str) -> None:
+    """Bit for bit: it is the same computation."""
+    roles, mask = a_policy(family), torch.tensor(WANTED["a response in each row"])
+    tokens = tokens_of(mask)
+    expected, expected_gradient = outcome(roles, roles.hidden_at(tokens, mask))
+    recompute(roles.causal_lm)
+    found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
+    assert torch.equal(found, expected)
+    assert torch.equal(gradient, expected_gradient)
+
+
+def test_they_are_computed_once_more_as_the_role_that_they_were_computed_as() -> None:
+    """The gradient is asked for when the model plays another role again."""
+    mask = torch.tensor(WANTED["a response in each row"])
+    tokens = tokens_of(mask)
+
+    def gradient(*, again: bool) -> Tensor:
+        roles = a_policy("qwen3")
+        roles.add_adapter(CRITIC, LoRASettings(r=4, alpha=8, target_modules="all-linear"), seed=1)
+        if again:
+            recompute(roles.causal_lm)
+        roles.play(POLICY)
+        with roles.acting(CRITIC):
+            hidden = roles.hidden_at(tokens, mask)
+        hidden.square().sum().backward()
+        assert all(p.grad is None for p in roles.trained_by(POLICY))
+        return torch.cat([p.grad.flatten() for p in roles.trained_by(CRITIC)])
+
+    expected = gradient(again=False)
+    assert expected.abs().max() > 0
+    assert torch.equal(gradient(again=True), expected)
+
+
+def test_what_goes_into_a_layer_is_all_that_is_kept() -> None:
+    """Bytes that autograd saves: with it those of the layers' inputs, and no product of theirs."""
+    mask = torch.zeros(4, 40, dtype=torch.bool)
+    mask[:, 20:] = True
+    tokens = tokens_of(mask)
+    saved = {}
+    for again in (False, True):
+        roles = a_policy("qwen3", num_hidden_layers=6)
+        if again:
+            recompute(roles.causal_lm)
+        seen: dict[int, int] = {}
+
+        def keep(x: Tensor, seen: dict[int, int] = seen) -> Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            hidden = roles.hidden_at(tokens, mask)
+        saved[again] = sum(seen.values())
+        del hidden
+    inputs = 6 * 4 * 40 * 32 * 4  # layers x positions x width x bytes
+    assert saved[True] < 2 * inputs
+    assert saved[False] > 10 * inputs
+
+
+def test_an_architecture_whose_layers_are_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.gradient_checkpointing=true, but gpt2 .*Qwen3"):
+        recompute(build_model("gpt2"))

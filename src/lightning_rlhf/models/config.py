@@ -52,6 +52,7 @@ class ModelConfig:
     dtype: DType
     quantization: Quantization
     attn_implementation: str | None
+    gradient_checkpointing: bool
     trust_remote_code: bool
     lora: LoRASettings
 
@@ -76,4 +77,5 @@ class ModelConfig:
         require(bool(self.name), "model.name", self.name, "a short name for the output folder")
         require_one_of("model.dtype", self.dtype, get_args(DType))
         require_one_of("model.quantization", self.quantization, get_args(Quantization))
+        require_flag("model.gradient_checkpointing", self.gradient_checkpointing)
         require_flag("model.trust_remote_code", self.trust_remote_code)

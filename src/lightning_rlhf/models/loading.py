@@ -25,6 +25,7 @@ from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import Quantization
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.packing import recompute
 from lightning_rlhf.models.weights import check_weights
 
 
@@ -78,6 +79,8 @@ def load_causal_lm(
         model = read_weights(
             AutoModelForCausalLM, folder, config, dtype, source, "model.name_or_path"
         )
+    if config.gradient_checkpointing:
+        recompute(model)
     return model.eval().requires_grad_(trainable)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +11,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+from lightning_rlhf.core.errors import ConfigError
 
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32
@@ -41,18 +46,24 @@ class Packing:
     """Places of the M among the N."""
     count: int
     """M."""
+    again: Callable[[], AbstractContextManager[None]]
+    """What a layer that is computed once more for its gradient is computed in."""
 
     @classmethod
-    def of(cls, wanted: Bool[Tensor, "B S"]) -> Packing:
+    def of(
+        cls,
+        wanted: Bool[Tensor, "B S"],
+        again: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Packing:
         """Every row is needed from its first position up to its last wanted one."""
         rows, columns = wanted.shape
         real = wanted.flip(1).cummax(1).values.flip(1).flatten()
         last = _rounded_up(wanted.flatten(), real)
         count = int(wanted.sum())
         if real.float().mean() > 1 - WORTH:
-            return cls(rows, columns, None, last, last, count)
+            return cls(rows, columns, None, last, last, count, again)
         number = real.cumsum(0) - 1
-        return cls(rows, columns, _rounded_up(real, ~real), last, number[last], count)
+        return cls(rows, columns, _rounded_up(real, ~real), last, number[last], count, again)
 
     def packed(self, x: Float[Tensor, "BS d"]) -> Float[Tensor, "N d"]:
         """Without padding."""
@@ -68,13 +79,15 @@ class Packing:
 class _Packed(nn.Module):
     """A decoder layer: attention reads padded rows, everything else the real positions alone.
 
-    The last layer computes the wanted ones only, but for keys and values.
+    The last layer computes the wanted ones only, but for keys and values. `recomputes`: nothing is
+    kept for the gradient but what goes in, and the layer is computed once more.
     """
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     mlp: nn.Module
     is_last = False
+    recomputes = False
 
     def forward(
         self, hidden_states: Tensor, *, packing: Packing | None = None, **kwargs: Any
@@ -82,6 +95,19 @@ class _Packed(nn.Module):
         """[M, d] of the last layer, else [N, d], where a packing is given."""
         if packing is None:
             return super().forward(hidden_states, **kwargs)  # type: ignore[misc, no-any-return]
+        if not (self.recomputes and torch.is_grad_enabled()):
+            return self._compute(hidden_states, packing, **kwargs)
+        return checkpoint(
+            self._compute,
+            hidden_states,
+            packing,
+            use_reentrant=False,
+            preserve_rng_state=False,  # there is no dropout
+            context_fn=lambda: (nullcontext(), packing.again()),
+            **kwargs,
+        )
+
+    def _compute(self, hidden_states: Tensor, packing: Packing, **kwargs: Any) -> Tensor:
         if hidden_states.ndim == 3:  # the embeddings
             hidden_states = packing.packed(hidden_states.flatten(0, 1))
         mixed = self._mix(packing.padded(self.input_layernorm(hidden_states)), **kwargs)
@@ -115,6 +141,21 @@ def pack(model: PreTrainedModel) -> bool:
         layer.__class__ = PACKED.get(type(layer), type(layer))
         layer.is_last = layer is layers[-1]
     return bool(layers) and all(isinstance(layer, _Packed) for layer in layers)
+
+
+def recompute(model: PreTrainedModel) -> None:
+    """Gradient checkpointing: the model's layers keep nothing for the gradient but what goes in.
+
+    Raises ConfigError where the architecture has no layers that can.
+    """
+    if not pack(model):
+        allowed = ", ".join(sorted(layer.__name__.removesuffix("DecoderLayer") for layer in PACKED))
+        raise ConfigError(
+            f"model.gradient_checkpointing=true, but {model.config.model_type} has layers of "
+            f"another kind; allowed: false, or a model of {allowed}"
+        )
+    for layer in model.base_model.layers:
+        layer.recomputes = True
 
 
 def _rounded_up(chosen: Bool[Tensor, " n"], others: Bool[Tensor, " n"]) -> Int[Tensor, " m"]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
 
@@ -228,7 +229,8 @@ class Roles(nn.Module):
         """Those of `hidden` that are wanted, row by row, without most of what only others need."""
         if not self._packs:
             return self.hidden(tokens)[wanted]
-        trunk, packing = self.causal_lm.base_model, Packing.of(wanted)
+        trunk = self.causal_lm.base_model
+        packing = Packing.of(wanted, again=partial(self.acting, self._role))
         hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
         return hidden[: packing.count]
 
