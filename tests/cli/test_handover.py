@@ -120,7 +120,7 @@ def test_a_reward_that_is_measured_to_be_flat_or_nan(
         torch.nn.init.constant_(module.roles.heads["reward"].linear.weight, weight)
         return {}
 
-    monkeypatch.setattr("lightning_rlhf.cli.run_rm.fit", train)
+    monkeypatch.setattr("lightning_rlhf.cli.supervised.fit", train)
     sft = final(finished, "sft")
     error = refused(finished, "stage=rm", f"policy.checkpoint={sft}")
     assert f"standard deviation {weight}" in error

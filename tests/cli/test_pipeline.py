@@ -187,13 +187,17 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full fine-tuning of the reward model changes the very weights that spoke."""
-    from lightning_rlhf.cli import run_rm
+    from lightning_rlhf.cli import run_rm, supervised
 
     order = []
-    for name in ("sft_samples", "fit", "reward_moments"):
-        original = getattr(run_rm, name)
+    for name, module in {
+        "sft_samples": run_rm,
+        "fit": supervised,
+        "reward_moments": run_rm,
+    }.items():
+        original = getattr(module, name)
         monkeypatch.setattr(
-            run_rm, name,
+            module, name,
             lambda *args, name=name, original=original, **kwargs: (
                 order.append(name), original(*args, **kwargs))[1],
         )  # fmt: skip
