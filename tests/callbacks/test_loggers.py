@@ -167,6 +167,7 @@ def test_a_run_goes_on_offline_where_wandb_is_away(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
+    wandb.teardown()  # which a process reads once
     config = logger_config(options("wandb") | {"init_timeout_s": 1})
     loggers = build_loggers(config, tmp_path, IDENTITY)
     said = capsys.readouterr().out.splitlines()[-1]

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb
 from lightning_rlhf.core.config import require, require_number, require_one_of, require_text
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.storage import written_whole
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["csv", "tensorboard", "wandb"]
 WandbMode = Literal["auto", "online", "offline", "disabled"]
-
-AXIS = "iteration"
-"""W&B's x-axis: iterations of PPO, optimizer steps of the other stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +111,8 @@ def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) ->
 def close_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
     """Finish the W&B run, so that the next run in this process gets its own."""
     for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish(exit_code=exit_code)
+        if isinstance(logger, RunWandb):
+            logger.close(exit_code)
 
 
 class RunTensorBoard(TensorBoardLogger):
@@ -133,15 +131,6 @@ class RunTensorBoard(TensorBoardLogger):
 
         start = SessionLog(status=SessionLog.START)
         self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
-
-
-class RunWandb(WandbLogger):
-    """W&B with the key `iteration` as its x-axis in place of trainer/global_step."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        axis = {} if step is None else {AXIS: step}
-        self.experiment.log({**metrics, **axis})
 
 
 def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: int) -> None:
