@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,16 @@ def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
     assert outcome.status != 0
     assert not workplace.outputs.exists()
     assert "word" not in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("word", ["data.nothing=1", "--help"])
+def test_what_trains_nothing_loads_no_library_for_training(workplace: Workplace, word: str) -> None:
+    """So that a wrong key is answered soon."""
+    code = (
+        "import sys; from lightning_rlhf.cli.main import main\n"
+        "try: main()\n"
+        "finally: print('loaded', {'lightning', 'transformers', 'peft'} & set(sys.modules))"
+    )
+    outcome = workplace.process([sys.executable, "-c", code, "stage=ppo", word])
+    assert outcome.status == (0 if word == "--help" else 1)
+    assert outcome.out.splitlines()[-1] == "loaded set()"

@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-import netrc
-import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.image import imread
 
+from lightning_rlhf.callbacks.logger_config import (
+    LoggerConfig,
+    WandbConfig,
+    wandb_key_present,
+    wandb_mode,
+)
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb
-from lightning_rlhf.core.config import require, require_number, require_one_of, require_text
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.storage import written_whole
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
-
-Kind = Literal["csv", "tensorboard", "wandb"]
-WandbMode = Literal["auto", "online", "offline", "disabled"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggerConfig:
-    """The logger beside metrics.csv, if any."""
-
-    kind: Kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class WandbConfig(LoggerConfig):
-    """Weights & Biases."""
-
-    project: str
-    entity: str | None
-    """User or team; None is the account's own default."""
-    tags: Sequence[str]
-    """Added to the stage and the model."""
-    mode: WandbMode
-    """auto is online if a key is found, else offline; the variable WANDB_MODE overrides it."""
-
-    init_timeout_s: float
-    """Without an answer by then the run is offline."""
-    finish_timeout_s: float
-    """What is not uploaded by then at the end stays in the run's folder."""
-
-    def __post_init__(self) -> None:
-        for key in ("init_timeout_s", "finish_timeout_s"):
-            require_number(f"logger.{key}", getattr(self, key), above=0)
-        require_text("logger.project", self.project, "the name of a project")
-        if self.entity is not None:
-            require_text("logger.entity", self.entity, "a user or team, or null")
-        is_list = isinstance(self.tags, list | tuple)
-        require(is_list, "logger.tags", self.tags, "a list of texts")
-        for tag in self.tags:
-            require_text("logger.tags", tag, "a list of texts")
-        require_one_of("logger.mode", self.mode, get_args(WandbMode))
-        has_key = _wandb_key_present() or os.getenv("WANDB_IDENTITY_TOKEN_FILE")
-        if wandb_mode(self.mode) == "online" and not has_key:
-            raise ConfigError(
-                "W&B is to be online (logger.mode, or the variable WANDB_MODE), but WANDB_API_KEY "
-                "and netrc hold no key; run `wandb login`, or give logger.mode=offline"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +39,6 @@ class RunIdentity:
     """Runs of one sweep are grouped."""
     config: Mapping[str, Any]
     """The whole configuration, resolved."""
-
-
-def logger_config(options: Mapping[str, Any]) -> LoggerConfig:
-    """The section `logger` of a configuration, checked."""
-    kind = options["kind"]
-    require_one_of("logger.kind", kind, get_args(Kind))
-    config = WandbConfig if kind == "wandb" else LoggerConfig
-    keys = sorted(field.name for field in fields(config))
-    found = sorted(map(str, options))
-    if found != keys:
-        raise ConfigError(f"logger has the keys {found}; logger={kind} wants {keys}")
-    return config(**options)
 
 
 def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
@@ -143,23 +87,6 @@ def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: 
                 logger.experiment.add_image(what, imread(path), step, dataformats="HWC")
 
 
-def wandb_mode(mode: WandbMode) -> Any:
-    """The mode W&B is started in: WANDB_MODE, else `mode`, else what the presence of a key says."""
-    if chosen := os.getenv("WANDB_MODE"):
-        return chosen
-    if mode == "auto":
-        return "online" if _wandb_key_present() else "offline"
-    return mode
-
-
-def _wandb_key_present() -> bool:
-    if os.getenv("WANDB_API_KEY"):
-        return True
-    url = os.getenv("WANDB_BASE_URL", "https://api.wandb.ai")
-    path = Path(os.getenv("NETRC", "~/.netrc")).expanduser()
-    return path.exists() and netrc.netrc(path).authenticators(urlsplit(url).netloc) is not None
-
-
 @rank_zero_only
 def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
     import wandb
@@ -181,7 +108,7 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
     run.define_metric(AXIS)
     run.define_metric("*", step_metric=AXIS)
     if run.offline:
-        reason = f", as {why}" if mode == "online" or not _wandb_key_present() else ""
+        reason = f", as {why}" if mode == "online" or not wandb_key_present() else ""
         print(f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`")
     return run
 

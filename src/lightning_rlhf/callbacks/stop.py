@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich import get_console
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -52,6 +51,9 @@ def deferred_signals(stop: Stop) -> Iterator[None]:
     A signal that the process ignores, as a job in the background does SIGINT, stays ignored.
     Raises Stopped at the latest where the block ends.
     """
+    # Here and not above: the command imports this file before it knows whether it has to train.
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
     is_main = threading.current_thread() is threading.main_thread()
     heard = [s for s in SIGNALS if is_main and signal.getsignal(s) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, stop.receive) for signum in heard}

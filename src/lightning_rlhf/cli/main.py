@@ -81,11 +81,11 @@ def register_resolvers() -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """One job: what Hydra composed from the command line. Returns why a sweep's job failed."""
-    from lightning_rlhf.cli import sweep
-
     sys.argv[1:] = [without_address(word) for word in sys.argv[1:]]  # which W&B writes down
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep:
+        from lightning_rlhf.cli import sweep  # which imports models and figures
+
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
     secrets = secrets_of(OmegaConf.to_container(cfg))
 
@@ -156,11 +156,13 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         else:
             run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
         return
-    from lightning_rlhf.cli.folders import state_of
-    from lightning_rlhf.cli.run import run_stage
     from lightning_rlhf.cli.settings import read_settings
 
     settings = read_settings(cfg)
+    # Only then what takes seconds to import: a wrong key is answered before.
+    from lightning_rlhf.cli.folders import state_of
+    from lightning_rlhf.cli.run import run_stage
+
     if in_sweep and not settings.overwrite:
         state = state_of(settings)
         if state == "done":

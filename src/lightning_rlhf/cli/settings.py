@@ -14,7 +14,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf.callbacks.loggers import LoggerConfig, logger_config
+from lightning_rlhf.callbacks.logger_config import LoggerConfig, logger_config
 from lightning_rlhf.cli.reward_section import (
     SUM,
     check_components,

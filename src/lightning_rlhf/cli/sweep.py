@@ -8,10 +8,8 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.utils import JobReturn
-from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 from rich import get_console
 
@@ -74,20 +72,16 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     return reason
 
 
-class SweepTable(Callback):
+class SweepTable:
     """Prints what every job of a sweep came to; the exit status tells whether all were fine."""
 
     def __init__(self) -> None:
-        self._rows: list[SweepRow] | None = None
+        self._rows: list[SweepRow] = []
         self._failures: dict[str, str] = {}
         """Overrides of a job -> why it failed."""
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self._rows = []
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        if self._rows is None:
-            return
+    def add(self, job_return: JobReturn) -> None:
+        """Note what a job came to."""
         overrides = tuple(o.lstrip("+") for o in job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
@@ -103,8 +97,8 @@ class SweepTable(Callback):
         shown = {name: metrics[name] for name in SHOWN if name in metrics}
         self._rows.append(SweepRow(overrides=overrides, status=status, metrics=shown))
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        assert self._rows is not None
+    def show(self) -> None:
+        """Print the table and what failed, which ends the command with status 1."""
         if self._rows:
             get_console().print(sweep_table(self._rows))
         for job, failure in self._failures.items():
