@@ -1,4 +1,4 @@
-"""Sums, moments and whitening: what stands on padding has no say, whatever it is."""
+"""Where the real tokens are; sums, moments and whitening, in which padding has no say."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lightning_rlhf.core.masking import (
     alone,
+    from_first_real,
+    last_real,
     masked_moments,
     masked_rescale,
     masked_sum,
@@ -178,3 +180,25 @@ def test_arguments_are_left_alone() -> None:
     assert x[0, :2].tolist() == [1, 3]
     assert x[0, 2].isnan()
     assert mask.tolist() == [[T, T, F]]
+
+
+def test_rows_are_moved_onto_their_padding() -> None:
+    tokens = torch.tensor([[0, 0, 7, 1, 2, 0], [5, 6, 0, 0, 0, 0], [0, 9, 8, 1, 0, 0]])
+    mask = torch.tensor(
+        [[0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0]], dtype=torch.bool
+    )
+    moved, where = from_first_real(tokens, mask)
+    assert where.tolist() == [[True] * 3, [True, True, False], [True] * 3]
+    assert moved[where].tolist() == [7, 1, 2, 5, 6, 9, 8, 1]
+
+
+def test_moving_rows_that_fill_all_columns_changes_nothing() -> None:
+    tokens = torch.arange(12).reshape(3, 4)
+    moved, where = from_first_real(tokens, torch.ones(3, 4, dtype=torch.bool))
+    assert torch.equal(moved, tokens)
+    assert where.all()
+
+
+def test_the_last_real_position_is_found_on_either_side_and_in_between() -> None:
+    mask = torch.tensor([[T, T, F, F], [F, F, T, T], [T, F, T, F]])
+    assert last_real(mask).tolist() == [[F, T, F, F], [F, F, F, T], [F, F, T, F]]

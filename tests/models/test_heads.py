@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_rlhf.models.heads import RewardHeads, ScalarHead, last_real
+from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 
 T, F = True, False
 
@@ -72,8 +72,3 @@ def test_a_head_computes_in_fp32_under_autocast_and_from_bf16(kind: str) -> None
     assert found.shape == ((4,) if kind == "value" else (4, 1))
     found = found.reshape(4)
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)
-
-
-def test_the_last_real_position_is_found_on_either_side_and_in_between() -> None:
-    mask = torch.tensor([[T, T, F, F], [F, F, T, T], [T, F, T, F]])
-    assert last_real(mask).tolist() == [[F, T, F, F], [F, F, F, T], [F, F, T, F]]

@@ -32,7 +32,6 @@ from lightning_rlhf.models.roles import (
     REWARD,
     SFT,
     Roles,
-    from_first_real,
     rounding,
     same_logits,
     trainable_names,
@@ -221,23 +220,6 @@ def test_padding_behind_changes_no_hidden_state_and_on_either_side_no_reward(
             torch.testing.assert_close(roles.reward(padded, mask), reward, atol=1e-5, rtol=0)
         behind = roles.hidden(F.pad(row[None], (0, 3), value=1))[0, : len(row)]
         torch.testing.assert_close(behind, alone, atol=1e-5, rtol=0)
-
-
-def test_rows_are_moved_onto_their_padding() -> None:
-    tokens = torch.tensor([[0, 0, 7, 1, 2, 0], [5, 6, 0, 0, 0, 0], [0, 9, 8, 1, 0, 0]])
-    mask = torch.tensor(
-        [[0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0]], dtype=torch.bool
-    )
-    moved, where = from_first_real(tokens, mask)
-    assert where.tolist() == [[True] * 3, [True, True, False], [True] * 3]
-    assert moved[where].tolist() == [7, 1, 2, 5, 6, 9, 8, 1]
-
-
-def test_moving_rows_that_fill_all_columns_changes_nothing() -> None:
-    tokens = torch.arange(12).reshape(3, 4)
-    moved, where = from_first_real(tokens, torch.ones(3, 4, dtype=torch.bool))
-    assert torch.equal(moved, tokens)
-    assert where.all()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Sums, means and whitening over real tokens only."""
+"""Where the real tokens are, and sums, means and whitening over them alone."""
 
 from __future__ import annotations
 
@@ -26,6 +26,25 @@ def real_tokens(tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> list[l
     """The tokens of each row where the mask is True."""
     rows = zip(tokens.tolist(), mask.tolist(), strict=True)
     return [[t for t, real in zip(row, keep, strict=True) if real] for row, keep in rows]
+
+
+def last_real(mask: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
+    """Where the last True of each row stands, whichever side the padding is on."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    return position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)
+
+
+def from_first_real(
+    tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+    """Every row moved to the left onto its padding, and cut at the longest; and the mask of that.
+
+    The real tokens of a row stand side by side.
+    """
+    lengths, first = mask.sum(dim=1), mask.int().argmax(dim=1)
+    position = torch.arange(int(lengths.max()), device=tokens.device)
+    column = (first[:, None] + position).clamp(max=tokens.shape[1] - 1)
+    return tokens.gather(1, column), position < lengths[:, None]
 
 
 def masked_sum(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ""]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 
@@ -53,9 +53,3 @@ class RewardHeads(nn.Module):
         """The fp32 number of each head for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float())
-
-
-def last_real(mask: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-    """Where the last True of each row stands, whichever side the padding is on."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    return position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)

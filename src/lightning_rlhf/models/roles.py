@@ -28,11 +28,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, first_line
+from lightning_rlhf.core.masking import from_first_real, last_real
 from lightning_rlhf.models import folding
 from lightning_rlhf.models.attention import attend_widely
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.heads import last_real
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import quicken
 from lightning_rlhf.models.packing import Packing, pack
@@ -108,7 +108,7 @@ class Roles(nn.Module):
                     self.model = PeftModel(self.model, config, adapter_name=role)
         except ValueError as error:
             raise CheckpointError(
-                f"model.lora.target_modules={targets}: {str(error).splitlines()[0]}"
+                f"model.lora.target_modules={targets}: {first_line(error)}"
             ) from error
         self._stack(role, trainable=True)
 
@@ -291,19 +291,6 @@ def rounding(model: PreTrainedModel) -> float:
     1e-4 in fp32 (other kernels, other order of sums), 3e-2 in 16 bits (weights rounded once more).
     """
     return 1e-4 if model.dtype == torch.float32 else 3e-2
-
-
-def from_first_real(
-    tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
-) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
-    """Every row moved to the left onto its padding, and cut at the longest; and the mask of that.
-
-    The real tokens of a row stand side by side.
-    """
-    lengths, first = mask.sum(dim=1), mask.int().argmax(dim=1)
-    position = torch.arange(int(lengths.max()), device=tokens.device)
-    column = (first[:, None] + position).clamp(max=tokens.shape[1] - 1)
-    return tokens.gather(1, column), position < lengths[:, None]
 
 
 def trainable_names(module: nn.Module) -> list[str]:

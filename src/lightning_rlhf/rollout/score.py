@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
-from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.masking import by_length, from_first_real
 from lightning_rlhf.core.shaping import weighted_sum
 from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores
-from lightning_rlhf.models.roles import REFERENCE, Roles, from_first_real
+from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rewards.weighted import Reward
 
 
