@@ -12,16 +12,18 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.errors import AuthenticationError
 
-from lightning_rlhf.callbacks.loggers import (
+from lightning_rlhf.callbacks.logger_config import (
     LoggerConfig,
+    WandbConfig,
+    logger_config,
+    wandb_mode,
+)
+from lightning_rlhf.callbacks.loggers import (
     RunIdentity,
     RunTensorBoard,
-    WandbConfig,
     _wandb_id,
     build_loggers,
     close_loggers,
-    logger_config,
-    wandb_mode,
 )
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.samples import Samples

@@ -22,10 +22,9 @@ import wandb
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.image import imsave
 
+from lightning_rlhf.callbacks.logger_config import WandbConfig, WandbMode
 from lightning_rlhf.callbacks.loggers import (
     RunIdentity,
-    WandbConfig,
-    WandbMode,
     build_loggers,
     close_loggers,
     log_pictures,
