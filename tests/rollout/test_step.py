@@ -8,8 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.config import LoRASettings
@@ -173,3 +175,63 @@ def test_an_adapter_that_is_no_plain_sum_is_left_to_the_model() -> None:
     roles = build("qwen3")
     roles.causal_lm.base_model.layers[1].mlp.down_proj.use_dora[POLICY] = True
     assert not steps(roles)
+
+
+def test_only_plain_linear_layers_are_known() -> None:
+    """Quantised ones are classes of their own, with what looks like weights."""
+
+    class Other(nn.Linear):
+        pass
+
+    roles = build("qwen3")
+    roles.causal_lm.base_model.layers[1].mlp.down_proj.base_layer.__class__ = Other
+    assert not steps(roles)
+    roles = build("qwen3")
+    roles.causal_lm.base_model.layers[0].self_attn.q_proj = Other(32, 32)
+    assert not steps(roles)
+
+
+def test_a_trunk_that_is_derived_from_a_known_one_may_compute_something_else() -> None:
+    """One that scales its embeddings: neither steps nor packs."""
+
+    class Scaled(LlamaModel):
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            embedded = self.embed_tokens(input_ids) * 5
+            return super().forward(inputs_embeds=embedded, use_cache=False)
+
+    model = build("llama").causal_lm
+    model.model.__class__ = Scaled
+    roles = Roles(model)
+    assert not steps(roles)
+    tokens, mask = prefix()
+    with torch.no_grad():
+        found, all_of_it = roles.hidden_at(tokens, mask), roles.hidden(tokens)
+    assert torch.equal(found, all_of_it[mask])
+
+
+def test_a_norm_or_an_embedding_with_an_adapter_is_left_to_the_model() -> None:
+    for name in ("norm", "embed_tokens"):
+        roles = build("qwen3_5_text")
+        trunk = roles.causal_lm.base_model
+        wrapped = ModulesToSaveWrapper(getattr(trunk, name), POLICY)
+        setattr(trunk, name, wrapped)
+        assert not steps(roles)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_autocast_around_a_step_changes_no_bit(name: str) -> None:
+    """What is computed in fp32 on purpose stays so."""
+    roles = build(name)
+    roles.causal_lm.bfloat16()
+    outside = stepped(roles, ours=True, folded=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = roomy_cache(roles.causal_lm.config, 5 + STEPS)
+        assert can_step(roles.causal_lm, cache)
+    step = Step.__call__
+
+    def under_autocast(*args: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return step(*args)
+
+    with patch.object(Step, "__call__", under_autocast):
+        assert torch.equal(stepped(roles, ours=True, folded=False), outside)

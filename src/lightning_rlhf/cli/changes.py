@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "eval": ("data.demonstrations", "data.prompts", "data.judge"),
 }
 """Stage -> keys that it does not read."""
+LONGEST = 60
+"""Signs of a value that are shown."""
 LISTED = 6
 """Keys that an error names; the rest are counted."""
 
@@ -40,17 +43,27 @@ def changes(tree: dict[str, Any], file: Path) -> list[str]:
         ) from error
     before, now = flatten(then), flatten(tree)
     return [
-        f"{key} was {value_in(before, key)}, is {value_in(now, key)}"
+        "{} was {}, is {}".format(key, *abridged(value_in(before, key), value_in(now, key)))
         for key in differing_keys(then, tree, ignored)
     ]
 
 
 def value_in(flat: Mapping[str, Any], key: str) -> str:
-    """As JSON, a long one without its middle; "not there" where it is not."""
-    if key not in flat:
-        return "not there"
-    text = json.dumps(flat[key])
-    return text if len(text) <= 60 else f"{text[:28]}...{text[-29:]}"
+    """As JSON; "not there" where it is not."""
+    return json.dumps(flat[key]) if key in flat else "not there"
+
+
+def abridged(*texts: str) -> list[str]:
+    """Of long ones what stands around their first difference."""
+    same = takewhile(lambda signs: len(set(signs)) == 1, zip(*texts, strict=False))
+    start = max(0, len(list(same)) - LONGEST // 3)
+    found = []
+    for text in texts:
+        if len(text) > LONGEST:
+            head, part, tail = text[:start], text[start : start + LONGEST], text[start + LONGEST :]
+            text = f"{'...' if head else ''}{part}{'...' if tail else ''}"
+        found.append(text)
+    return found
 
 
 def listed(changed: Sequence[str]) -> str:

@@ -10,11 +10,13 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
@@ -78,6 +80,14 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("recipes", lambda p: str(RECIPES / p), replace=True)
 
 
+def resolved(cfg: DictConfig) -> Any:
+    """With what its interpolations stand for; None where one of them stands for nothing."""
+    try:
+        return OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:
+        return None
+
+
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """One job: what Hydra composed from the command line. Returns why a sweep's job failed."""
@@ -87,7 +97,7 @@ def compose(cfg: DictConfig) -> str | None:
         from lightning_rlhf.cli import sweep  # which imports models and figures
 
         sweep.adapt(cfg, HydraConfig.get().overrides.task)
-    secrets = secrets_of(OmegaConf.to_container(cfg))
+    secrets = secrets_of(OmegaConf.to_container(cfg), resolved(cfg))
 
     def shown(text: str) -> str:
         return without_secrets(text, secrets=list(secrets))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
 
 from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
@@ -25,23 +26,26 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises Stopped afterwards if a signal came.
     """
     received: list[int] = []
+    waiting: list[int] = []  # for something to be sent to
     started: list[subprocess.Popen[bytes]] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
-        for process in started:
-            process.send_signal(signum)
+        if started:
+            started[0].send_signal(signum)
+        else:
+            waiting.append(signum)
 
     heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, pass_on) for signum in heard}
     try:
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0,
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(end_with, os.getpid()),
         )  # fmt: skip
         started.append(process)
-        for signum in received:  # before there was anything to tell
-            process.send_signal(signum)
+        while waiting:
+            process.send_signal(waiting.pop())
         status = process.wait()
     finally:
         for signum, handler in before.items():
@@ -51,7 +55,9 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return status
 
 
-def end_with_parent() -> None:
+def end_with(parent: int) -> None:
     """Get SIGTERM when the parent is gone, by a kill too; only Linux can do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it went before that was asked for
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -62,19 +62,32 @@ def without_secrets(text: str, words: Sequence[str] = (), secrets: Sequence[str]
     return text
 
 
-def secrets_of(tree: Any) -> set[str]:
-    """What a configuration holds of secrets, or names, each SHORTEST characters or longer.
+def secrets_of(*trees: Any) -> set[str]:
+    """What configurations hold of secrets, or name, each SHORTEST characters or longer.
 
-    Of every address its user, its password and its query, and the tokens in the environment.
+    The tokens in the environment, and of every address its password and its query; the user and a
+    single value of the query only if they are no word that is used elsewhere, as in a path.
     """
-    found = {os.environ[name] for name in (*TOKENS, *tokens_named(tree)) if name in os.environ}
+    found: set[str] = set()
+    words: set[str] = set()
+    for tree in trees:
+        found |= {os.environ[name] for name in (*TOKENS, *tokens_named(tree)) if name in os.environ}
+        for address in addresses(tree):
+            user, _, password = address.rpartition("@")[0].rpartition("//")[2].partition(":")
+            query = re.split(r"[?#]", address, maxsplit=1)[1:]
+            values = [value.partition("=")[2] for part in query for value in re.split("[&#]", part)]
+            found |= {password, unquote(password), *query}
+            words |= {user, unquote(user), *values, *map(unquote, values)}
+    known = {word for tree in trees for word in words_of(tree)}
+    return {s.strip() for s in found | (words - known) if len(s.strip()) >= SHORTEST}
+
+
+def words_of(tree: Any) -> Iterator[str]:
+    """What messages may be made of: all that is no address, the folder, true and false."""
+    text = str(tree)
     for address in addresses(tree):
-        user, _, password = address.rpartition("@")[0].rpartition("//")[2].partition(":")
-        query = re.split(r"[?#]", address, maxsplit=1)[1:]
-        values = [value.partition("=")[2] for part in query for value in re.split("[&#]", part)]
-        found |= {user, password, unquote(user), unquote(password), *query, *values}
-        found |= {unquote(value) for value in values}
-    return {secret.strip() for secret in found if len(secret.strip()) >= SHORTEST}
+        text = text.replace(address, "")
+    yield from re.findall(r"\w+", f"{text} {os.getcwd()} true false null none")
 
 
 def addresses(tree: Any) -> Iterator[str]:

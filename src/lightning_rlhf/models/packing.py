@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextModel
 
 from lightning_rlhf.core.errors import ConfigError
 
@@ -132,15 +132,22 @@ PACKED: dict[type[nn.Module], type[nn.Module]] = {
     for layer in (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer, Qwen3_5DecoderLayer)
 }
 """The library's class -> ours, which is the same where no packing is given."""
+TRUNKS = (LlamaModel, Qwen2Model, Qwen3Model, Qwen3_5TextModel)
+"""What calls these layers one after another, does nothing else and hands a packing on to them."""
 
 
 def pack(model: PreTrainedModel) -> bool:
-    """Let the model's decoder layers take a `Packing`; whether all of them can."""
-    layers = list(getattr(model.base_model, "layers", ()))
-    for layer in layers:
+    """Let the model's decoder layers take a `Packing`; whether all of them can.
+
+    A class that is derived from one of these may compute something else.
+    """
+    trunk = model.base_model
+    if type(trunk) not in TRUNKS:
+        return False
+    for layer in trunk.layers:
         layer.__class__ = PACKED.get(type(layer), type(layer))
-        layer.is_last = layer is layers[-1]
-    return bool(layers) and all(isinstance(layer, _Packed) for layer in layers)
+        layer.is_last = layer is trunk.layers[-1]
+    return all(isinstance(layer, _Packed) for layer in trunk.layers)
 
 
 def recompute(model: PreTrainedModel) -> None:

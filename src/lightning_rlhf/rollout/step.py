@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from peft.tuners.lora import Linear as LoRALinear
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5Attention,
     Qwen3_5GatedDeltaNet,
@@ -26,10 +24,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from lightning_rlhf.models.lora import QuickLinear, is_plain_sum
-from lightning_rlhf.models.packing import PACKED
+from lightning_rlhf.models.packing import PACKED, TRUNKS
 from lightning_rlhf.rollout.cache import RoomyLayer
-
-ATTENTION = (LlamaAttention, Qwen2Attention, Qwen3Attention, Qwen3_5Attention)
 
 
 class Step:
@@ -65,13 +61,16 @@ class Step:
 def can_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether `Step` computes what the model does: a known decoder in one dtype."""
     trunk, device = causal_lm.base_model, causal_lm.device.type
+    if type(trunk) not in TRUNKS or type(trunk.embed_tokens) is not nn.Embedding:
+        return False
     dtype = causal_lm.get_input_embeddings().weight.dtype
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
         return False
     modules = dict(trunk.named_modules()).items()
     linear = [m for name, m in modules if hasattr(m, "in_features") and ".lora_" not in name]
     return (
-        all(type(layer) in PACKED.values() for layer in getattr(trunk, "layers", [None]))
+        all(type(layer) in PACKED.values() for layer in trunk.layers)
+        and not any(isinstance(module, AuxiliaryTrainingWrapper) for _, module in modules)
         and causal_lm.config.hidden_act == "silu"
         and all(type(layer) in (RoomyLayer, LinearAttentionLayer) for layer in cache.layers)
         and all(_is_known(layer) and layer.weight.dtype == dtype for layer in linear)
@@ -174,6 +173,7 @@ class _DeltaRule:
     def __call__(
         self, x: Float[Tensor, "B d"], turn: Any, unseen: Any, onto: Float[Tensor, "B d"]
     ) -> Float[Tensor, "B d"]:
+        """As attention; of positions and of what is seen its state says all."""
         rows = len(x)
         mixed, z, b, a = self.joint(x).split(self.widths, dim=-1)
         mixed = self._convolved(mixed)

@@ -97,7 +97,7 @@ def test_a_crash_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("unforeseen", [AssertionError, RewardError])
-@pytest.mark.parametrize("by", ["token", "password"])
+@pytest.mark.parametrize("by", ["token", "password", "variable"])
 def test_a_crash_that_tells_secrets(
     models: Refusals, monkeypatch: pytest.MonkeyPatch, by: str, unforeseen: type[Exception]
 ) -> None:
@@ -107,7 +107,9 @@ def test_a_crash_that_tells_secrets(
     given = {
         "token": ["reward.url=http://h", "reward.token_env=JUDGE_TOKEN"],
         "password": [f"reward.url='http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}'"],
+        "variable": ["reward.url=${oc.env:JUDGE_URL}"],
     }[by]
+    monkeypatch.setenv("JUDGE_URL", f"http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}")
     secrets = [SECRETS["WANDB_API_KEY"], SECRETS["HF_TOKEN"]]
     secrets += [SECRETS["JUDGE_TOKEN"]] if by == "token" else [USER, PASSWORD, QUERY]
 
@@ -135,6 +137,19 @@ def test_what_is_too_short_is_hidden_in_addresses_alone() -> None:
     said = "12 of http://me:12@h/?a=1 with 7890"
     found = secrecy.without_secrets(said, secrets=list(secrecy.secrets_of(tree)))
     assert found == "12 of http://***@h/?*** with ***"
+
+
+def test_words_of_the_configuration_stay_readable() -> None:
+    """Even if an address has them for its user or in its query."""
+    tree = {
+        "reward": {"url": "http://bob1:pass1@h/?model=reward&strict=true&key=abcdef"},
+        "outputs": "/home/bob1/outputs",
+    }
+    secrets = secrecy.secrets_of(tree)
+    assert secrets == {"pass1", "abcdef", "model=reward&strict=true&key=abcdef"}
+    said = "/home/bob1/outputs: give resume=true, not reward.url, with abcdef"
+    found = secrecy.without_secrets(said, secrets=list(secrets))
+    assert found == "/home/bob1/outputs: give resume=true, not reward.url, with ***"
 
 
 @pytest.mark.parametrize(
