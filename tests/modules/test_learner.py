@@ -224,6 +224,28 @@ def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
         module.generate(prompts(4), module.generator(0, 0), samples_per_prompt=2)
 
 
+@pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [
+    (0, 0, "iteration 1: {}. No update was made yet: so is the model that the run starts from"),
+    (1, 0, "iteration 2: {}. A smaller ppo.lr may hold the model: start anew (overwrite=true or "
+        "run=NAME) with one, since a resumed run keeps its numbers"),
+    (1, 1, "iteration 2: {}. The last update before it had a loss or gradient that is not finite, "
+        "and was not made. A smaller ppo.lr may"),
+    (4, 2, "iteration 5: {}. The last 2 updates before it had a loss or gradient that is not "
+        "finite, and were not made. A smaller ppo.lr may"),
+])  # fmt: skip
+def test_a_model_that_training_broke_names_iteration_and_key(
+    make_ppo: Make, iteration: int, nonfinite: int, expected: str
+) -> None:
+    module = make_ppo()
+    module.iteration, module.learner.nonfinite = iteration, nonfinite
+    weight = next(p for p in module.parameters() if p.requires_grad)
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    logits = "the model's logits are NaN or infinite, and nothing can be sampled from it"
+    with pytest.raises(TrainingError, match="^" + re.escape(expected.format(logits))):
+        module.collect(prompts(4))
+
+
 class Spoiled(Callback):
     """Makes one trained weight NaN before some batches, and itself again behind them."""
 

@@ -30,6 +30,10 @@ class TrainingError(RLHFError):
     """A model has come to where nothing can be sampled from it or learned any more."""
 
 
+class DivergedError(TrainingError):
+    """A model's logits are NaN or infinite, so that nothing can be sampled from it."""
+
+
 class NotFiniteError(TrainingError):
     """Update after update has a loss or a gradient that is NaN or infinite."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.errors import DivergedError, TrainingError
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
@@ -46,6 +46,7 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import generate as native
 from lightning_rlhf.rollout import hf
 from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.rollout.draft import DIVERGED
 from lightning_rlhf.rollout.generate import no_value
 from lightning_rlhf.rollout.replies import said
 from lightning_rlhf.rollout.score import (
@@ -140,10 +141,16 @@ class PPOModule(L.LightningModule):
         }
 
     def collect(self, prompts: Prompts) -> tuple[Collected, dict[str, float]]:
-        """Sample and score: what to learn from, and the seconds that either took."""
+        """Sample and score: what to learn from, and the seconds that either took.
+
+        Raises TrainingError where nothing can be sampled; it names the iteration.
+        """
         generator = self.generator(TRAINING, self.iteration)
         started = time.perf_counter()
-        rollout = self.generate(prompts, generator, self.config.samples_per_prompt)
+        try:
+            rollout = self.generate(prompts, generator, self.config.samples_per_prompt)
+        except DivergedError as error:
+            raise TrainingError(self.diverged()) from error
         rollout = self.valued(rollout)
         rolled_out = time.perf_counter()
         scores = self.score(self.said(rollout, "train"))
@@ -199,6 +206,21 @@ class PPOModule(L.LightningModule):
                 f"much for the memory of the device: {error} A smaller ppo.rollout_batch_size or "
                 "ppo.max_response_tokens needs less"
             ) from error
+
+    def diverged(self) -> str:
+        """Why there are no responses to learn from, and how to go on."""
+        said = f"iteration {self.iteration + 1}: {DIVERGED}. "
+        if self.iteration == 0:
+            return said + "No update was made yet: so is the model that the run starts from"
+        count = self.learner.nonfinite
+        if count:
+            ones = "The last update" if count == 1 else f"The last {count} updates"
+            said += f"{ones} before it had a loss or gradient that is not finite, and "
+            said += "was not made. " if count == 1 else "were not made. "
+        return (
+            f"{said}A smaller ppo.lr may hold the model: start anew (overwrite=true or run=NAME) "
+            "with one, since a resumed run keeps its numbers"
+        )
 
     def valued(self, rollout: Rollout) -> Rollout:
         """The rollout with the values of a critic that is not on the policy's trunk."""

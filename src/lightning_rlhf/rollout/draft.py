@@ -6,13 +6,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.errors import DivergedError
 from lightning_rlhf.core.types import Prompts, Rollout
 
-DIVERGED = (
-    "the model's logits are NaN or infinite, and nothing can be sampled from it. Where it was "
-    "trained until here, a smaller learning rate may hold it"
-)
+DIVERGED = "the model's logits are NaN or infinite, and nothing can be sampled from it"
+REMEDY = "Where it was trained until here, a smaller learning rate may hold it"
 KEPT = 0.75  # rows that have ended are put aside when no more than this share goes on
 
 
@@ -90,10 +88,10 @@ class Draft:
     def rollout(self) -> Rollout:
         """All responses, right-padded to the longest.
 
-        Raises: TrainingError where a token came from no distribution.
+        Raises: DivergedError where a token came from no distribution.
         """
         if not self.logprobs.isfinite().all():
-            raise TrainingError(DIVERGED)
+            raise DivergedError(f"{DIVERGED}. {REMEDY}")
         end = self.width + self.written
         ended = torch.ones_like(self.index, dtype=torch.bool)
         ended[self.rows[self.going]] = False

@@ -16,10 +16,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.errors import DivergedError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.draft import DIVERGED
+from lightning_rlhf.rollout.draft import DIVERGED, REMEDY
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs, spread
 
 
@@ -100,7 +100,7 @@ class _Finite(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         if scores.isnan().any() or scores.isposinf().any():
-            raise TrainingError(DIVERGED)
+            raise DivergedError(f"{DIVERGED}. {REMEDY}")
         return scores
 
 
