@@ -322,8 +322,38 @@ def test_the_error_says_how_to_go_on(supervised: tuple[Any, Record]) -> None:
     module, batch = supervised
     stage = module.learner.stage
     expected = rf"Start anew \(overwrite=true or run=NAME\) with a smaller {stage}\.lr: a resumed"
-    with pytest.raises(TrainingError, match=expected):
+    with pytest.raises(TrainingError, match=expected) as told:
+        fit(module, [batch] * 4, [Spoiled({1, 2, 3})])
+    assert "reward" not in str(told.value)
+
+
+def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
+    supervised: tuple[Any, Record],
+) -> None:
+    module, batch = supervised
+    with pytest.raises(TrainingError, match=r"were not made\. No update was made before") as told:
         fit(module, [batch] * 3, [Spoiled({0, 1, 2})])
+    assert f"{module.learner.stage}.lr" not in str(told.value)
+    assert "reward" not in str(told.value)
+
+
+@pytest.mark.parametrize(("what", "size", "said"), [
+    ("rewards", 1e38, "the reward is too large. ppo.score_clip bounds it"),
+    ("rewards", math.inf, "the reward is too large. ppo.score_clip bounds it"),
+    ("rewards", 1e3, "No update was made before them"),
+    ("kl", 1e38, "No update was made before them"),
+])  # fmt: skip
+def test_a_reward_that_is_too_large_is_told(
+    make_ppo: Make, what: str, size: float, said: str
+) -> None:
+    """1e38 is a number of fp32, its square is not; where the KL is as large, it did it."""
+    module = make_ppo()
+    experience = on_policy(module)
+    changes = {"rewards": 1e38, "advantages": math.nan, what: size}
+    spoiled = {k: torch.full_like(getattr(experience, k), x) for k, x in changes.items()}
+    experience = replace(experience, **spoiled)
+    with pytest.raises(TrainingError, match=f"^3 updates in a row.*{re.escape(said)}"):
+        within_fit(module, lambda: list(module.updates(experience, module.generator(0, 1))))
 
 
 def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None:

@@ -35,7 +35,13 @@ class DivergedError(TrainingError):
 
 
 class NotFiniteError(TrainingError):
-    """Update after update has a loss or a gradient that is NaN or infinite."""
+    """Update after update has a loss or a gradient that is NaN or infinite.
+
+    Its arguments are sentences: what was found, and what to do about it.
+    """
+
+    def __str__(self) -> str:
+        return ". ".join(map(str, self.args))
 
 
 class RewardError(RLHFError):

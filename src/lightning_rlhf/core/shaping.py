@@ -184,3 +184,13 @@ def shape_rewards(
     last = torch.where(mask, position, -1).amax(dim=1, keepdim=True)
     rewards = -kl_coef * kl + torch.where(position == last, score[:, None], 0)
     return torch.where(mask, rewards, 0)
+
+
+def is_overpaid(experience: Experience) -> bool:
+    """Whether the rewards are so large that the sum of their squares is not finite in fp32.
+
+    Advantages are whitened by it, and the critic's loss and the gradient's norm hold it. Where the
+    KL is as large, the policy and not the score is what is wrong.
+    """
+    squares = experience.rewards.float().square().sum()
+    return bool(experience.kl.float().square().sum().isfinite() and not squares.isfinite())

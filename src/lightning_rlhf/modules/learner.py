@@ -84,20 +84,19 @@ class Learner:
             self.nonfinite = 0
             return True
         self.nonfinite += 1
-        stage, allowed = self.stage, self.config.max_nonfinite
+        stage, allowed, made = self.stage, self.config.max_nonfinite, module.global_step
         if self.nonfinite == allowed:
             self.nonfinite = 0  # for what goes on from here
             raise NotFiniteError(
                 f"{allowed} updates in a row ({stage}.max_nonfinite) had a loss or gradient that "
                 f"is not finite (the last: {loss:g}, and a norm of {grad_norm:g}) and were not "
-                "made. A learning rate that is too large does this, and so does a reward of "
-                "enormous size. Start anew (overwrite=true or run=NAME) with a smaller "
-                f"{stage}.lr: a resumed run keeps its numbers"
+                "made",
+                advice(stage, made),
             )
         if self.nonfinite == 1:
             # With the number of those made each text is another one: Python shows each once.
             warnings.warn(
-                f"an update was not made, after {module.global_step} that were: its loss is "
+                f"an update was not made, after {made} that were: its loss is "
                 f"{loss:g} and the norm of its gradient {grad_norm:g}; update/nonfinite counts "
                 f"them, {stage}.max_nonfinite={allowed} in a row end the run",
                 stacklevel=2,
@@ -111,3 +110,18 @@ class Learner:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on as a run that was never stopped."""
         self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
+
+
+def advice(stage: str, made: int) -> str:
+    """What to do about updates that are not finite, behind so many that were made."""
+    if made == 0:
+        reward = ", or a reward of enormous size" * (stage == "ppo")
+        return (
+            "No update was made before them, so that no learning rate did this: it is the model "
+            f"that the run starts from, or its data{reward}"
+        )
+    reward = ", and so does a reward of enormous size" * (stage == "ppo")
+    return (
+        f"A learning rate that is too large does this{reward}. Start anew (overwrite=true or "
+        f"run=NAME) with a smaller {stage}.lr: a resumed run keeps its numbers"
+    )

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import DivergedError, TrainingError
+from lightning_rlhf.core.errors import DivergedError, NotFiniteError, TrainingError
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
 from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
+from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments, is_overpaid
 from lightning_rlhf.core.types import (
     Collected,
     Experience,
@@ -59,6 +59,11 @@ from lightning_rlhf.rollout.score import (
 )
 
 ROLLOUTS = {"native": native.generate, "hf": hf.generate}
+OVERPAID = (
+    "The rewards were infinite, or their squares were, before the first update of the iteration: "
+    "the reward is too large. ppo.score_clip bounds it, and so does the clip of a reward's "
+    "component. Start anew (overwrite=true or run=NAME) with one"
+)
 TRAINING, EVALUATION = 0, 1  # streams of random numbers
 
 
@@ -248,7 +253,10 @@ class PPOModule(L.LightningModule):
         )
 
     def updates(self, experience: Experience, generator: torch.Generator) -> Iterator[UpdateStats]:
-        """ppo_epochs over shuffled minibatches, until target_kl ends them."""
+        """ppo_epochs over shuffled minibatches, until target_kl ends them.
+
+        Raises NotFiniteError as `Learner.accepts`; it says where the reward is too large.
+        """
         for minibatch in minibatches(
             experience,
             ppo_epochs=self.config.ppo_epochs,
@@ -257,7 +265,12 @@ class PPOModule(L.LightningModule):
         ):
             if self.config.whiten_advantages == "minibatch":
                 minibatch = whitened(minibatch)
-            stats = self.update(minibatch)
+            try:
+                stats = self.update(minibatch)
+            except NotFiniteError as error:
+                if is_overpaid(experience):
+                    raise NotFiniteError(error.args[0], OVERPAID) from error
+                raise
             yield stats
             if self.config.target_kl is not None and stats.stopped:
                 return
