@@ -95,22 +95,24 @@ def link(source: Path, target: Path) -> None:
             shutil.copyfile(source, beside)
 
 
-def go_back(folder: Path, step: int) -> list[str]:
+def go_back(folder: Path, step: int) -> dict[str, str]:
     """Delete what is later than `step`, which the run goes on from, and what was half written.
 
-    A best one that cannot be read goes too. Returns: the names of the whole files that went.
+    A best one that cannot be read goes too. Returns: of the files that went, but for those half
+    written, the name -> why.
     """
     best = folder / f"{BEST}{SUFFIX}"
-    gone = [path for path in numbered(folder) if step_named(path) > step]
+    later = f"later than step {step}"
+    gone = {path: later for path in numbered(folder) if step_named(path) > step}
     if best.exists():
         best_step = step_of(best) if is_readable(best) else None
         if best_step == step and not path_of(folder, step).exists():
             link(best, path_of(folder, step))
         if best_step is None or best_step > step:
-            gone.append(best)
+            gone[best] = "unreadable" if best_step is None else later
     for path in (*gone, *folder.glob(f"*{SUFFIX}.tmp")):
         path.unlink()
-    return [path.name for path in gone]
+    return {path.name: why for path, why in gone.items()}
 
 
 def is_readable(path: Path) -> bool:

@@ -92,7 +92,8 @@ class Checkpoints(Callback):
         # Before rows and samples of later steps go: or a run that is cut off in between would
         # have a checkpoint that is later than they are.
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
-            tell(f"deleted, as later than step {self._first} or unreadable: {', '.join(gone)}")
+            for why in dict.fromkeys(gone.values()):
+                tell(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trained(trainer)
