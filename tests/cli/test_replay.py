@@ -455,8 +455,16 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_run(run: Path) -> str:
-    shutil.rmtree(run)
+    (run / "config.json").unlink()
     return f"{run} is no run: it has no config.json"
+
+
+def no_folder(run: Path) -> str:
+    run.rename(run.with_name("older"))
+    return (
+        f"{run} does not exist; allowed: the folder of a run of stage=ppo, sft or rm, as "
+        "outputs/<run>/<model>/ppo; runs beside it: older"
+    )
 
 
 def another_stage(run: Path) -> str:
@@ -522,7 +530,7 @@ def flipped_checkpoint(run: Path) -> str:
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(
     "fault",
-    [no_run, another_stage, damaged_config, not_recorded, not_this_one, not_the_way,
+    [no_run, no_folder, another_stage, damaged_config, not_recorded, not_this_one, not_the_way,
      damaged_record, damaged_checkpoint, flipped_checkpoint, another_parent],
 )  # fmt: skip
 def test_what_is_wrong_is_one_message(

@@ -148,9 +148,12 @@ def settings_of(folder: Path) -> Settings:
     """
     file = folder / CONFIG
     if not file.is_file():
+        found = f"is no run: it has no {CONFIG}" if folder.is_dir() else "does not exist"
+        beside = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
+        runs = f"; runs beside it: {', '.join(beside)}" * bool(beside)
         raise ConfigError(
-            f"{folder} is no run: it has no {CONFIG}; allowed: the folder of a run of stage=ppo, "
-            "sft or rm, as outputs/<run>/<model>/ppo"
+            f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
+            f"outputs/<run>/<model>/ppo{runs}"
         )
     try:
         tree = json.loads(file.read_text())
