@@ -162,6 +162,8 @@ def _folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
         names["job"] = tree["job"]
     for key, name in names.items():
         is_word = isinstance(name, str | int) and not isinstance(name, bool)
+        is_other = isinstance(name, bool | float)
+        require(not is_other, key, name, f"text; quote what reads as no text: \"{key}='NAME'\"")
         is_name = is_word and re.fullmatch(r"\w[^/\\]*", str(name)) is not None
         require(is_name, key, name, "a folder name without slashes")
         require_text(key, str(name), "a folder name of at most 255 bytes, no line breaks")

@@ -45,6 +45,8 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     (SFT, "outputs", "a" * 5000, ["outputs is 'aaa", "(5000 characters)"]),
     (SFT, "run", "", ["run is ''", "a folder name"]),
     (SFT, "run", ".", ["run is '.'", "a folder name"]),
+    (SFT, "job", "nan", ["job is nan; allowed: text; quote what reads as no text: \"job='NAME'\""]),
+    (SFT, "run", "1.5", ["run is 1.5; allowed: text; quote"]),
     (SFT, "run", "a\\b", [r"run is 'a\\b'", "slashes"]),
     (SFT, "run", "a\nb", [r"run is 'a\nb'", "no line breaks"]),
     (SFT, "run", "a" * 256, ["run is 'aaa", "255 bytes"]),
