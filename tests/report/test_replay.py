@@ -23,6 +23,7 @@ from lightning_rlhf.report.replayed import (
     heading,
     most_changed,
     scale,
+    signed,
     visible,
 )
 
@@ -265,3 +266,11 @@ def test_a_table_fits_a_terminal_of_80() -> None:
     for part in on_terminal(shown(), 8):
         console.print(part)
     assert "…" not in out.getvalue()
+
+
+@pytest.mark.parametrize(("number", "expected"), [
+    (-0.0001, "+0.000"), (999999.0, "+999999.000"), (1e6, "+1e+06"), (-1e38, "-1e+38"),
+    (math.inf, "+inf"), (math.nan, "+nan"),
+])  # fmt: skip
+def test_a_large_number_is_written_in_short(number: float, expected: str) -> None:
+    assert signed(number) == expected

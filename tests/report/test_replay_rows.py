@@ -102,11 +102,22 @@ def test_a_gradient_counts_as_the_loss_does() -> None:
 
 
 def test_ten_bad_rows_are_counted() -> None:
+    batch = kept("sft", [DemonstrationTokens(ids(1), ids(5))] * 11)
+    facts = {name: torch.full((11,), math.nan) for name in FACTS}
+    for column in facts.values():
+        column[10] = 1.0
+    line = not_finite_rows(batch, replayed_rows(batch, facts, show))
+    assert "of 11 rows of d.jsonl 10 are not finite: line 11 (" in line
+    assert line.endswith("line 18 (loss nan, gradient norm nan), 2 more")
+
+
+def test_where_all_rows_are_bad_the_weights_are_named() -> None:
     batch = kept("sft", [DemonstrationTokens(ids(1), ids(5))] * 10)
     facts = {name: torch.full((10,), math.nan) for name in FACTS}
-    line = not_finite_rows(batch, replayed_rows(batch, facts, show))
-    assert "of 10 rows of d.jsonl 10 are not finite: line 11 (" in line
-    assert line.endswith("line 18 (loss nan, gradient norm nan), 2 more")
+    assert not_finite_rows(batch, replayed_rows(batch, facts, show)) == (
+        "step 3 was not made: all 10 rows of d.jsonl are not finite: the weights, not the data; "
+        "the first is line 11 (loss nan, gradient norm nan)"
+    )
 
 
 def test_a_pair_has_both_sides_and_their_scores() -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS, LastBatch
-from lightning_rlhf.report.replayed import scale, visible
+from lightning_rlhf.report.replayed import scale, signed, visible
 
 LEGEND: Mapping[str, Mapping[str, str]] = {
     "sft": {
@@ -100,7 +100,7 @@ def heading(row: ReplayedRow) -> str:
     """The numbers of a row, in one line."""
     facts = row.facts
     parts = [f"{row.place}: loss {facts['loss']:.4f}", f"gradient norm {facts['grad_norm']:.4g}"]
-    parts += [f"{side} {facts[f'{side}_score']:+z.3f}" for side in row.tokens if not row.losses]
+    parts += [f"{side} {signed(facts[f'{side}_score'])}" for side in row.tokens if not row.losses]
     return ", ".join([*parts, *(f"{name} {len(ids)} tokens" for name, ids in row.tokens.items())])
 
 
@@ -131,5 +131,10 @@ def not_finite_rows(batch: LastBatch, rows: Sequence[ReplayedRow]) -> str:
     said = f"step {batch.step} was not made: of {len(rows)} rows of {batch.source} "
     if not bad:
         return f"{said}each by itself has a finite loss and gradient"
+    if len(bad) == len(rows) > 1:
+        return (
+            f"step {batch.step} was not made: all {len(rows)} rows of {batch.source} are not "
+            f"finite: the weights, not the data; the first is {bad[0]}"
+        )
     told = bad[:NAMED] + [f"{len(bad) - NAMED} more"] * (len(bad) > NAMED)
     return f"{said}{len(bad)} {'is' if len(bad) == 1 else 'are'} not finite: {', '.join(told)}"

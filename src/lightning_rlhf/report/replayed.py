@@ -114,15 +114,15 @@ def _rank(response: ReplayedResponse) -> float:
 
 def heading(response: ReplayedResponse) -> str:
     """The numbers of a whole response, in one line."""
-    parts = [f"{name} {part:+z.3f}" for name, part in response.parts.items()]
+    parts = [f"{name} {signed(part)}" for name, part in response.parts.items()]
     return ", ".join(
         [
-            f"response {response.row}: score {response.score:+z.3f}",
+            f"response {response.row}: score {signed(response.score)}",
             *(parts if len(parts) > 1 else []),
             f"{len(response.tokens)} tokens",
             "ended" if response.ended else "cut off",
-            f"KL {sum(t.kl for t in response.tokens):+z.3f} to "
-            f"{sum(t.kl_after for t in response.tokens):+z.3f} nats",
+            f"KL {signed(sum(t.kl for t in response.tokens))} to "
+            f"{signed(sum(t.kl_after for t in response.tokens))} nats",
             f"mean |log ratio| {response.change:.4f}",
         ]
     )
@@ -142,10 +142,10 @@ COLUMNS = (
 
 def cells(token: ReplayedToken) -> list[str]:
     """The token under COLUMNS; without a critic nothing under the last two."""
-    values = [] if token.value is None else [f"{token.value:+z.3f}", f"{token.value_after:+z.3f}"]
+    values = [signed(x) for x in (token.value, token.value_after) if x is not None]
     return [
         repr(token.text),
-        f"{token.advantage:+z.3f}",
+        signed(token.advantage),
         f"{token.kl:+z.4f}",
         f"{token.kl_after:+z.4f}",
         f"{token.ratio:.4f}",
@@ -180,6 +180,12 @@ def order(shown: int, batch: int) -> str:
 def visible(text: str) -> str:
     """The text with its line breaks marked and kept, and what cannot be printed written out."""
     return "".join("⏎\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def signed(number: float) -> str:
+    """With its sign: three digits behind the point, or six in all where it is a million or more."""
+    is_large = math.isfinite(number) and abs(number) >= 1e6
+    return f"{number:+g}" if is_large else f"{number:+z.3f}"
 
 
 def scale(numbers: Sequence[float]) -> float:
