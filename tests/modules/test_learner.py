@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
-from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.errors import RewardError, TrainingError
 from lightning_rlhf.core.types import Record, Replies, Scores
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
@@ -243,6 +243,13 @@ def test_a_model_that_training_broke_names_iteration_and_key(
         weight.fill_(math.nan)
     logits = "the model's logits are NaN or infinite, and nothing can be sampled from it"
     with pytest.raises(TrainingError, match="^" + re.escape(expected.format(logits))):
+        module.collect(prompts(4))
+
+
+def test_a_reward_that_is_no_number_names_the_iteration(make_ppo: Make) -> None:
+    module = make_ppo(reward=lambda replies: [math.nan] * len(replies))
+    module.iteration = 6
+    with pytest.raises(RewardError, match=r"^iteration 7: reward 'reward' gave nan for the resp"):
         module.collect(prompts(4))
 
 

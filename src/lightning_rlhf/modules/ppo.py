@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import DivergedError, NotFiniteError, TrainingError
+from lightning_rlhf.core.errors import DivergedError, NotFiniteError, RewardError, TrainingError
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
@@ -148,7 +148,8 @@ class PPOModule(L.LightningModule):
     def collect(self, prompts: Prompts) -> tuple[Collected, dict[str, float]]:
         """Sample and score: what to learn from, and the seconds that either took.
 
-        Raises TrainingError where nothing can be sampled; it names the iteration.
+        Raises TrainingError where nothing can be sampled, RewardError where the reward gives no
+        numbers; both name the iteration.
         """
         generator = self.generator(TRAINING, self.iteration)
         started = time.perf_counter()
@@ -158,7 +159,10 @@ class PPOModule(L.LightningModule):
             raise TrainingError(self.diverged()) from error
         rollout = self.valued(rollout)
         rolled_out = time.perf_counter()
-        scores = self.score(self.said(rollout, "train"))
+        try:
+            scores = self.score(self.said(rollout, "train"))
+        except RewardError as error:
+            raise RewardError(f"iteration {self.iteration + 1}: {error}") from error
         experience = make_experience(
             rollout,
             scores,
