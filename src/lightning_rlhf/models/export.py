@@ -52,9 +52,7 @@ def write_final(
                 save_file(_on_cpu(state), beside / "adapter_model.safetensors")
                 inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
             stands_on = BASE if is_whole else stands_on
-            if isinstance(
-                inference.target_modules, set
-            ):  # written in an order of its own each time
+            if isinstance(inference.target_modules, set):  # whose order is another each time
                 inference.target_modules = sorted(inference.target_modules)
             inference.base_model_name_or_path = _base_of(manifest, is_whole)
             inference.save_pretrained(str(beside))
