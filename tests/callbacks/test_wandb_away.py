@@ -133,6 +133,20 @@ def test_a_run_goes_on_where_wandb_dies(
     assert [h["iteration"] for h in history(folder)] == [5]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
+def test_a_run_begins_where_wandb_died_after_the_one_before(tmp_path: Path) -> None:
+    """In one process, as of a sweep."""
+    config = wandb_config("offline")
+    close_loggers(build_loggers(config, tmp_path, IDENTITY), exit_code=0)
+    for pid in wandb_processes():
+        os.kill(pid, signal.SIGKILL)
+    (tmp_path / "again").mkdir()
+    again = build_loggers(config, tmp_path / "again", IDENTITY)
+    again[1].log_metrics({"reward_mean": 1.0}, step=5)
+    close_loggers(again, exit_code=0)
+    assert not again[1].is_gone
+
+
 def test_what_else_fails_in_wandb_is_not_hidden(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

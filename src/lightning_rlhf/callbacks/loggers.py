@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks.logger_config import (
     wandb_mode,
 )
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb
+from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb, forget, gone
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.storage import written_whole
 
@@ -105,6 +105,9 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
         why = f"W&B did not answer in {config.init_timeout_s:g} s (logger.init_timeout_s)"
         wandb.teardown()  # which still holds the id of the run that could not be started
         run = start("offline")
+    except gone():  # since the run before, in this process
+        forget()
+        run = start(mode)
     run.define_metric(AXIS)
     run.define_metric("*", step_metric=AXIS)
     if run.offline:

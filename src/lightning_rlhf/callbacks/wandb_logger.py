@@ -35,10 +35,7 @@ class RunWandb(WandbLogger):
         """Finish the W&B run, so that the next run in this process gets its own."""
         self._try(lambda: self.experiment.finish(exit_code=exit_code))
         if self.is_gone:
-            import wandb
-
-            with suppress(*_gone()):
-                wandb.teardown()  # which else would look for its process again
+            forget()
 
     def _try(self, ask: Callable[[], None]) -> None:
         """Ask W&B for something, unless it is gone; what else fails is raised."""
@@ -46,7 +43,7 @@ class RunWandb(WandbLogger):
             return
         try:
             ask()
-        except _gone():
+        except gone():
             self.is_gone = True
             tell(
                 "W&B: its process has ended; the run goes on without it: metrics.csv has every "
@@ -54,7 +51,15 @@ class RunWandb(WandbLogger):
             )
 
 
-def _gone() -> tuple[type[Exception], ...]:
+def forget() -> None:
+    """Let W&B look no more for a process that has ended, and start another for the next run."""
+    import wandb
+
+    with suppress(*gone()):
+        wandb.teardown()
+
+
+def gone() -> tuple[type[Exception], ...]:
     """What W&B raises where its process does not answer any more."""
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 
