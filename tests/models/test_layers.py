@@ -26,8 +26,8 @@ OURS_TO_LIBRARY = {ours: library for library, ours in QUICK.items()}
 WIDTH = 12
 
 
-def a_policy(family: str) -> Roles:
-    roles = Roles(build_model(family))
+def a_policy(family: str, **changes: Any) -> Roles:
+    roles = Roles(build_model(family, **changes))
     roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
     with torch.no_grad():
         for name, parameter in roles.named_parameters():

@@ -13,8 +13,8 @@ from lightning_rlhf.models.packing import PACKED, WORTH, Packing, recompute
 from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
 
 from .conftest import VOCABULARY, build_model
+from .test_layers import FAMILIES, a_policy, relative
 
-FAMILIES = ("qwen3", "llama", "qwen2", "qwen3_5_text")
 T, F = True, False
 WANTED = {
     "a response in each row": [
@@ -41,26 +41,12 @@ WANTED = {
 }
 
 
-def a_policy(family: str, **changes: object) -> Roles:
-    roles = Roles(build_model(family, **changes))
-    roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
-    with torch.no_grad():
-        for name, parameter in roles.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    return roles
-
-
 def outcome(roles: Roles, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states, and the gradient of a weighted sum of them."""
     roles.zero_grad()
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     (hidden * weights).sum().backward()
     return hidden.detach(), torch.cat([p.grad.flatten() for p in roles.trained_by(POLICY)])
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def tokens_of(wanted: Tensor) -> Tensor:
