@@ -21,7 +21,7 @@ from common import markdown_table
 from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.types import Experience, Prompts
-from lightning_rlhf.models import packing
+from lightning_rlhf.models import lora, packing
 from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
@@ -136,7 +136,11 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
         "layers computed once more": lambda: recomputed(module),
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
         "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
-        "no chunks": lambda: patch.object(logprobs, "_frozen_rows", lambda *_: 10**9),
+        "adapters beside the weights": lambda: patch.object(lora, "FOLDING", float("inf")),
+        "lengths as they are": lambda: patch.object(packing, "COLUMNS", 1),
+        "logits of 64 tokens at a time": lambda: patch.object(
+            logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size
+        ),
         "logits kept, or computed again": lambda: patch.object(
             ppo, "response_logprobs", keeping_logits
         ),

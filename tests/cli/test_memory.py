@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from lightning_rlhf.cli import memory
+
+
+def allows_huge_pages() -> bool:
+    """Whether programs that ask get them, and nothing keeps ours from asking."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    allowed = setting.exists() and "[madvise]" in setting.read_text()
+    return allowed and not memory._reserving_costs()
+
 
 PROGRAM = """
 import resource, sys, torch
@@ -35,6 +46,47 @@ def test_a_tensor_takes_the_place_of_the_one_that_was_freed() -> None:
     plain, kept = page_faults("plain"), page_faults("kept")
     if plain > 300_000:  # a C library that keeps its memory by itself has nothing to show
         assert kept < plain / 5
+
+
+HUGE = """
+import re, resource, sys, torch
+if sys.argv[1] == "limited":
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.RLIM_INFINITY))
+from lightning_rlhf.cli.memory import keep_large_blocks
+
+def size(name):
+    text = open("/proc/self/status").read() + open("/proc/self/smaps_rollup").read()
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", text)[1])
+
+virtual, resident = size("VmSize"), size("VmRSS")
+keep_large_blocks()
+print(size("VmSize") - virtual, size("VmRSS") - resident)
+tensors = [torch.ones(100_000) for _ in range(500)]
+print(size("AnonHugePages"))
+"""
+
+
+def reserved_resident_huge(how: str) -> tuple[int, int, int]:
+    """What asking reserves and takes, and huge pages under 500 tensors of 400 kB; kB."""
+    command = [sys.executable, "-c", HUGE, how]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    reserved, resident, huge = map(int, found.stdout.split())
+    return reserved, resident, huge
+
+
+@pytest.mark.skipif(not allows_huge_pages(), reason="the kernel's own setting")
+def test_tensors_lie_on_huge_pages() -> None:
+    """Most of the 195 MB; reserving them takes nothing."""
+    reserved, resident, huge = reserved_resident_huge("free")
+    assert reserved > 500_000
+    assert resident < 5_000
+    assert huge > 100_000
+
+
+@pytest.mark.skipif(not allows_huge_pages(), reason="the kernel's own setting")
+def test_nothing_is_reserved_under_a_limit_that_counts_it() -> None:
+    reserved, _, huge = reserved_resident_huge("limited")
+    assert (reserved, huge) == (0, 0)
 
 
 DENORMALS = """

@@ -282,16 +282,6 @@ class TestFrozenHead:
         expected = case.slow(1.0)[2]
         assert (gradient.float() - expected).norm() < 2**-7 * expected.norm()
 
-    @pytest.mark.parametrize(
-        ("vocabulary", "device", "rows"),
-        [
-            (2048, "cpu", 976), (32768, "cpu", 64), (248_320, "cpu", 64), (1_000_000, "cpu", 16),
-            (2048, "cuda", 7812), (248_320, "cuda", 64), (20_000_000, "cuda", 1),
-        ],
-    )  # fmt: skip
-    def test_rows_at_once(self, vocabulary: int, device: str, rows: int) -> None:
-        assert logprobs_file._frozen_rows(vocabulary, torch.device(device)) == rows
-
     def test_the_head_is_asked_once(self, chunk) -> None:
         chunk(14)
         case, seen = Case(rows=5, vocabulary=7, seed=0), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 
-from lightning_rlhf.models.lora import QuickLinear, _Added
+from lightning_rlhf.models import lora
+from lightning_rlhf.models.lora import QuickLinear, _Added, _Folded
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 
 from .test_folding import TOKENS, a_policy
@@ -56,7 +58,10 @@ def quick_layers(roles: Roles) -> list[QuickLinear]:
     return [module for module in roles.modules() if isinstance(module, QuickLinear)]
 
 
-def test_the_formula_has_the_gradients_that_autograd_gives_it() -> None:
+@pytest.mark.parametrize("formula", [_Added, _Folded])
+def test_the_formula_has_the_gradients_that_autograd_gives_it(
+    formula: type[torch.autograd.Function],
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, learns: bool = True) -> Tensor:
@@ -68,7 +73,7 @@ def test_the_formula_has_the_gradients_that_autograd_gives_it() -> None:
     scales = [2.0, 0.5]
 
     def ours(x: Tensor, *matrices: Tensor) -> Tensor:
-        return _Added.apply(x, weight, bias, scales, *matrices)
+        return formula.apply(x, weight, bias, scales, *matrices)
 
     a, b, c, d = matrices
     expected = x @ weight.T + bias + 2 * x @ a.T @ b.T + 0.5 * x @ c.T @ d.T
@@ -76,17 +81,39 @@ def test_the_formula_has_the_gradients_that_autograd_gives_it() -> None:
     assert torch.autograd.gradcheck(ours, (x, *matrices))
 
 
+@pytest.fixture
+def folds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of what was multiplied with the sum of the matrices."""
+    shapes: list[torch.Size] = []
+
+    class Spy(_Folded):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            shapes.append(x.shape)
+            return _Folded.forward(ctx, x, *args)
+
+    monkeypatch.setattr(lora, "_Folded", Spy)
+    return shapes
+
+
+@pytest.mark.parametrize("folding", [0, 1e9])
 @pytest.mark.parametrize("role", [POLICY, "sft"])
 def test_hidden_states_and_gradients_are_those_of_peft(
-    role: str, monkeypatch: pytest.MonkeyPatch, peft_is_asked: list[LoRALinear]
+    role: str,
+    folding: float,
+    monkeypatch: pytest.MonkeyPatch,
+    peft_is_asked: list[LoRALinear],
+    folds: list[torch.Size],
 ) -> None:
     """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
+    monkeypatch.setattr(lora, "FOLDING", folding)
     roles = a_policy()
     roles._stack("sft", trainable=role == "sft")
     roles.play(role)
     before = len(peft_is_asked)
     (hidden, gradients), (plain, plain_gradients) = quick_and_plain(roles, monkeypatch)
     assert len(peft_is_asked) == before
+    assert len(folds) == (len(quick_layers(roles)) if folding == 0 else 0)
     torch.testing.assert_close(hidden, plain, atol=1e-5, rtol=0)
     assert gradients.keys() == plain_gradients.keys()
     assert all(f".{role}." in name for name in gradients)
@@ -96,6 +123,28 @@ def test_hidden_states_and_gradients_are_those_of_peft(
         torch.testing.assert_close(
             gradient, plain_gradients[name], rtol=0, atol=1e-5 * scale, msg=name
         )
+
+
+@pytest.mark.parametrize(("tokens", "folded"), [(19, False), (20, True)])
+def test_many_tokens_are_multiplied_with_the_sum(
+    tokens: int, folded: bool, folds: list[torch.Size]
+) -> None:
+    """16 x 24 numbers of W cost what 9.6 tokens of 16 and 24 do: from twice as many on it pays."""
+    roles = a_policy()
+    roles.play(POLICY)
+    layer = next(layer for layer in quick_layers(roles) if layer.out_features == 24)
+    layer(torch.zeros(1, tokens, 16))
+    assert folds == [(1, tokens, 16)] * folded
+
+
+def test_16_bits_never_are(folds: list[torch.Size]) -> None:
+    """In the sum an adapter of less than 1/256 of a weight would be lost."""
+    roles = a_policy(torch.bfloat16)
+    roles.play(POLICY)
+    with torch.autocast("cpu", torch.bfloat16):
+        for layer in quick_layers(roles):
+            layer(torch.zeros(1000, layer.in_features))
+    assert folds == []
 
 
 def test_under_autocast_they_are_as_near_to_the_truth_as_those_of_peft(

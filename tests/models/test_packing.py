@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models import packing
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.packing import PACKED, WORTH, Packing, recompute
+from lightning_rlhf.models.packing import PACKED, WORTH, Packing, columns_to_add, recompute
 from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
 
 from .conftest import VOCABULARY, build_model
@@ -66,6 +66,33 @@ def test_hidden_states_and_gradients_are_those_of_all_positions(
     assert relative(found, expected) <= 1e-5
     assert expected_gradient.abs().max() > 0
     assert relative(gradient, expected_gradient) <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_columns_behind_the_rows_change_nothing(family: str) -> None:
+    """31 positions are computed as 32."""
+    roles = a_policy(family)
+    mask = torch.zeros(3, 31, dtype=torch.bool)
+    mask[0, 20:], mask[1, 3:9], mask[2, 30] = True, True, True
+    tokens = tokens_of(mask)
+    expected, expected_gradient = outcome(roles, roles.hidden(tokens)[mask])
+    columns: list[int] = []
+    roles.causal_lm.base_model.layers[0].register_forward_pre_hook(
+        lambda _, args: columns.append(args[0].shape[1])
+    )
+    found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
+    assert columns == [32]
+    assert relative(found, expected) <= 1e-5
+    assert relative(gradient, expected_gradient) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("columns", "more"), [(0, 0), (1, 0), (15, 0), (16, 0), (31, 1), (46, 0), (77, 3), (76, 0)]
+)
+def test_a_length_is_rounded_up_where_that_is_a_twenty_fifth_at_most(
+    columns: int, more: int
+) -> None:
+    assert columns_to_add(columns) == more
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits alive at once: 64 MB in fp32, whatever the vocabulary
-CACHED_ELEMENTS, CACHED_ROWS = 2_000_000, 64
-"""What a CPU's cache holds a good part of; and rows for which reading the head's weights pays."""
 
 
 def token_logprobs(
@@ -35,7 +33,7 @@ def token_logprobs(
     several, the backward pass computes each chunk's logits again instead of keeping them.
 
     frozen_head: log-probabilities have a gradient in `hidden` alone, and the entropy has none. It
-        is then known with the logits: nothing is kept of them, and nothing computed again.
+        is then known with the logits: they are overwritten, and nothing is computed again.
 
     Returns: logprobs and entropy, fp32, nats.
     """
@@ -164,7 +162,7 @@ class _FrozenHead(torch.autograd.Function):
         learns = ctx.needs_input_grad[0]
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, gradient = torch.empty_like(logprobs), torch.empty_like(hidden)
-        size = _frozen_rows(vocab_size, hidden.device)
+        size = max(1, CHUNK_ELEMENTS // vocab_size)
         for h, target, logprob, h_entropy, slope in zip(
             *(x.split(size) for x in (hidden, targets[:, None], logprobs, entropy, gradient)),
             strict=True,
@@ -173,10 +171,13 @@ class _FrozenHead(torch.autograd.Function):
                 h = h.detach().requires_grad_(learns)
                 logits = head(h)
             scaled = logits.detach().float()
-            table = torch.log_softmax(scaled if temperature == 1 else scaled / temperature, -1)
-            logprob.copy_(table.gather(-1, target).squeeze(-1))
-            p = table.exp()
-            torch.sum(table.mul_(p), -1, out=h_entropy).neg_()
+            if temperature != 1:
+                scaled = scaled / temperature
+            p = torch.softmax(scaled, -1)
+            # The likeliest token has odds of 1 among the exponentials that softmax added up.
+            log_total = scaled.amax(-1) - p.amax(-1).log()
+            torch.sub(scaled.gather(-1, target).squeeze(-1), log_total, out=logprob)
+            torch.sub(log_total, scaled.mul_(p).sum(-1), out=h_entropy)
             if learns:
                 p.scatter_add_(-1, target, p.new_full(target.shape, -1.0))
                 (found,) = torch.autograd.grad(logits, h, p.to(logits.dtype))
@@ -192,11 +193,3 @@ class _FrozenHead(torch.autograd.Function):
     ) -> tuple[Float[Tensor, "N d"], None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return (gradient * d_logprobs[:, None]).to(gradient.dtype), None, None, None, None
-
-
-def _frozen_rows(vocab_size: int, device: torch.device) -> int:
-    """Tokens whose logits are alive at once where nothing is computed again."""
-    at_most = max(1, CHUNK_ELEMENTS // vocab_size)
-    if device.type != "cpu":
-        return at_most
-    return min(at_most, max(CACHED_ROWS, CACHED_ELEMENTS // vocab_size))

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from lightning_rlhf.models.layers import QUICK
 
+FOLDING = 2  # times the operations of adding an adapter to W, from which it pays
+
 
 def quicken(model: nn.Module) -> None:
     """Let plain linear layers under LoRA, and layers that `QUICK` knows, compute as ours do.
@@ -36,13 +38,16 @@ def is_plain_sum(layer: LoRALinear) -> bool:
 
 
 class QuickLinear(LoRALinear):
-    """PEFT's linear layer, its active adapters added in place.
+    """PEFT's linear layer, its active adapters added in place, or to the weight.
 
         y = x W^T + b + sum_i scale_i (x A_i^T) B_i^T
 
     But for rounding it is what PEFT computes; autograd of the formula makes a tensor as large as y
     for every product, sum and scale of it. W is frozen, and W and adapters are in the dtype of the
     computation, or rounded to it by autocast; everything else is computed by PEFT.
+
+    In fp32 many tokens are multiplied with the sum of the matrices: two products less, for memory
+    of one more W until the gradient is taken. 16 bits would round the adapter away.
     """
 
     def forward(self, x: Float[Tensor, "*n i"], *args: Any, **kwargs: Any) -> Float[Tensor, "*n o"]:
@@ -65,7 +70,46 @@ class QuickLinear(LoRALinear):
             return super().forward(x, *args, **kwargs)
         matrices = [matrix.to(dtype) for pair in pairs for matrix in pair]
         scales = [self.scaling[adapter] for adapter in adapters]
-        return _Added.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)
+        formula = _Folded if dtype == torch.float32 and self._folding_pays(x) else _Added
+        return formula.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)  # type: ignore
+
+    def _folding_pays(self, x: Float[Tensor, "*n i"]) -> bool:
+        """Whether adding an adapter to W takes far fewer operations than to every token."""
+        inner, outer = self.in_features, self.out_features
+        return x.numel() // inner * (inner + outer) > FOLDING * inner * outer
+
+
+class _Folded(torch.autograd.Function):
+    """x (W + sum_i scale_i B_i A_i)^T + b, and the gradients of x, A_i and B_i."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Float[Tensor, "*n i"],
+        weight: Float[Tensor, "o i"],
+        bias: Float[Tensor, " o"] | None,
+        scales: Sequence[float],
+        *matrices: Tensor,
+    ) -> Float[Tensor, "*n o"]:
+        for a, b, scale in zip(matrices[::2], matrices[1::2], scales, strict=True):
+            weight = torch.addmm(weight, b, a, alpha=scale)
+        ctx.scales = scales
+        ctx.save_for_backward(x, weight, *matrices)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "*n o"]) -> tuple[Tensor | None, ...]:
+        x, weight, *matrices = ctx.saved_tensors
+        rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        wanted_x, _, _, _, *wanted = ctx.needs_input_grad
+        gradients: list[Tensor | None] = []
+        for i, scale in enumerate(ctx.scales):
+            a, b = matrices[2 * i : 2 * i + 2]
+            gradients.append((dy @ b).mul_(scale).T @ rows if wanted[2 * i] else None)
+            gradients.append(dy.T @ (rows @ a.T).mul_(scale) if wanted[2 * i + 1] else None)
+        dx = (dy @ weight).view(x.shape) if wanted_x else None
+        return dx, None, None, None, *gradients
 
 
 class _Added(torch.autograd.Function):

@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int
 from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, first_line
@@ -35,7 +36,7 @@ from lightning_rlhf.models.attention import attend_widely
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import quicken
-from lightning_rlhf.models.packing import Packing, pack
+from lightning_rlhf.models.packing import Packing, columns_to_add, pack
 from lightning_rlhf.models.weights import check_weights
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
@@ -229,6 +230,7 @@ class Roles(nn.Module):
         """Those of `hidden` that are wanted, row by row, without most of what only others need."""
         if not self._packs:
             return self.hidden(tokens)[wanted]
+        tokens, wanted = (F.pad(x, (0, columns_to_add(x.shape[1]))) for x in (tokens, wanted))
         trunk = self.causal_lm.base_model
         packing = Packing.of(wanted, again=partial(self.acting, self._role))
         hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
