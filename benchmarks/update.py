@@ -21,7 +21,7 @@ from common import markdown_table
 from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.types import Experience, Prompts
-from lightning_rlhf.models import lora, packing
+from lightning_rlhf.models import lora, packed, packing
 from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
@@ -77,7 +77,7 @@ def everywhere(roles: Roles, tokens: Tensor, wanted: Tensor) -> Tensor:
 def recomputed(module: PPOModule) -> Iterator[None]:
     """Inside, as with model.gradient_checkpointing=true."""
     layers = module.roles.causal_lm.base_model.layers
-    packing.recompute(module.roles.causal_lm)
+    packed.recompute(module.roles.causal_lm)
     try:
         yield
     finally:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models import packing
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.packing import PACKED, WORTH, Packing, columns_to_add, recompute
+from lightning_rlhf.models.packed import PACKED, recompute
+from lightning_rlhf.models.packing import WORTH, Packing, columns_to_add
 from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
 
 from .conftest import VOCABULARY, build_model
@@ -93,6 +98,53 @@ def test_a_length_is_rounded_up_where_that_is_a_twenty_fifth_at_most(
     columns: int, more: int
 ) -> None:
     assert columns_to_add(columns) == more
+
+
+def sliding(roles: Roles) -> None:
+    """Positions that look 4 back alone, by a mask."""
+    for layer in roles.causal_lm.base_model.layers:
+        assert layer.self_attn.sliding_window == 4
+
+
+def eager(roles: Roles) -> None:
+    roles.causal_lm.set_attn_implementation("eager")
+
+
+def dropping(roles: Roles) -> None:
+    """Attention that leaves out some of what it sees, at random."""
+    for layer in roles.causal_lm.base_model.layers:
+        layer.self_attn.attention_dropout = 0.1
+        layer.self_attn.train()
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "library"),
+    [(lambda roles: None, {}, 0), (sliding, WINDOWS, 2), (eager, {}, 2), (dropping, {}, 2)],
+)
+def test_attention_that_ours_does_not_compute_is_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Roles], None],
+    shape: dict[str, Any],
+    library: int,
+) -> None:
+    roles, mask = a_policy("qwen3", **shape), torch.tensor(WANTED["a response in each row"])
+    change(roles)
+    tokens = tokens_of(mask)
+    asked: list[Any] = []
+    forward = Qwen3Attention.forward
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3Attention, "forward", spy)
+    found = roles.hidden_at(tokens, mask)
+    assert len(asked) == library
+    if change is not dropping:
+        assert relative(found, roles.hidden(tokens)[mask]) <= 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

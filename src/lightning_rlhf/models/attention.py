@@ -43,5 +43,27 @@ def wide_sdpa(
     return output.to(query.dtype), None
 
 
+def turned(
+    x: Float[Tensor, "N H s"], cos: Float[Tensor, "N 1 r"], sin: Float[Tensor, "N 1 r"]
+) -> Float[Tensor, "N H s"]:
+    """Rotary position embedding of the first r dimensions.
+
+        y = x cos + [-x_2, x_1] sin,   x = [x_1, x_2] in halves
+
+    sin: `signed`.
+    Source: Su et al. 2021, eq. 34, https://arxiv.org/abs/2104.09864
+    """
+    r = cos.shape[-1]
+    part = x[..., :r]
+    y = (part * cos).addcmul_(part.roll(r // 2, -1), sin)
+    return y if r == x.shape[-1] else torch.cat([y, x[..., r:]], dim=-1)
+
+
+def signed(sin: Float[Tensor, "*N r"]) -> Float[Tensor, "*N r"]:
+    """Its first half negated."""
+    first, second = sin.chunk(2, dim=-1)
+    return torch.cat([-first, second], dim=-1)
+
+
 AttentionInterface.register(WIDE_SDPA, wide_sdpa)
 AttentionMaskInterface.register(WIDE_SDPA, sdpa_mask)

@@ -25,7 +25,7 @@ from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import Quantization
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.packing import recompute
+from lightning_rlhf.models.packed import recompute
 from lightning_rlhf.models.weights import check_weights
 
 

@@ -36,7 +36,8 @@ from lightning_rlhf.models.attention import attend_widely
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import quicken
-from lightning_rlhf.models.packing import Packing, columns_to_add, pack
+from lightning_rlhf.models.packed import pack
+from lightning_rlhf.models.packing import Packing, columns_to_add
 from lightning_rlhf.models.weights import check_weights
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"

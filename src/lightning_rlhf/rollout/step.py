@@ -24,7 +24,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from lightning_rlhf.models.lora import QuickLinear, is_plain_sum
-from lightning_rlhf.models.packing import PACKED, TRUNKS
+from lightning_rlhf.models.packed import PACKED, TRUNKS
 from lightning_rlhf.rollout.cache import RoomyLayer
 
 
