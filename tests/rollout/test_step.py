@@ -120,6 +120,23 @@ def test_each_step_is_that_of_the_models_own_layers(name: str, folded: bool) -> 
 
 
 @pytest.mark.parametrize("name", SHAPES)
+def test_packed_weights_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of larger models are."""
+    roles = build(name)
+    expected = stepped(roles, ours=False)
+    monkeypatch.setattr("lightning_rlhf.rollout.product.SMALLEST", 0)
+    torch.testing.assert_close(stepped(roles, ours=True), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles, hidden = build("qwen3"), torch.randn(3, 32)
+    for smallest in (0, 2**30):
+        monkeypatch.setattr("lightning_rlhf.rollout.product.SMALLEST", smallest)
+        step = Step(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+        torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(name: str) -> None:
     """Each rounds in other places. Root mean squares of the distance to fp32."""
     roles = build(name)

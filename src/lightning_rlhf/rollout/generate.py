@@ -48,13 +48,14 @@ def generate(
     with roles.folded():
         hidden = last_hidden(roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask))
         step = Step(roles.causal_lm, cache) if can_step(roles.causal_lm, cache) else None
+        head = step.head if step else roles.head
         if samples_per_prompt > 1:
             prompt = torch.arange(len(prompts), device=roles.device)
             prompt = prompt.repeat_interleave(samples_per_prompt)
             cache.reorder_cache(prompt)
             hidden = hidden[prompt]
         while True:
-            logits = roles.head(hidden).float() / temperature
+            logits = head(hidden).float() / temperature
             token, logprob = sample(logits, uniforms[draft.rows, draft.written])
             draft.write(token, logprob, value(hidden))
             draft.end(torch.isin(token, end))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from peft.tuners.lora import Linear as LoRALinear
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,6 +25,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from lightning_rlhf.models.lora import QuickLinear, is_plain_sum
 from lightning_rlhf.models.packed import PACKED, TRUNKS
 from lightning_rlhf.rollout.cache import RoomyLayer
+from lightning_rlhf.rollout.product import Product
 
 
 class Step:
@@ -39,6 +39,10 @@ class Step:
         self.embed, self.rotary = trunk.embed_tokens, trunk.rotary_emb
         self.layers = [_Layer(*pair) for pair in zip(trunk.layers, cache.layers, strict=True)]
         self.norm = _Norm(trunk.norm)
+        head = causal_lm.get_output_embeddings()
+        alike = _is_known(head) and head.weight.dtype == self.embed.weight.dtype
+        self.head = Product(head) if alike else head
+        """Logits of hidden states."""
 
     def __call__(
         self,
@@ -96,8 +100,8 @@ class _Layer:
         self.mix = (
             _DeltaRule(layer.linear_attn, cache) if linear else _Attention(layer.self_attn, cache)
         )
-        self.gate_up = _Product(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self.down = _Product(layer.mlp.down_proj)
+        self.gate_up = Product(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self.down = Product(layer.mlp.down_proj)
 
     def __call__(
         self, hidden: Float[Tensor, "B d"], turn: tuple[Tensor, Tensor], unseen: Tensor
@@ -113,10 +117,10 @@ class _Attention:
     def __init__(self, layer: Any, cache: RoomyLayer) -> None:
         self.cache, self.size, self.scale = cache, layer.head_dim, layer.scaling
         self.gated = isinstance(layer, Qwen3_5Attention)
-        self.joint = _Product(layer.q_proj, layer.k_proj, layer.v_proj)
+        self.joint = Product(layer.q_proj, layer.k_proj, layer.v_proj)
         self.kv = layer.k_proj.out_features // self.size
         self.q = layer.num_key_value_groups * self.kv
-        self.out = _Product(layer.o_proj)
+        self.out = Product(layer.o_proj)
         self.norms = None
         if hasattr(layer, "q_norm"):
             norms = [_Norm(layer.q_norm)] * self.q + [_Norm(layer.k_norm)] * self.kv
@@ -158,14 +162,14 @@ class _DeltaRule:
 
     def __init__(self, layer: Qwen3_5GatedDeltaNet, cache: LinearAttentionLayer) -> None:
         self.cache, self.size = cache, layer.head_k_dim
-        self.joint = _Product(layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
+        self.joint = Product(layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
         self.kernel = layer.conv1d.weight.squeeze(1).T.contiguous()[:, None]
         self.bias = layer.conv1d.bias
         self.k, self.v = layer.num_k_heads, layer.num_v_heads
         self.widths = [len(self.kernel[0, 0]), layer.value_dim, self.v, self.v]
         self.rate, self.shift = -layer.A_log.float().exp(), layer.dt_bias
         self.norm, self.eps = layer.norm.weight.float(), layer.norm.variance_epsilon
-        self.out = _Product(layer.out_proj)
+        self.out = Product(layer.out_proj)
         scale = self.rate.new_tensor([1 / self.size] * self.k + [self.size**-0.5] * self.k)
         self.unit = scale[:, None]
         """Of rms(x) = 1: keys of length 1, queries of length 1 / sqrt(size)."""
@@ -202,41 +206,6 @@ class _DeltaRule:
         self.cache.conv_states[0] = window.permute(1, 2, 0)
         y = (window * self.kernel).sum(0, dtype=torch.float32)
         return F.silu(y if self.bias is None else y + self.bias, inplace=True)
-
-
-class _Product:
-    """W x + sum_i scale_i B_i A_i x + b, of one linear layer or of several of one input."""
-
-    def __init__(self, *layers: nn.Linear | LoRALinear) -> None:
-        bases = [layer.base_layer if isinstance(layer, LoRALinear) else layer for layer in layers]
-        biases = [base.bias for base in bases if base.bias is not None]
-        self.weight = bases[0].weight if len(bases) == 1 else torch.cat([b.weight for b in bases])
-        self.bias = torch.cat(biases) if biases else None
-        inward, outward = zip(*(self._adapters(layer) for layer in layers), strict=True)
-        self.inward, self.outward = torch.cat(inward), torch.block_diag(*outward)
-
-    def _adapters(self, layer: nn.Linear | LoRALinear) -> tuple[Tensor, Tensor]:
-        """All A_i of a layer, [r, i], and all scale_i B_i, [o, r]; r is 0 where it has none."""
-        inward = [self.weight.new_zeros(0, layer.in_features)]
-        outward = [self.weight.new_zeros(layer.out_features, 0)]
-        if isinstance(layer, LoRALinear):
-            for name in layer.active_adapters:
-                if name in layer.lora_A:
-                    a, b = (x.get_submodule(name).weight for x in (layer.lora_A, layer.lora_B))
-                    inward.append(a.to(self.weight))
-                    outward.append((layer.scaling[name] * b).to(self.weight))
-        return torch.cat(inward), torch.cat(outward, dim=1)
-
-    def __call__(
-        self, x: Float[Tensor, "B i"], onto: Float[Tensor, "B o"] | None = None
-    ) -> Float[Tensor, "B o"]:
-        """Added to `onto` where it is given."""
-        if onto is None:
-            y = F.linear(x, self.weight, self.bias)
-        else:
-            y = torch.addmm(onto, x, self.weight.T)
-            y = y if self.bias is None else y.add_(self.bias)
-        return y.addmm_(x @ self.inward.T, self.outward.T) if len(self.inward) else y
 
 
 class _Norm:

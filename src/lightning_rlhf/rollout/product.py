@@ -1,0 +1,73 @@
+"""A matrix product with a few rows, done many times with the same weights."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from peft.tuners.lora import Linear as LoRALinear
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROWS = 32  # what a packed weight is laid out for; it is right for any other number too
+SMALLEST = 2**17  # numbers of a weight that is worth packing
+
+
+class Product:
+    """W x + sum_i scale_i B_i A_i x + b, of one linear layer or of several of one input.
+
+    Memory: a copy of W on a CPU, and of the weights of several layers on any device.
+    """
+
+    def __init__(self, *layers: nn.Linear | LoRALinear) -> None:
+        bases = [layer.base_layer if isinstance(layer, LoRALinear) else layer for layer in layers]
+        biases = [base.bias for base in bases if base.bias is not None]
+        weight = torch.cat([b.weight for b in bases]) if len(bases) > 1 else bases[0].weight
+        self.bias = torch.cat(biases) if biases else None
+        pairs = [_adapters(*pair) for pair in zip(layers, bases, strict=True)]
+        inward, outward = zip(*pairs, strict=True)
+        self.inward, self.outward = torch.cat(inward), torch.block_diag(*outward)
+        self.packed = _can_be_packed(weight)
+        if self.packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        else:  # column by column: a sixth faster on a CPU
+            self.weight = weight.T.contiguous().T if weight.numel() < SMALLEST else weight
+
+    def __call__(
+        self, x: Float[Tensor, "B i"], onto: Float[Tensor, "B o"] | None = None
+    ) -> Float[Tensor, "B o"]:
+        """Added to `onto` where it is given."""
+        if self.packed:
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            y = y if onto is None else y.add_(onto)
+        elif onto is None:
+            y = F.linear(x, self.weight, self.bias)
+        else:
+            y = torch.addmm(onto, x, self.weight.T)
+            y = y if self.bias is None else y.add_(self.bias)
+        return y.addmm_(x @ self.inward.T, self.outward.T) if len(self.inward) else y
+
+
+def _can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
+    """Whether oneDNN's own layout is there for the weight, and worth making.
+
+    A product of 1 to 64 rows is then 1.2 to 2 times as fast as one of the plain layout, which on a
+    CPU goes to a library that lays it out anew each time. torch.compile packs its weights so.
+    """
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.numel() >= SMALLEST and (weight.dtype == torch.float32 or bf16)
+
+
+def _adapters(layer: nn.Linear | LoRALinear, base: nn.Linear) -> tuple[Tensor, Tensor]:
+    """All A_i of a layer, [r, i], and all scale_i B_i, [o, r]; r is 0 where it has none."""
+    weight = base.weight
+    inward = [weight.new_zeros(0, base.in_features)]
+    outward = [weight.new_zeros(base.out_features, 0)]
+    if isinstance(layer, LoRALinear):
+        for name in layer.active_adapters:
+            if name in layer.lora_A:
+                a, b = (x.get_submodule(name).weight for x in (layer.lora_A, layer.lora_B))
+                inward.append(a.to(weight))
+                outward.append((layer.scaling[name] * b).to(weight))
+    return torch.cat(inward), torch.cat(outward, dim=1)

@@ -1,0 +1,69 @@
+"""A product is the sum that it stands for, however its weight is laid out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from lightning_rlhf.models.lora import quicken
+from lightning_rlhf.rollout import product
+from lightning_rlhf.rollout.product import Product
+
+LAYOUTS = pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
+
+
+class Three(nn.Module):
+    """Of one input; the last has no adapter."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, width, bias=bias) for width in (12, 5, 40))
+
+
+def layers(bias: bool, adapted: bool) -> list[nn.Module]:
+    torch.manual_seed(0)
+    three: nn.Module = Three(bias)
+    if adapted:
+        config = LoraConfig(r=2, lora_alpha=6, target_modules=["a", "b"], init_lora_weights=False)
+        three = get_peft_model(three, config).base_model.model  # type: ignore[arg-type]
+        quicken(three)
+    return [three.a, three.b, three.c]  # type: ignore[list-item]
+
+
+def expected(of: list[nn.Module], x: Tensor) -> Tensor:
+    """Layer by layer, in float64."""
+    return torch.cat([layer.double()(x.double()) for layer in of], dim=1).float()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_it_is_the_layers_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, smallest: int, rows: int, adapted: bool, bias: bool
+) -> None:
+    monkeypatch.setattr(product, "SMALLEST", smallest)
+    of = layers(bias, adapted)
+    joint, one = Product(*of), Product(of[0])  # type: ignore[arg-type]
+    assert joint.packed == (smallest == 0)
+    x, onto = torch.randn(rows, 16), torch.randn(rows, 57)
+    side_by_side = expected(of, x)
+    torch.testing.assert_close(joint(x), side_by_side, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joint(x, onto=onto), onto + side_by_side, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one(x), side_by_side[:, :12], rtol=1e-5, atol=1e-5)
+
+
+@LAYOUTS
+@torch.no_grad()
+def test_it_changes_nothing_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, smallest: int
+) -> None:
+    monkeypatch.setattr(product, "SMALLEST", smallest)
+    x, onto = torch.randn(3, 16), torch.randn(3, 57)
+    before = x.clone(), onto.clone()
+    Product(*layers(True, True))(x, onto=onto)  # type: ignore[arg-type]
+    assert torch.equal(x, before[0])
+    assert torch.equal(onto, before[1])
