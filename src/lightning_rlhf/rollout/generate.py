@@ -55,7 +55,9 @@ def generate(
             cache.reorder_cache(prompt)
             hidden = hidden[prompt]
         while True:
-            logits = head(hidden).float() / temperature
+            logits = head(hidden).float()
+            if temperature != 1:
+                logits.div_(temperature)
             token, logprob = sample(logits, uniforms[draft.rows, draft.written])
             draft.write(token, logprob, value(hidden))
             draft.end(torch.isin(token, end))

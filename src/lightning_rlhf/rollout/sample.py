@@ -23,19 +23,21 @@ def sample(
     """
     rows, size = logits.shape
     block = math.isqrt(size - 1) + 1
-    top = logits.amax(-1, keepdim=True)
-    odds = logits.new_zeros(rows, -(-size // block) * block)
-    torch.sub(logits, top, out=odds[:, :size]).exp_()
-    odds = odds.view(rows, -1, block)
-    masses = odds.sum(-1)
+    probability = torch.softmax(logits, -1)
+    whole = size // block
+    masses = probability[:, : whole * block].unflatten(1, (whole, block)).sum(-1)
+    masses = torch.cat([masses, probability[:, whole * block :].sum(-1, keepdim=True)], dim=1)
     # A GPU's cumulative sum may fall by a rounding, and may rise over a block of no mass.
     ends = torch.where(masses > 0, masses.cumsum(-1), 0).cummax(-1).values
     target = uniform[:, None] * (1 - 1e-6) * ends[:, -1:]
-    chosen = torch.searchsorted(ends, target, right=True).clamp(max=masses.shape[1] - 1)
+    chosen = torch.searchsorted(ends, target, right=True).clamp(max=whole)
     before = torch.where(chosen > 0, ends.gather(1, (chosen - 1).clamp(min=0)), 0)
-    inside = odds[torch.arange(rows, device=odds.device), chosen.squeeze(1)].cumsum(-1)
+    places = chosen * block + torch.arange(block, device=logits.device)
+    inside = probability.gather(1, places.clamp(max=size - 1))
+    inside = torch.where(places < size, inside, 0).cumsum(-1)
     rest = (target - before).clamp(min=0).minimum(inside[:, -1:] * (1 - 1e-6))
     token = chosen * block + torch.searchsorted(inside, rest, right=True)
     token = token.clamp(max=size - 1)
-    logprob = logits.gather(1, token) - top - masses.sum(-1, keepdim=True).log()
+    # What was summed in blocks is nearer to 1 than what softmax divided by.
+    logprob = (probability.gather(1, token) / masses.sum(-1, keepdim=True)).log()
     return token.squeeze(1), logprob.squeeze(1)
