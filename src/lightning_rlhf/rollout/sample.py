@@ -21,7 +21,7 @@ def sample(
     logits: fp32, at temperature 1.
     Returns: the tokens, and their log-probabilities in nats; NaN for a row without a distribution.
     """
-    rows, size = logits.shape
+    size = logits.shape[1]
     block = math.isqrt(size - 1) + 1
     probability = torch.softmax(logits, -1)
     whole = size // block

@@ -7,6 +7,7 @@ normalised and rotated together, and residuals are added by the product that mak
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Step:
         trunk = causal_lm.base_model
         self.embed, self.rotary = trunk.embed_tokens, trunk.rotary_emb
         self.layers = [_Layer(*pair) for pair in zip(trunk.layers, cache.layers, strict=True)]
-        self.norm = _Norm(trunk.norm)
+        self.norm = _Norm.of(trunk.norm)
         head = causal_lm.get_output_embeddings()
         alike = _is_known(head) and head.weight.dtype == self.embed.weight.dtype
         self.head = Product(head) if alike else head
@@ -92,10 +93,8 @@ class _Layer:
     """A mixer of positions and a SwiGLU, each behind a norm and added to what was there."""
 
     def __init__(self, layer: Any, cache: Any) -> None:
-        self.before, self.after = (
-            _Norm(layer.input_layernorm),
-            _Norm(layer.post_attention_layernorm),
-        )
+        self.before = _Norm.of(layer.input_layernorm)
+        self.after = _Norm.of(layer.post_attention_layernorm)
         linear = isinstance(cache, LinearAttentionLayer)
         self.mix = (
             _DeltaRule(layer.linear_attn, cache) if linear else _Attention(layer.self_attn, cache)
@@ -121,11 +120,9 @@ class _Attention:
         self.kv = layer.k_proj.out_features // self.size
         self.q = layer.num_key_value_groups * self.kv
         self.out = Product(layer.o_proj)
-        self.norms = None
+        self.norm = None
         if hasattr(layer, "q_norm"):
-            norms = [_Norm(layer.q_norm)] * self.q + [_Norm(layer.k_norm)] * self.kv
-            self.norms = torch.stack([norm.weight for norm in norms])
-            self.eps = norms[0].eps
+            self.norm = _Norm.of(*[layer.q_norm] * self.q, *[layer.k_norm] * self.kv)
 
     def __call__(
         self,
@@ -142,10 +139,7 @@ class _Attention:
             gate = both[:, :, 1].reshape(rows, -1)
             heads = torch.cat([both[:, :, 0], heads[:, 2 * q :]], dim=1)
         turned = heads[:, : q + kv]
-        if self.norms is not None:
-            wide = turned.to(self.norms.dtype)
-            turned = F.rms_norm(wide, (self.size,), eps=self.eps).mul_(self.norms).to(x.dtype)
-        turned = _turned(turned, *turn)
+        turned = _turned(turned if self.norm is None else self.norm(turned), *turn)
         keys, values = self.cache.update(turned[:, q:, None], heads[:, q + kv :, None])
         queries = turned[:, :q].view(rows, kv, -1, self.size)
         seen = _attended(queries, keys, values, unseen, self.scale).reshape(rows, -1)
@@ -168,11 +162,11 @@ class _DeltaRule:
         self.k, self.v = layer.num_k_heads, layer.num_v_heads
         self.widths = [len(self.kernel[0, 0]), layer.value_dim, self.v, self.v]
         self.rate, self.shift = -layer.A_log.float().exp(), layer.dt_bias
-        self.norm, self.eps = layer.norm.weight.float(), layer.norm.variance_epsilon
+        self.norm = _Norm(layer.norm.weight.float(), layer.norm.variance_epsilon)
         self.out = Product(layer.out_proj)
         scale = self.rate.new_tensor([1 / self.size] * self.k + [self.size**-0.5] * self.k)
-        self.unit = scale[:, None]
-        """Of rms(x) = 1: keys of length 1, queries of length 1 / sqrt(size)."""
+        self.unit = _Norm(scale[:, None].expand(-1, self.size), 1e-6 / self.size)
+        """Keys of length 1, queries of length 1 / sqrt(size)."""
 
     def __call__(
         self, x: Float[Tensor, "B d"], turn: Any, unseen: Any, onto: Float[Tensor, "B d"]
@@ -184,8 +178,7 @@ class _DeltaRule:
         qk, value = mixed.split(
             [2 * self.k * self.size, mixed.shape[1] - 2 * self.k * self.size], 1
         )
-        qk = qk.view(rows, 2 * self.k, self.size)
-        qk = F.rms_norm(qk, (self.size,), eps=1e-6 / self.size).mul_(self.unit)
+        qk = self.unit(qk.view(rows, 2 * self.k, self.size))
         query, key = (
             part.repeat_interleave(self.v // self.k, dim=1) for part in qk.chunk(2, dim=1)
         )
@@ -196,7 +189,7 @@ class _DeltaRule:
         new = (value - known).mul_(b.float().sigmoid()[..., None])
         state.addcmul_(key[..., None], new[:, :, None])
         said = torch.matmul(query[:, :, None], state).squeeze(2)
-        said = F.rms_norm(said, said.shape[-1:], self.norm, self.eps)
+        said = self.norm(said)
         return self.out(said.view(rows, -1).mul_(F.silu(z.float())).to(x.dtype), onto=onto)
 
     def _convolved(self, x: Float[Tensor, "B c"]) -> Float[Tensor, "B c"]:
@@ -209,16 +202,32 @@ class _DeltaRule:
 
 
 class _Norm:
-    """w x / rms(x)."""
+    """w x / sqrt(mean of x^2 + eps)."""
 
-    def __init__(self, norm: Any) -> None:
-        centred = isinstance(norm, Qwen3_5RMSNorm)
-        self.weight = 1 + norm.weight.float() if centred else norm.weight
-        self.eps = norm.eps if centred else norm.variance_epsilon
+    def __init__(self, weight: Float[Tensor, "*H d"], eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight, self.eps = weight, eps
+        self.scaled = weight.float() * math.sqrt(size)
+        self.least = self.scaled.new_tensor(math.sqrt(size * eps))
+
+    @classmethod
+    def of(cls, *norms: Any) -> _Norm:
+        """The model's own, one or one for each head."""
+        centred = isinstance(norms[0], Qwen3_5RMSNorm)
+        weights = [1 + norm.weight.float() if centred else norm.weight for norm in norms]
+        return cls(
+            weights[0] if len(norms) == 1 else torch.stack(weights),
+            norms[0].eps if centred else norms[0].variance_epsilon,
+        )
 
     def __call__(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
-        wide = x.to(self.weight.dtype)
-        return F.rms_norm(wide, x.shape[-1:], self.weight, self.eps).to(x.dtype)
+        """On a CPU as sqrt(d) w x / hypot(|x|, sqrt(d eps)): four operations, not eight."""
+        if x.device.type != "cpu":
+            wide = x.to(self.weight.dtype)
+            return F.rms_norm(wide, x.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return (wide / length.hypot_(self.least)).mul_(self.scaled).to(x.dtype)
 
 
 def _attended(
