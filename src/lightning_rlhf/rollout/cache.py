@@ -9,6 +9,9 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+GAP = 384
+"""Bytes from the end of a head to the next that a processor reads over as if there were none."""
+
 
 def roomy_cache(config: PretrainedConfig, length: int) -> DynamicCache:
     """An empty cache for sequences of at most `length` tokens.
@@ -26,7 +29,9 @@ def roomy_cache(config: PretrainedConfig, length: int) -> DynamicCache:
 class RoomyLayer(DynamicLayer):
     """Keys and values of one layer; a new token is written behind the others.
 
-    The library's layer makes a new tensor of all tokens at every token.
+    The library's layer makes a new tensor of all tokens at every token. So do narrow heads on a
+    CPU here, but at every few tokens: a processor that reads head by head fetches the next ahead of
+    time where the room between them is small, and is then more than twice as fast.
     """
 
     def __init__(self, length: int) -> None:
@@ -39,9 +44,14 @@ class RoomyLayer(DynamicLayer):
         """Keys and values [B, heads, tokens so far, head size], these new ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.rooms = [_room(x, self.length) for x in (key_states, value_states)]
+            self.rooms = [x[:, :, :0] for x in (key_states, value_states)]
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
+        if end > self.rooms[0].shape[2]:
+            moved = [self._room(x, len(x), end) for x in (key_states, value_states)]
+            for new, room in zip(moved, self.rooms, strict=True):
+                new[:, :, :start] = room[:, :, :start]
+            self.rooms = moved
         for room, new in zip(self.rooms, (key_states, value_states), strict=True):
             room[:, :, start:end] = new
         self._show(end)
@@ -52,16 +62,19 @@ class RoomyLayer(DynamicLayer):
         if not self.is_initialized:
             return
         end = self.get_seq_length()
-        kept = [_room(room[:1], self.length, len(beam_idx)) for room in self.rooms]
+        kept = [self._room(room, len(beam_idx), end) for room in self.rooms]
         for new, room in zip(kept, self.rooms, strict=True):
             torch.index_select(room[:, :, :end], 0, beam_idx, out=new[:, :, :end])
         self.rooms = kept
         self._show(end)
 
+    def _room(self, like: Tensor, rows: int, end: int) -> Tensor:
+        """Memory for so many sequences of `end` tokens and of some more."""
+        _, heads, _, size = like.shape
+        spare = GAP // (size * like.element_size())
+        narrow = like.device.type == "cpu" and spare >= 3
+        length = min(end + spare, self.length) if narrow else self.length
+        return like.new_empty(rows, heads, length, size)
+
     def _show(self, end: int) -> None:
         self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-
-
-def _room(like: Tensor, length: int, rows: int | None = None) -> Tensor:
-    _, heads, _, size = like.shape
-    return like.new_empty(len(like) if rows is None else rows, heads, length, size)

@@ -1,0 +1,34 @@
+"""The cache shows what was put into it, in order, however often it moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_rlhf.rollout import cache
+from lightning_rlhf.rollout.cache import RoomyLayer
+
+
+@pytest.mark.parametrize(
+    ("gap", "moves"),
+    # After rows were dropped behind 7 tokens: room for all 12, or for 3 more, and then for the rest.
+    [(0, 1), (3 * 4 * 4, 2)],
+    ids=["one room", "several"],
+)
+def test_it_holds_all_tokens_of_the_rows_that_are_left(
+    gap: int, moves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "GAP", gap)
+    layer, left = RoomyLayer(12), torch.tensor([2, 0])
+    tokens = torch.randn(2, 3, 2, 12, 4)  # keys and values, B, heads, S, size
+    places = set()
+    for start, end in [(0, 5), *((i, i + 1) for i in range(5, 12))]:
+        if start == 7:
+            layer.reorder_cache(left)
+            tokens = tokens[:, left]
+            places.clear()
+        found = layer.update(*tokens[:, :, :, start:end])
+        assert torch.equal(torch.stack(found), tokens[:, :, :, :end])
+        assert layer.get_seq_length() == end
+        places.add(found[0].data_ptr())
+    assert len(places) == moves
