@@ -11,7 +11,7 @@ from lightning_rlhf.rollout.cache import RoomyLayer
 
 @pytest.mark.parametrize(
     ("gap", "moves"),
-    # After rows were dropped behind 7 tokens: room for all 12, or for 3 more, and then for the rest.
+    # After rows were dropped behind 7 tokens: room for all 12, or for 3 more and then the rest.
     [(0, 1), (3 * 4 * 4, 2)],
     ids=["one room", "several"],
 )
