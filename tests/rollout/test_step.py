@@ -136,9 +136,13 @@ def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(name: str) -> None:
+def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
+    name: str, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rounds in other places. Root mean squares of the distance to fp32."""
+    monkeypatch.setattr("lightning_rlhf.rollout.product.SMALLEST", smallest)
     roles = build(name)
     exact = stepped(roles, ours=False)
     roles.causal_lm.bfloat16()
