@@ -67,3 +67,23 @@ def test_it_changes_nothing_that_it_is_given(
     Product(*layers(True, True))(x, onto=onto)  # type: ignore[arg-type]
     assert torch.equal(x, before[0])
     assert torch.equal(onto, before[1])
+
+
+@torch.no_grad()
+def test_a_copy_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "SMALLEST", 0)
+    monkeypatch.setattr(product, "LARGEST", 16 * 12)
+    a, b, _ = layers(bias=False, adapted=False)
+    assert Product(a).packed  # type: ignore[arg-type]
+    assert not Product(a, b).packed  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_a_torch_without_the_operators_multiplies_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "SMALLEST", 0)
+    monkeypatch.setattr(product, "OPERATORS", (*product.OPERATORS, "_renamed"))
+    of = layers(bias=True, adapted=False)
+    x = torch.randn(3, 16)
+    plain = Product(*of)  # type: ignore[arg-type]
+    assert not plain.packed
+    torch.testing.assert_close(plain(x), expected(of, x), rtol=1e-5, atol=1e-5)

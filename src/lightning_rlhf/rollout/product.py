@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ROWS = 32  # what a packed weight is laid out for; it is right for any other number too
-SMALLEST = 2**17  # numbers of a weight that is worth packing
+SMALLEST, LARGEST = 2**17, 2**25
+"""Numbers of a weight that is worth packing; and of one whose copy would take too much memory."""
+OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+"""Of torch.ops.mkldnn, by which torch.compile packs weights; another release may not have them."""
 
 
 class Product:
@@ -51,12 +54,14 @@ def _can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
     """Whether oneDNN's own layout is there for the weight, and worth making.
 
     A product of 1 to 64 rows is then 1.2 to 2 times as fast as one of the plain layout, which on a
-    CPU goes to a library that lays it out anew each time. torch.compile packs its weights so.
+    CPU goes to a library that lays it out anew each time.
     """
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    onednn = torch.ops.mkldnn
+    if weight.device.type != "cpu" or not all(hasattr(onednn, name) for name in OPERATORS):
         return False
-    bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.numel() >= SMALLEST and (weight.dtype == torch.float32 or bf16)
+    bf16 = weight.dtype == torch.bfloat16 and onednn._is_mkldnn_bf16_supported()
+    is_known = weight.dtype == torch.float32 or bf16
+    return is_known and SMALLEST <= weight.numel() <= LARGEST
 
 
 def _adapters(layer: nn.Linear | LoRALinear, base: nn.Linear) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNorm,
 )
 
+from lightning_rlhf.models.attention import signed, turned
 from lightning_rlhf.models.lora import QuickLinear, is_plain_sum
 from lightning_rlhf.models.packed import PACKED, TRUNKS
 from lightning_rlhf.rollout.cache import RoomyLayer
@@ -55,8 +56,7 @@ class Step:
         with torch.autocast(tokens.device.type, enabled=False):
             hidden = self.embed(tokens.squeeze(1))
             cos, sin = self.rotary(hidden, positions)
-            half = sin.shape[-1] // 2
-            turn = cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+            turn = cos, signed(sin)
             unseen = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
             for layer in self.layers:
                 hidden = layer(hidden, turn, unseen[:, None, None])
@@ -138,10 +138,10 @@ class _Attention:
             both = heads[:, : 2 * q].view(rows, q, 2, self.size)
             gate = both[:, :, 1].reshape(rows, -1)
             heads = torch.cat([both[:, :, 0], heads[:, 2 * q :]], dim=1)
-        turned = heads[:, : q + kv]
-        turned = _turned(turned if self.norm is None else self.norm(turned), *turn)
-        keys, values = self.cache.update(turned[:, q:, None], heads[:, q + kv :, None])
-        queries = turned[:, :q].view(rows, kv, -1, self.size)
+        qk = heads[:, : q + kv]
+        qk = turned(qk if self.norm is None else self.norm(qk), *turn)
+        keys, values = self.cache.update(qk[:, q:, None], heads[:, q + kv :, None])
+        queries = qk[:, :q].view(rows, kv, -1, self.size)
         seen = _attended(queries, keys, values, unseen, self.scale).reshape(rows, -1)
         return self.out(seen if gate is None else seen * gate.sigmoid_(), onto=onto)
 
@@ -244,13 +244,3 @@ def _attended(
     weights = torch.matmul(query.float(), key.float().transpose(2, 3))
     weights = torch.add(unseen, weights, alpha=scale).softmax(-1)
     return torch.matmul(weights, value.float()).to(query.dtype)
-
-
-def _turned(
-    x: Float[Tensor, "B H s"], cos: Float[Tensor, "B 1 r"], sin: Float[Tensor, "B 1 r"]
-) -> Float[Tensor, "B H s"]:
-    """Rotary position embedding of the first r dimensions; the first half of `sin` is negated."""
-    r = cos.shape[-1]
-    part = x[..., :r]
-    turned = (part * cos).addcmul_(part.roll(r // 2, -1), sin)
-    return turned if r == x.shape[-1] else torch.cat([turned, x[..., r:]], dim=-1)
