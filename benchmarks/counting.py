@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_rlhf.rollout.product import ROWS
+
 PRODUCTS = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
@@ -20,8 +22,10 @@ PRODUCTS = {
     torch.ops.aten.baddbmm.default: 1,
 }
 """Matrix products, and which of their arguments is the first factor."""
-Factor = tuple[tuple[int, ...], tuple[int, ...]]
-"""Size and stride of a tensor."""
+PACKED = torch.ops.mkldnn._linear_pointwise.default
+"""The product of a rollout's large weights."""
+Factor = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Size and stride of a tensor; None: of a packed weight."""
 
 
 class Memory(TorchDispatchMode):
@@ -49,8 +53,8 @@ class Memory(TorchDispatchMode):
         return found
 
     def _see(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        size, number = storage.nbytes(), storage_of(x)
+        storage, number = x if x.is_mkldnn else x.untyped_storage(), storage_of(x)
+        size = x.numel() * x.element_size() if x.is_mkldnn else x.untyped_storage().nbytes()
         if size > self.largest:
             self.largest, self.largest_shape = size, tuple(x.shape)
         self._known.add(number)
@@ -65,7 +69,7 @@ class Memory(TorchDispatchMode):
 
 def storage_of(x: Tensor) -> int:
     """A number that tensors share which stand in the same memory."""
-    return int(x.untyped_storage()._cdata)
+    return int(x._cdata if x.is_mkldnn else x.untyped_storage()._cdata)
 
 
 class Products(TorchDispatchMode):
@@ -80,6 +84,8 @@ class Products(TorchDispatchMode):
             a, b = args[PRODUCTS[func] : PRODUCTS[func] + 2]
             product = torch.mm if a.ndim == 2 else torch.bmm
             self.counts[product, factor(a), factor(b), a.dtype] += 1
+        elif func is PACKED:
+            self.counts[packed_product, factor(args[0]), factor(args[1]), args[0].dtype] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -93,4 +99,17 @@ def flop_counter() -> FlopCounterMode:
 
 
 def factor(x: Tensor) -> Factor:
-    return tuple(x.shape), x.stride()
+    return tuple(x.shape), None if x.is_mkldnn else x.stride()
+
+
+def random_factor(factor: Factor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers laid out like it."""
+    size, stride = factor
+    if stride is None:
+        weight = torch.randn(size, dtype=dtype)
+        return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)  # type: ignore
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).normal_()
+
+
+def packed_product(x: Tensor, weight: Tensor) -> Tensor:
+    return PACKED(x, weight, None, "none", [], "")  # type: ignore

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import markdown_table
-from counting import Products, flop_counter
+from counting import Products, flop_counter, random_factor
 from lightning_rlhf.core.types import Experience, Prompts
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -34,8 +34,8 @@ FORMULA = (
     "counted by torch's FlopCounterMode row by row without padding; attention is counted in full, "
     "not its causal half. About, for N weights under the adapter, A of the adapter, S tokens of "
     "which T are of the response, hidden size d and vocabulary V: update = 4 N S (forward, and "
-    "the gradient of the inputs; the weights have none) + 6 A S + 4 T d V; rollout = 2 N S + "
-    "2 T d V (the adapter stands in the weights)."
+    "the gradient of the inputs; the weights have none) + 6 A S (the adapter beside the weights) + "
+    "4 T d V; rollout = 2 N S + 2 T d V (the adapter in the weights)."
 )
 
 
@@ -113,7 +113,7 @@ def products_alone(work: Callable[[], object], device: torch.device, budget: flo
         work()
     total = 0.0
     for (product, a, b, dtype), count in seen.counts.items():
-        x, y = (torch.empty_strided(*f, dtype=dtype, device=device).normal_() for f in (a, b))
+        x, y = (random_factor(f, dtype, device) for f in (a, b))
         total += count * fastest(partial(product, x, y), device, budget)
     return total
 
