@@ -261,6 +261,32 @@ class TestFrozenHead:
         for x, expected in zip(found, (logprobs, entropy, gradient), strict=True):
             close(x, expected, **FP32)
 
+    @pytest.mark.parametrize("temperature", [1.0, 0.5])
+    def test_what_all_logits_have_in_common_costs_no_digits(self, temperature: float) -> None:
+        """fp32 is 6e-5 apart at 1000; the numbers are those of the logits as they are rounded."""
+        generator = torch.Generator().manual_seed(5)
+        logits = 1000 + 3 * torch.randn(6, 50, generator=generator)
+        targets = torch.arange(6)
+        table = torch.log_softmax(logits.double() / temperature, dim=-1)
+        expected = table.gather(-1, targets[:, None]).squeeze(-1), -(table.exp() * table).sum(-1)
+        found = token_logprobs(
+            logits, targets, nn.Identity(), temperature=temperature, vocab_size=50,
+            frozen_head=True,
+        )  # fmt: skip
+        for x, exact in zip(found, expected, strict=True):
+            close(x, exact.float(), **FP32)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.5])
+    def test_what_the_head_returns_is_not_changed(self, temperature: float) -> None:
+        """It may be a tensor that somebody else reads: here the hidden states themselves."""
+        hidden = torch.randn(3, 4)
+        before = hidden.clone()
+        token_logprobs(
+            hidden, torch.tensor([0, 1, 2]), nn.Identity(), temperature=temperature, vocab_size=4,
+            frozen_head=True,
+        )  # fmt: skip
+        assert torch.equal(hidden, before)
+
     def test_the_entropy_has_no_gradient(self) -> None:
         hidden = torch.randn(3, 4).requires_grad_()
         logprobs, entropy = token_logprobs(

@@ -33,7 +33,7 @@ def token_logprobs(
     several, the backward pass computes each chunk's logits again instead of keeping them.
 
     frozen_head: log-probabilities have a gradient in `hidden` alone, and the entropy has none. It
-        is then known with the logits: they are overwritten, and nothing is computed again.
+        is then known with the logits: nothing is kept of them, and nothing computed again.
 
     Returns: logprobs and entropy, fp32, nats.
     """
@@ -171,13 +171,13 @@ class _FrozenHead(torch.autograd.Function):
                 h = h.detach().requires_grad_(learns)
                 logits = head(h)
             scaled = logits.detach().float()
+            scaled = scaled - scaled.amax(-1, keepdim=True)
             if temperature != 1:
-                scaled = scaled / temperature
+                scaled /= temperature
             p = torch.softmax(scaled, -1)
-            # The likeliest token has odds of 1 among the exponentials that softmax added up.
-            log_total = scaled.amax(-1) - p.amax(-1).log()
-            torch.sub(scaled.gather(-1, target).squeeze(-1), log_total, out=logprob)
-            torch.sub(log_total, scaled.mul_(p).sum(-1), out=h_entropy)
+            greatest = p.amax(-1).log()  # of the likeliest token, whose `scaled` is 0
+            torch.add(scaled.gather(-1, target).squeeze(-1), greatest, out=logprob)
+            torch.add(scaled.mul_(p).sum(-1), greatest, out=h_entropy).neg_()
             if learns:
                 p.scatter_add_(-1, target, p.new_full(target.shape, -1.0))
                 (found,) = torch.autograd.grad(logits, h, p.to(logits.dtype))
