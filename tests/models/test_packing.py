@@ -91,6 +91,29 @@ def test_columns_behind_the_rows_change_nothing(family: str) -> None:
     assert relative(gradient, expected_gradient) <= 1e-5
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 31,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_rows_are_not_made_longer_than_the_positions_that_a_model_was_trained_on(
+    rope: dict[str, Any],
+) -> None:
+    """Beyond 31 it rotates by other angles."""
+    model = build_model("llama", rope_parameters=rope, max_position_embeddings=31)
+    roles, mask = Roles(model), torch.zeros(3, 31, dtype=torch.bool)
+    mask[0, 20:], mask[1, 3:9], mask[2, 30] = True, True, True
+    tokens = tokens_of(mask)
+    expected = roles.hidden(tokens)[mask]
+    assert relative(roles.hidden_at(tokens, mask), expected) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("columns", "more"), [(0, 0), (1, 0), (15, 0), (16, 0), (31, 1), (46, 0), (77, 3), (76, 0)]
 )
@@ -146,6 +169,16 @@ def test_attention_that_ours_does_not_compute_is_left_to_the_library(
         assert len(asked) == library
         if change is not dropping:
             assert relative(found, roles.hidden(tokens)[mask]) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (1, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_nothing_is_wanted_nothing_is_computed(family: str, shape: tuple[int, int]) -> None:
+    roles, mask = a_policy(family), torch.zeros(shape, dtype=torch.bool)
+    hidden = roles.hidden_at(torch.zeros(shape, dtype=torch.long), mask)
+    assert hidden.shape == (0, roles.hidden_size)
+    hidden.sum().backward()
+    assert all(p.grad.count_nonzero() == 0 for p in roles.trained_by(POLICY))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

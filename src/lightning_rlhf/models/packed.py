@@ -123,8 +123,8 @@ def _attend(
     query, key, value = layer.q_proj(asking), layer.k_proj(x), layer.v_proj(x)
     gate = None
     if isinstance(layer, Qwen3_5Attention):  # each query stands beside its gate
-        query, gate = query.view(len(query), -1, 2 * size).chunk(2, dim=-1)
-    query, key = (heads.reshape(len(heads), -1, size) for heads in (query, key))
+        query, gate = query.unflatten(1, (-1, 2 * size)).chunk(2, dim=-1)
+    query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
     if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
     cos, sin = (table[0] for table in position_embeddings)
@@ -164,6 +164,12 @@ def pack(model: PreTrainedModel) -> bool:
         layer.__class__ = PACKED.get(type(layer), type(layer))
         layer.is_last = layer is trunk.layers[-1]
     return all(isinstance(layer, _Packed) for layer in trunk.layers)
+
+
+def rotates_by_length(model: PreTrainedModel) -> bool:
+    """Whether how far positions are rotated depends on the longest row, padding included."""
+    rope = model.base_model.rotary_emb.rope_type
+    return "dynamic" in rope or rope == "longrope"
 
 
 def recompute(model: PreTrainedModel) -> None:

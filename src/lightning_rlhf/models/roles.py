@@ -36,7 +36,7 @@ from lightning_rlhf.models.attention import attend_widely
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import quicken
-from lightning_rlhf.models.packed import pack
+from lightning_rlhf.models.packed import pack, rotates_by_length
 from lightning_rlhf.models.packing import Packing, columns_to_add
 from lightning_rlhf.models.weights import check_weights
 
@@ -231,8 +231,9 @@ class Roles(nn.Module):
         """Those of `hidden` that are wanted, row by row, without most of what only others need."""
         if not self._packs:
             return self.hidden(tokens)[wanted]
-        tokens, wanted = (F.pad(x, (0, columns_to_add(x.shape[1]))) for x in (tokens, wanted))
         trunk = self.causal_lm.base_model
+        if not rotates_by_length(self.causal_lm):
+            tokens, wanted = (F.pad(x, (0, columns_to_add(x.shape[1]))) for x in (tokens, wanted))
         packing = Packing.of(wanted, again=partial(self.acting, self._role))
         hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
         return hidden[: packing.count]
