@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ _STRICT = "2"  # of overcommit_memory: what is reserved counts as if it were use
 BLOCK = 1 << 29  # bytes, below the size that malloc takes from the system by itself
 
 
+@cache
 def keep_large_blocks() -> None:
     """Let freed tensors be used again, where the C library is glibc, and lie on huge pages.
 
@@ -27,7 +29,8 @@ def keep_large_blocks() -> None:
 
     An iteration goes through far more pages of 4 kB than a processor can find quickly: on pages
     of 2 MB it takes about an eighth less time. Half of the machine's memory is reserved for them,
-    which takes none of it; nothing is where the system or a limit on the process counts that.
+    which takes none of it; nothing is where the system or a limit on the process counts that. Once
+    a process: what is in use by then would be in the way.
     """
     if not sys.platform.startswith("linux"):
         return
