@@ -115,7 +115,8 @@ def test_rows_are_not_made_longer_than_the_positions_that_a_model_was_trained_on
 
 
 @pytest.mark.parametrize(
-    ("columns", "more"), [(0, 0), (1, 0), (15, 0), (16, 0), (31, 1), (46, 0), (77, 3), (76, 0)]
+    ("columns", "more"),
+    [(0, 0), (1, 0), (15, 0), (16, 0), (31, 1), (46, 0), (77, 3), (76, 0), (200, 8), (199, 0)],
 )
 def test_a_length_is_rounded_up_where_that_is_a_twenty_fifth_at_most(
     columns: int, more: int

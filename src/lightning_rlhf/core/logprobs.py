@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
@@ -170,7 +171,9 @@ class _FrozenHead(torch.autograd.Function):
             with torch.set_grad_enabled(learns):
                 h = h.detach().requires_grad_(learns)
                 logits = head(h)
+            edge, dtype = get_gradient_edge(logits) if learns else None, logits.dtype
             scaled = logits.detach().float()
+            del logits  # their gradient needs none of them, and memory for a third such is a lot
             scaled = scaled - scaled.amax(-1, keepdim=True)
             if temperature != 1:
                 scaled /= temperature
@@ -178,9 +181,9 @@ class _FrozenHead(torch.autograd.Function):
             greatest = p.amax(-1).log()  # of the likeliest token, whose `scaled` is 0
             torch.add(scaled.gather(-1, target).squeeze(-1), greatest, out=logprob)
             torch.add(scaled.mul_(p).sum(-1), greatest, out=h_entropy).neg_()
-            if learns:
+            if edge is not None:
                 p.scatter_add_(-1, target, p.new_full(target.shape, -1.0))
-                (found,) = torch.autograd.grad(logits, h, p.to(logits.dtype))
+                (found,) = torch.autograd.grad(edge, h, p.to(dtype))
                 torch.mul(found, -1 / temperature, out=slope)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(entropy)
