@@ -136,6 +136,18 @@ def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_that_is_more_than_a_product_is_asked_itself() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    roles = build("qwen3")
+    roles.causal_lm.get_output_embeddings().__class__ = Doubled
+    step = Step(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+    hidden = torch.randn(3, 32)
+    assert torch.equal(step.head(hidden), roles.head(hidden))
+
+
 @pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
