@@ -183,8 +183,8 @@ def with_adapter(roles: Roles, role: str, seed: int) -> None:
     shake(roles, f".{role}.", seed)
 
 
-def sft_roles(architecture: str) -> Roles:
-    roles = Roles(language_model(architecture))
+def sft_roles(architecture: str, spread: float = 0.2) -> Roles:
+    roles = Roles(language_model(architecture, spread=spread))
     with_adapter(roles, SFT, seed=1)
     return roles
 

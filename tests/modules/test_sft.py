@@ -68,9 +68,10 @@ def test_nll_is_that_of_the_response_tokens(architecture: str) -> None:
 
 
 def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
-    module = SFTModule(sft_roles(architecture), sft_config(microbatch_size=6))
+    """At a spread of 0.2 the hybrid's gradient in fp32 is up to 9e-5 off the one in float64."""
+    module = SFTModule(sft_roles(architecture, spread=0.1), sft_config(microbatch_size=6))
     outputs, batch = Outputs(), demonstrations()
-    slow_roles = sft_roles(architecture)
+    slow_roles = sft_roles(architecture, spread=0.1)
     (slow_nll(slow_roles, batch) / 19).backward()
     fit(module, [batch], [outputs])
     expected = {
@@ -98,7 +99,8 @@ def test_micro_batches_give_the_gradient_of_the_batch(
 ) -> None:
     found = []
     for size in (6, microbatch_size):
-        module = SFTModule(sft_roles(architecture), sft_config(microbatch_size=size))
+        roles = sft_roles(architecture, spread=0.1)  # as above
+        module = SFTModule(roles, sft_config(microbatch_size=size))
         outputs = Outputs()
         fit(module, [demonstrations()], [outputs])
         found.append(outputs)
