@@ -129,8 +129,8 @@ def _attend(
         query, key = layer.q_norm(query), layer.k_norm(key)
     cos, sin = (table[0] for table in position_embeddings)
     turn = cos, signed(sin)
-    key = turned(key, *(packing.of_positions(x)[:, None] for x in turn))
-    query = turned(query, *(packing.of_positions(x, last=is_last)[:, None] for x in turn))
+    key = turned(key, *(packing.of_positions(table)[:, None] for table in turn))
+    query = turned(query, *(packing.of_positions(table, last=is_last)[:, None] for table in turn))
     query = packing.padded(query.flatten(1), last=is_last)
     key, value = packing.padded(key.flatten(1)), packing.padded(value)
     query, key, value = (
