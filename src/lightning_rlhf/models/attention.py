@@ -1,4 +1,4 @@
-"""The library's SDPA attention, its gradient in fp32 on a CPU."""
+"""The library's SDPA attention, its gradient in 16 bits on a CPU in other ways."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 WIDE_SDPA = "wide_sdpa"
+SHORT = 4
+"""Times the size of a head. Up to this length, what each position looks at takes less memory than
+queries, keys, values and what is said in fp32."""
+SCORES = 2**24  # alive at once in fp32: 64 MB
 
 
 def attend_widely(model: PreTrainedModel) -> None:
@@ -28,19 +34,104 @@ def wide_sdpa(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B S H d"], None]:
-    """As the library computes it; in 16 bits on a CPU with a gradient, in fp32 and rounded.
+    """As the library computes it; in 16 bits on a CPU with a gradient, as `attend` does.
 
-    On a CPU the gradient takes about seven times as long in bf16.
+    With a mask: in fp32, and rounded.
     """
     learns = torch.is_grad_enabled() and query.requires_grad
-    if query.device.type != "cpu" or query.dtype.itemsize != 2 or not learns:
+    if not (_is_slow(query) and learns):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    scale, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+    if (
+        attention_mask is None
+        and (getattr(module, "is_causal", True) if causal is None else causal)
+        and query.shape[2] == key.shape[2]
+        and not kwargs.get("dropout")
+        and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "cache"))
+    ):
+        return attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale), None
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()
     with torch.autocast("cpu", enabled=False):
         wide = [x.float() for x in (query, key, value)]
         output, _ = sdpa_attention_forward(module, *wide, attention_mask, **kwargs)
     return output.to(query.dtype), None
+
+
+def _is_slow(query: Tensor) -> bool:
+    """Whether the gradient of torch's own attention takes several times as long as in fp32."""
+    return query.device.type == "cpu" and query.dtype.itemsize == 2
+
+
+def attend(
+    query: Float[Tensor, "B H S d"],
+    key: Float[Tensor, "B K S d"],
+    value: Float[Tensor, "B K S d"],
+    scale: float,
+) -> Float[Tensor, "B S H d"]:
+    """Causal attention, to be learned through.
+
+    In 16 bits on a CPU the gradient of torch's own takes about seven times as long as in fp32.
+    There, rows that are short keep what each position looks at; others are computed in fp32 and
+    rounded.
+    """
+    batch, heads, length, size = query.shape
+    slow = _is_slow(query)
+    short = length <= SHORT * size and batch * heads * length**2 <= SCORES
+    if slow and short and query.dtype == torch.bfloat16:
+        mixed: Tensor = _Causal.apply(query, key, value, scale)  # type: ignore
+        return mixed.transpose(1, 2)
+    dtype, groups = query.dtype, heads // key.shape[1]
+    with torch.autocast(query.device.type, enabled=False):
+        if slow:
+            query, key, value = (x.float() for x in (query, key, value))
+        if groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return mixed.to(dtype).transpose(1, 2)
+
+
+class _Causal(torch.autograd.Function):
+    """P V, P = softmax(scale Q K^T) of what is not ahead: scores in fp32, P kept in 16 bits.
+
+    dV = P^T dO,   dP = dO V^T,   dS = P * (dP - sum P * dP),   dQ = scale dS K,   dK = scale dS^T Q
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Float[Tensor, "B H S d"],
+        key: Float[Tensor, "B K S d"],
+        value: Float[Tensor, "B K S d"],
+        scale: float,
+    ) -> Float[Tensor, "B H S d"]:
+        length = query.shape[2]
+        ahead = query.new_full((length, length), -torch.inf, dtype=torch.float32).triu(1)
+        ahead = ahead.repeat(query.shape[1] // key.shape[1], 1)
+        q, k, v = (_by_key_head(x, key.shape) for x in (query, key, value))
+        scores = torch.baddbmm(ahead, q.float(), k.float().transpose(1, 2), alpha=scale)
+        p = scores.softmax(-1).to(q.dtype)
+        ctx.save_for_backward(q, k, v, p)
+        ctx.shapes, ctx.scale = (query.shape, key.shape), scale
+        return torch.bmm(p, v).view(query.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "B H S d"]) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, p = ctx.saved_tensors
+        of_query, of_key = ctx.shapes
+        dy = _by_key_head(dy, of_key)
+        dp = torch.bmm(dy, v.transpose(1, 2))
+        ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+        dq = torch.bmm(ds, k).mul_(ctx.scale)
+        dk = torch.bmm(ds.transpose(1, 2), q).mul_(ctx.scale)
+        dv = torch.bmm(p.transpose(1, 2), dy)
+        return dq.view(of_query), dk.view(of_key), dv.view(of_key), None
+
+
+def _by_key_head(x: Float[Tensor, "B H S d"], keys: torch.Size) -> Float[Tensor, "BK n d"]:
+    """For each key head its own positions, or those of all its query heads."""
+    return x.reshape(keys[0] * keys[1], -1, x.shape[-1])
 
 
 def turned(
@@ -55,7 +146,8 @@ def turned(
     """
     r = cos.shape[-1]
     part = x[..., :r]
-    y = (part * cos).addcmul_(part.roll(r // 2, -1), sin)
+    first, second = part.chunk(2, dim=-1)
+    y = (part * cos).addcmul_(torch.cat([second, first], dim=-1), sin)
     return y if r == x.shape[-1] else torch.cat([y, x[..., r:]], dim=-1)
 
 
