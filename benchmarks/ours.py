@@ -19,6 +19,7 @@ from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
 from lightning_rlhf.core.types import Experience, Prompts, Replies
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.packed import compile_layers
 from lightning_rlhf.models.roles import CRITIC, POLICY, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward
@@ -32,9 +33,15 @@ def train(
     on_iteration: OnIteration,
     *,
     critic: CriticKind = "head",
+    compiles: bool = False,
 ) -> nn.Module:
-    """Train an adapter on `model`, whose own weights stay; returns the policy."""
+    """Train an adapter on `model`, whose own weights stay; returns the policy.
+
+    compiles: as with model.compile=true.
+    """
     torch.manual_seed(setting.seed)
+    if compiles:
+        compile_layers(model)
     module = build(model, setting, critic)
     trainer = L.Trainer(
         accelerator="cpu",

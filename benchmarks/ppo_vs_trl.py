@@ -33,7 +33,8 @@ from common import (
 )
 from workloads import LONGEST, SHORTEST, WORKLOADS, Workload, build_model, low_tokens, parameters
 
-SIDES = ("ours", "trl", "trl_kept")
+SIDES = ("ours", "compiled", "trl", "trl_kept")
+OURS = SIDES[:2]
 
 
 def setting_of(workload: Workload, iterations: int) -> Setting:
@@ -71,8 +72,9 @@ def work(
         talk.recv()
 
     talk.recv()
-    if side == "ours":
-        ours.train(model, setting, prompts, turn, critic=workload.critic)
+    if side in OURS:
+        compiles = side == "compiled"
+        ours.train(model, setting, prompts, turn, critic=workload.critic, compiles=compiles)
     else:
         trl_peer.train(model, setting, prompts, turn, policy=peer_trains)
     talk.send({"idle_mb": idle, "peak_mb": memory("VmHWM")})
@@ -134,9 +136,10 @@ def summary(result: dict[str, Any], side: str, fact: str) -> tuple[float, float,
 
 def table(results: dict[str, Any]) -> str:
     header = ["workload", "model", "response tokens, ours / TRL", "s an iteration, ours",
-              "s an iteration, TRL", "s an iteration, TRL with our settings",
-              "TRL's garbage collection, s", "TRL / ours", "TRL with our settings / ours",
-              "MB above idle, ours / TRL", "memory, ours / TRL"]  # fmt: skip
+              "ours compiled", "s an iteration, TRL", "TRL with our settings",
+              "TRL's garbage collection, s", "TRL / ours", "TRL / ours compiled",
+              "TRL with our settings / ours", "MB above idle, ours / compiled / TRL",
+              "memory, ours / TRL", "ours compiled / TRL"]  # fmt: skip
     rows = []
     for name, result in results.items():
         seconds = {side: summary(result, side, "seconds") for side in SIDES}
@@ -151,7 +154,8 @@ def table(results: dict[str, Any]) -> str:
                 f"{tokens['ours']:.1f} / {tokens['trl']:.1f}",
                 *(f"{m:.2f} [{low:.2f}-{high:.2f}]" for m, low, high in seconds.values()),
                 f"{summary(result, 'trl', 'gc_seconds')[0]:.2f}",
-                *(f"{seconds[side][0] / seconds['ours'][0]:.2f}" for side in SIDES[1:]),
+                *(f"{seconds['trl'][0] / seconds[side][0]:.2f}" for side in OURS),
+                f"{seconds['trl_kept'][0] / seconds['ours'][0]:.2f}",
                 *memory_above_idle(result),
             ]
         )
@@ -159,12 +163,13 @@ def table(results: dict[str, Any]) -> str:
 
 
 def memory_above_idle(result: dict[str, Any]) -> list[str]:
-    """Ours and TRL's as it is, MB, and the one over the other."""
-    both = [result[side] for side in SIDES[:2]]
-    if any(facts["peak_mb"] is None or facts["idle_mb"] is None for facts in both):
-        return ["-", "-"]
-    ours, peer = (facts["peak_mb"] - facts["idle_mb"] for facts in both)
-    return [f"{ours:.0f} / {peer:.0f}", f"{ours / peer:.2f}"]
+    """Ours, ours compiled and TRL's as it is, MB, and the first two over the last."""
+    sides = [result[side] for side in SIDES[:3]]
+    if any(facts["peak_mb"] is None or facts["idle_mb"] is None for facts in sides):
+        return ["-"] * 3
+    *both, peer = (facts["peak_mb"] - facts["idle_mb"] for facts in sides)
+    together = " / ".join(f"{x:.0f}" for x in (*both, peer))
+    return [together, *(f"{x / peer:.2f}" for x in both)]
 
 
 def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer.Trained) -> str:
@@ -178,7 +183,8 @@ def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer
         f"{SHORTEST} to {LONGEST} tokens, responses of at most {Workload.response}, 4 epochs of 4 "
         "minibatches and 16 optimizer steps, which are counted; a reward that costs nothing. "
         f"Median of {iterations} iterations [smallest-largest], the sides in turn, iteration by "
-        "iteration, after one that warms up.",
+        "iteration, after one that warms up. Compiled: with model.compile=true; compiling is in "
+        "the iteration that is not counted, and the compiler's own memory in the peak.",
         table(results),
         "By default our value head sits on the policy's trunk, while TRL's value model is a model "
         "of its own, which reads and learns every response once more. "

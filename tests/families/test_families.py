@@ -109,6 +109,7 @@ class Run:
             quantization="none",
             attn_implementation=None,
             gradient_checkpointing=False,
+            compile=False,
             trust_remote_code=False,
             lora=LoRASettings(r=4, alpha=32, target_modules="all-linear"),
         )

@@ -75,6 +75,7 @@ def build_config(**changes: Any) -> ModelConfig:
         "quantization": "none",
         "attn_implementation": None,
         "gradient_checkpointing": False,
+        "compile": False,
         "trust_remote_code": False,
         "lora": LORA,
     }

@@ -53,6 +53,7 @@ class ModelConfig:
     quantization: Quantization
     attn_implementation: str | None
     gradient_checkpointing: bool
+    compile: bool
     trust_remote_code: bool
     lora: LoRASettings
 
@@ -78,4 +79,5 @@ class ModelConfig:
         require_one_of("model.dtype", self.dtype, get_args(DType))
         require_one_of("model.quantization", self.quantization, get_args(Quantization))
         require_flag("model.gradient_checkpointing", self.gradient_checkpointing)
+        require_flag("model.compile", self.compile)
         require_flag("model.trust_remote_code", self.trust_remote_code)

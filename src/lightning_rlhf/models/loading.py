@@ -24,8 +24,9 @@ from transformers import (
 from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import Quantization
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
+from lightning_rlhf.models.compiled import check_compiler
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.packed import recompute
+from lightning_rlhf.models.packed import compile_layers, recompute
 from lightning_rlhf.models.weights import check_weights
 
 
@@ -62,6 +63,8 @@ def load_causal_lm(
             f"model.quantization={config.quantization} cannot be fine-tuned in full; allowed: "
             "finetune=lora, or model.quantization=none"
         )
+    if config.compile:
+        check_compiler()
     if weights is None and config.from_config is not None:
         torch.manual_seed(seed)
         try:
@@ -81,6 +84,8 @@ def load_causal_lm(
         )
     if config.gradient_checkpointing:
         recompute(model)
+    if config.compile:
+        compile_layers(model)
     return model.eval().requires_grad_(trainable)
 
 

@@ -37,6 +37,15 @@ def is_plain_sum(layer: LoRALinear) -> bool:
     )
 
 
+def drops(layer: LoRALinear) -> bool:
+    """Whether an active adapter leaves out some of its input, at random."""
+    return layer.training and any(
+        isinstance(layer.lora_dropout[adapter], nn.Dropout)
+        for adapter in layer.active_adapters
+        if adapter in layer.lora_A
+    )
+
+
 class QuickLinear(LoRALinear):
     """PEFT's linear layer, its active adapters added in place, or to the weight.
 
@@ -65,13 +74,20 @@ class QuickLinear(LoRALinear):
             or any(parameter.requires_grad for parameter in base.parameters())
             or not (autocast or all(a.dtype == dtype for a, _ in pairs))
             or not is_plain_sum(self)
-            or any(self.training and isinstance(self.lora_dropout[a], nn.Dropout) for a in adapters)
+            or drops(self)
         ):
             return super().forward(x, *args, **kwargs)
         matrices = [matrix.to(dtype) for pair in pairs for matrix in pair]
         scales = [self.scaling[adapter] for adapter in adapters]
         formula = _Folded if dtype == torch.float32 and self._folding_pays(x) else _Added
         return formula.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)  # type: ignore
+
+    def activate(self, adapters: Sequence[str]) -> None:
+        """Compute with these adapters; what is trainable stays trainable.
+
+        PEFT's `set_adapter` goes through all matrices to set that too.
+        """
+        self._active_adapter = list(adapters)
 
     def _folding_pays(self, x: Float[Tensor, "*n i"]) -> bool:
         """Whether adding an adapter to W takes far fewer operations than to every token."""

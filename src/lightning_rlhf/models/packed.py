@@ -32,7 +32,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.models.attention import WIDE_SDPA, signed, turned, wide_sdpa
+from lightning_rlhf.models.attention import WIDE_SDPA, turned, wide_sdpa
+from lightning_rlhf.models.compiled import Attention, SwiGLU, decoder_layer, feed_forward
 from lightning_rlhf.models.packing import Packing, taken
 
 
@@ -40,7 +41,8 @@ class _Packed(nn.Module):
     """A decoder layer: positions look at each other in padded rows; all else is of real ones alone.
 
     The last layer computes the wanted ones only, but for keys and values. `recomputes`: nothing is
-    kept for the gradient but what goes in, and the layer is computed once more.
+    kept for the gradient but what goes in, and the layer is computed once more. `compiles`: what
+    has a gradient is compiled, linear attention apart.
     """
 
     input_layernorm: nn.Module
@@ -48,6 +50,7 @@ class _Packed(nn.Module):
     mlp: nn.Module
     is_last = False
     recomputes = False
+    compiles = False
 
     def forward(
         self, hidden_states: Tensor, *, packing: Packing | None = None, **kwargs: Any
@@ -70,10 +73,26 @@ class _Packed(nn.Module):
     def _compute(self, hidden_states: Tensor, packing: Packing, **kwargs: Any) -> Tensor:
         if hidden_states.ndim == 3:  # the embeddings
             hidden_states = packing.packed(hidden_states.flatten(0, 1))
+        swiglu = attention = None
+        if self.compiles and torch.is_grad_enabled():
+            swiglu = SwiGLU.of(self.post_attention_layernorm, self.mlp, hidden_states)
+            mixer = getattr(self, "self_attn", None)
+            if kwargs["attention_mask"] is None and _is_plain(mixer):
+                attention = Attention.of(self.input_layernorm, mixer, hidden_states)
+        if swiglu and attention:
+            turns = [
+                packing.turns(*kwargs["position_embeddings"], last=last)
+                for last in (False, self.is_last)
+            ]
+            return decoder_layer(
+                hidden_states, attention, swiglu, packing, turns, is_last=self.is_last
+            )
         mixed = self._mix(self.input_layernorm(hidden_states), packing, **kwargs)
         if self.is_last:
             hidden_states = taken(hidden_states, packing.wanted_real)
         hidden_states = hidden_states + mixed
+        if swiglu:
+            return feed_forward(hidden_states, swiglu)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
     def _mix(
@@ -127,10 +146,8 @@ def _attend(
     query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
     if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
-    cos, sin = (table[0] for table in position_embeddings)
-    turn = cos, signed(sin)
-    key = turned(key, *(packing.of_positions(table)[:, None] for table in turn))
-    query = turned(query, *(packing.of_positions(table, last=is_last)[:, None] for table in turn))
+    key = turned(key, *packing.turns(*position_embeddings))
+    query = turned(query, *packing.turns(*position_embeddings, last=is_last))
     query = packing.padded(query.flatten(1), last=is_last)
     key, value = packing.padded(key.flatten(1)), packing.padded(value)
     query, key, value = (
@@ -177,11 +194,24 @@ def recompute(model: PreTrainedModel) -> None:
 
     Raises ConfigError where the architecture has no layers that can.
     """
+    for layer in _layers_for("model.gradient_checkpointing", model):
+        layer.recomputes = True
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Let the model's layers be compiled, where something is learned through them.
+
+    Raises ConfigError where the architecture has no layers that can.
+    """
+    for layer in _layers_for("model.compile", model):
+        layer.compiles = True
+
+
+def _layers_for(key: str, model: PreTrainedModel) -> Any:
     if not pack(model):
         allowed = ", ".join(sorted(layer.__name__.removesuffix("DecoderLayer") for layer in PACKED))
         raise ConfigError(
-            f"model.gradient_checkpointing=true, but {model.config.model_type} has layers of "
-            f"another kind; allowed: false, or a model of {allowed}"
+            f"{key}=true, but {model.config.model_type} has layers of another kind; allowed: "
+            f"false, or a model of {allowed}"
         )
-    for layer in model.base_model.layers:
-        layer.recomputes = True
+    return model.base_model.layers

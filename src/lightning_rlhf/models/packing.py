@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from lightning_rlhf.models.attention import signed
 
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32
@@ -44,6 +46,7 @@ class Packing:
     """M."""
     again: Callable[[], AbstractContextManager[None]]
     """What a layer that is computed once more for its gradient is computed in."""
+    _turns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -69,13 +72,18 @@ class Packing:
     def padded(self, x: Float[Tensor, "N d"], *, last: bool = False) -> Float[Tensor, "B S d"]:
         """The rows as a mixer of positions reads them, 0 where `packed` left something out."""
         places = self.wanted if last else self.real
-        if places is not None:
-            x = _Put.apply(x, places, self.rows * self.columns)  # type: ignore
-        return x.view(self.rows, self.columns, x.shape[-1])
+        return put(x, places, self.rows * self.columns).view(self.rows, self.columns, x.shape[-1])
 
-    def of_positions(self, x: Float[Tensor, "S r"], *, last: bool = False) -> Float[Tensor, "N r"]:
-        """For each of what `packed` leaves, the row of its position."""
-        return self.packed(x.repeat(self.rows, 1), last=last)
+    def turns(
+        self, cos: Float[Tensor, "#B S r"], sin: Float[Tensor, "#B S r"], *, last: bool = False
+    ) -> tuple[Float[Tensor, "N 1 r"], Float[Tensor, "N 1 r"]]:
+        """How `turned` rotates what `packed` leaves; laid out once, for all layers."""
+        if last not in self._turns:
+            self._turns[last] = tuple(  # type: ignore[assignment]
+                self.packed(table.repeat(self.rows, 1), last=last)[:, None]
+                for table in (cos[0], signed(sin[0]))
+            )
+        return self._turns[last]
 
 
 def columns_to_add(columns: int) -> int:
@@ -93,6 +101,13 @@ def _rounded_up(chosen: Bool[Tensor, " n"], others: Bool[Tensor, " n"]) -> Int[T
 def taken(x: Float[Tensor, "n d"], index: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
     """Rows of x, each at most once."""
     return _Taken.apply(x, index)  # type: ignore
+
+
+def put(
+    x: Float[Tensor, "m d"], index: Int[Tensor, " m"] | None, count: int
+) -> Float[Tensor, "n d"]:
+    """The rows of x at their places among `count`, 0 elsewhere; None: they are all there."""
+    return x if index is None else _Put.apply(x, index, count)  # type: ignore
 
 
 class _Taken(torch.autograd.Function):
@@ -114,7 +129,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """The rows of x at their places among `count`, 0 elsewhere."""
+    """`put`."""
 
     @staticmethod
     def forward(

@@ -35,7 +35,7 @@ from lightning_rlhf.models import folding
 from lightning_rlhf.models.attention import attend_widely
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.loading import naming
-from lightning_rlhf.models.lora import quicken
+from lightning_rlhf.models.lora import QuickLinear, quicken
 from lightning_rlhf.models.packed import pack, rotates_by_length
 from lightning_rlhf.models.packing import Packing, columns_to_add
 from lightning_rlhf.models.weights import check_weights
@@ -186,10 +186,16 @@ class Roles(nn.Module):
         self._role = role
         if not isinstance(self.model, PeftModel):
             return
+        others = False
         for layer in self._layers:
-            layer.set_adapter(list(self._stacks[role]), inference_mode=True)
-        for parameter in self._trainable:
-            parameter.requires_grad_(True)
+            if isinstance(layer, QuickLinear):
+                layer.activate(self._stacks[role])
+            else:
+                layer.set_adapter(list(self._stacks[role]), inference_mode=True)
+                others = True
+        if others:
+            for parameter in self._trainable:
+                parameter.requires_grad_(True)
 
     @contextmanager
     def acting(self, role: str) -> Iterator[None]:

@@ -1,0 +1,238 @@
+"""Decoder layers as functions of tensors, of which torch.compile makes a few operations.
+
+Half of a small model's update is not its products but what stands between them. The functions read
+no module, so that what was compiled for one layer and one role is there for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import SiLUActivation
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5RMSNorm
+
+from lightning_rlhf.core.errors import ConfigError, first_line
+from lightning_rlhf.models.attention import attend, turned
+from lightning_rlhf.models.lora import QuickLinear, drops, is_plain_sum
+from lightning_rlhf.models.packing import Packing, put, taken
+
+VARIANTS = 64
+"""Programs of one function, of which torch allows 8: the first layer, the last and those between
+have their own, so do one row and several, and every number of adapters."""
+
+
+class Norm(NamedTuple):
+    """w x / sqrt(mean(x^2) + eps)."""
+
+    weight: Float[Tensor, " d"]
+    """Its dtype is what x is rounded to before it is multiplied."""
+    eps: float
+
+    @classmethod
+    def of(cls, norm: Any) -> Norm:
+        if isinstance(norm, Qwen3_5RMSNorm):
+            return cls(1 + norm.weight.float(), norm.eps)
+        return cls(norm.weight, norm.variance_epsilon)
+
+
+class Linear(NamedTuple):
+    """x W^T + b + sum_i scale_i (x A_i^T) B_i^T."""
+
+    weight: Float[Tensor, "o i"]
+    bias: Float[Tensor, " o"] | None
+    adapters: tuple[tuple[Tensor, Tensor, float], ...]
+    """A_i [r, i], B_i [o, r] and scale_i."""
+
+
+class SwiGLU(NamedTuple):
+    """x + W_down (silu(W_gate n) * W_up n), n = norm(x)."""
+
+    norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    @classmethod
+    def of(cls, norm: nn.Module, mlp: Any, x: Tensor) -> SwiGLU | None:
+        """None where something else is computed of x."""
+        layers = _linears(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if layers is None or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
+            return None
+        return cls(Norm.of(norm), *layers)
+
+
+class Attention(NamedTuple):
+    """x + W_out attention(W_query n, W_key n, W_value n), n = norm(x)."""
+
+    norm: Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
+    head_norms: tuple[Norm, ...]
+    """Of queries and of keys, where there are any."""
+    size: int
+    """Of a head."""
+    scale: float
+    gated: bool
+    """Each query stands beside its gate."""
+
+    @classmethod
+    def of(cls, norm: nn.Module, layer: Any, x: Tensor) -> Attention | None:
+        """None where something else is computed of x."""
+        layers = _linears(x, layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
+        if layers is None:
+            return None
+        norms = [Norm.of(getattr(layer, n)) for n in ("q_norm", "k_norm") if hasattr(layer, n)]
+        gated = isinstance(layer, Qwen3_5Attention)
+        query, key, value, out = layers
+        return cls(
+            Norm.of(norm),
+            query,
+            key,
+            value,
+            out,
+            tuple(norms),
+            layer.head_dim,
+            layer.scaling,
+            gated,
+        )
+
+
+def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
+    """Linear layers that compute in the dtype of x; None where one of them does not."""
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast and torch.get_autocast_dtype(device) != x.dtype:
+        return None
+    found = []
+    for layer in layers:
+        base, adapters = layer, []
+        if isinstance(layer, QuickLinear):
+            if layer.disable_adapters or drops(layer) or not is_plain_sum(layer):
+                return None
+            base = layer.base_layer
+            for name in layer.active_adapters:
+                if name in layer.lora_A:
+                    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+                    adapters.append((a, b, layer.scaling[name]))
+        if type(base) is not nn.Linear or base.weight.dtype != x.dtype:
+            return None
+        if not (autocast or all(a.dtype == x.dtype for a, _, _ in adapters)):
+            return None
+        found.append(Linear(base.weight, base.bias, tuple(adapters)))
+    return found
+
+
+def decoder_layer(
+    x: Float[Tensor, "N d"],
+    attention: Attention,
+    swiglu: SwiGLU,
+    packing: Packing,
+    turns: Sequence[tuple[Tensor, Tensor]],
+    *,
+    is_last: bool,
+) -> Float[Tensor, "M d"]:
+    """A whole layer, compiled. turns: `Packing.turns` for keys and for queries."""
+    real = packing.real
+    if real is None:  # one program for both
+        real = torch.arange(packing.rows * packing.columns, device=x.device)
+    asked, asked_real = (packing.wanted, packing.wanted_real) if is_last else (real, None)
+    places = real, asked, asked_real, packing.rows, packing.columns
+    with torch.autocast(x.device.type, enabled=False):
+        return compiled(_decoder_layer)(x, attention, swiglu, *turns, *places)
+
+
+def feed_forward(x: Float[Tensor, "N d"], swiglu: SwiGLU) -> Float[Tensor, "N d"]:
+    """What stands behind the mixer of positions, compiled."""
+    with torch.autocast(x.device.type, enabled=False):
+        return compiled(_feed_forward)(x, swiglu)
+
+
+@cache
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For tensors of any length."""
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def check_compiler() -> None:
+    """Raise ConfigError where torch has no compiler to hand its programs to."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        compiled(_twice)(torch.zeros(2, device=device))
+    except Exception as error:  # of torch, of the system's compiler, of its files
+        raise ConfigError(
+            f"model.compile=true, but nothing can be compiled for {device}: {first_line(error)}; "
+            "allowed: false, or a C++ compiler (g++ or clang++) that torch finds"
+        ) from error
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x + x
+
+
+def _decoder_layer(
+    x: Float[Tensor, "N d"],
+    attention: Attention,
+    swiglu: SwiGLU,
+    turn: tuple[Tensor, Tensor],
+    query_turn: tuple[Tensor, Tensor],
+    real: Int[Tensor, " N"],
+    asked: Int[Tensor, " M"],
+    asked_real: Int[Tensor, " M"] | None,
+    rows: int,
+    columns: int,
+) -> Float[Tensor, "M d"]:
+    """real, asked: places of the N tokens, and of the M that look at them, among rows x columns.
+
+    asked_real: places of the M among the N; None: they are all.
+    """
+    asking = x if asked_real is None else taken(x, asked_real)
+    n = _normed(x, attention.norm)
+    m = n if asked_real is None else taken(n, asked_real)
+    query, key, value = (
+        _projected(at, layer)
+        for at, layer in ((m, attention.query), (n, attention.key), (n, attention.value))
+    )
+    gate = None
+    if attention.gated:
+        query, gate = query.unflatten(1, (-1, 2 * attention.size)).chunk(2, dim=-1)
+        query, gate = query.flatten(1), gate.flatten(1)
+    query, key = (part.unflatten(1, (-1, attention.size)) for part in (query, key))
+    if attention.head_norms:
+        query, key = map(_normed, (query, key), attention.head_norms)
+    query, key = turned(query, *query_turn).flatten(1), turned(key, *turn).flatten(1)
+    query, key, value = (
+        put(h, places, rows * columns).view(rows, columns, -1, attention.size).transpose(1, 2)
+        for h, places in ((query, asked), (key, real), (value, real))
+    )
+    mixed = attend(query, key, value, attention.scale).reshape(rows * columns, -1)
+    mixed = taken(mixed, asked)
+    mixed = mixed if gate is None else mixed * gate.sigmoid()
+    return _feed_forward(asking + _projected(mixed, attention.out), swiglu)
+
+
+def _feed_forward(x: Float[Tensor, "N d"], swiglu: SwiGLU) -> Float[Tensor, "N d"]:
+    n = _normed(x, swiglu.norm)
+    hidden = F.silu(_projected(n, swiglu.gate)) * _projected(n, swiglu.up)
+    return x + _projected(hidden, swiglu.down)
+
+
+def _projected(x: Float[Tensor, "N i"], layer: Linear) -> Float[Tensor, "N o"]:
+    y = F.linear(x, layer.weight, layer.bias)
+    for a, b, scale in layer.adapters:
+        y = y + F.linear(F.linear(x, a.to(x.dtype)), (scale * b).to(x.dtype))
+    return y
+
+
+def _normed(x: Float[Tensor, "*N d"], norm: Norm) -> Float[Tensor, "*N d"]:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (norm.weight * wide.to(norm.weight.dtype)).to(x.dtype)
