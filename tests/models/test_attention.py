@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -90,6 +92,49 @@ def test_in_bf16_short_rows_keep_what_is_looked_at_while_it_fits(
     for ours, theirs, truth in zip(found, library, exactly(narrow), strict=True):
         assert ours.dtype == torch.bfloat16
         assert off(ours, truth) < 1.5 * off(theirs, truth) < 0.01
+
+
+def test_autocast_does_not_round_the_scores() -> None:
+    narrow = states(torch.bfloat16)
+    expected = gradients(narrow, None, ours=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(narrow, None, ours=True)
+    assert all(map(torch.equal, found, expected))
+
+
+def narrower_values(states: list[Tensor], options: dict[str, Any]) -> None:
+    states[2] = states[2][..., :4]
+
+
+def fewer_queries(states: list[Tensor], options: dict[str, Any]) -> None:
+    states[0] = states[0][:, :, 4:]
+    options["is_causal"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        (lambda states, options: options.update(scaling=0.3), 1),
+        (lambda states, options: options.update(is_causal=False), 0),
+        (lambda states, options: options.update(dropout=1e-9), 0),
+        (narrower_values, 0),
+        (fewer_queries, 0),
+    ],
+)
+def test_what_short_rows_do_not_know_is_computed_in_fp32(
+    change: Callable[[list[Tensor], dict[str, Any]], None], asked: int
+) -> None:
+    """The library in fp32 says what ours is near to."""
+    narrow, options = states(torch.bfloat16), {}
+    change(narrow, options)
+    learning = [x.clone().requires_grad_() for x in narrow]
+    with patch.object(_Causal, "apply", wraps=_Causal.apply) as spy:
+        found, _ = wide_sdpa(Heads(), *learning, None, **options)
+    assert spy.call_count == asked
+    expected, _ = sdpa_attention_forward(Heads(), *(x.float() for x in narrow), None, **options)
+    assert off(found.detach(), expected.double()) < 0.01
+    found.sum().backward()
+    assert [x.grad.shape for x in learning if x.grad is not None] == [x.shape for x in narrow]
 
 
 def off(found: Tensor, truth: Tensor) -> float:

@@ -125,7 +125,7 @@ def merge(roles: Roles) -> None:
 
 def another_activation(roles: Roles) -> None:
     for layer in roles.causal_lm.base_model.layers:
-        layer.mlp.act_fn = nn.GELU()
+        layer.mlp.act_fn = nn.GELU()  # and dropout, or attention would be compiled whole
         layer.self_attn.q_proj.lora_dropout[POLICY] = nn.Dropout(0.5)
     roles.train()
 
@@ -146,6 +146,42 @@ def test_what_computes_something_else_is_left_to_the_modules(
             parameter.data = parameter.data.float()
     roles.hidden_at(tokens_of(MASK), MASK)
     assert not asked
+
+
+def sliding(roles: Roles) -> None:
+    for layer in roles.causal_lm.base_model.layers:
+        assert layer.self_attn.sliding_window == 4
+
+
+def eager(roles: Roles) -> None:
+    roles.causal_lm.set_attn_implementation("eager")
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(("change", "shape"), [(sliding, WINDOWS), (eager, {})])
+def test_another_attention_is_left_to_the_modules(
+    change: Callable[[Roles], None], shape: dict[str, Any], asked: list[str]
+) -> None:
+    roles = a_policy("qwen3", **shape)
+    change(roles)
+    assert_alike(*both(roles), 1e-5)
+    assert asked == ["_feed_forward"] * 2
+
+
+def test_fp32_weights_under_autocast_are_left_to_the_modules(asked: list[str]) -> None:
+    roles = a_policy("qwen3")
+    compile_layers(roles.causal_lm)
+    with torch.autocast("cpu", torch.bfloat16):
+        roles.hidden_at(tokens_of(MASK), MASK)
+    assert not asked
+
+
+def test_quantised_weights_are_refused() -> None:
+    config = build_config(compile=True, name_or_path="/nowhere", quantization="int8")
+    with pytest.raises(ConfigError, match=r"model\.quantization.*int8.*none with model\.compile"):
+        load_causal_lm(config, trainable=False, seed=0)
 
 
 def test_nothing_is_compiled_that_nothing_is_learned_from(asked: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The library's SDPA attention, its gradient in 16 bits on a CPU in other ways."""
+"""The library's SDPA attention; in 16 bits on a CPU its gradient by products, or in fp32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE_SDPA = "wide_sdpa"
 SHORT = 4
 """Times the size of a head. Up to this length, what each position looks at takes less memory than
 queries, keys, values and what is said in fp32."""
-SCORES = 2**24  # alive at once in fp32: 64 MB
+SCORES = 2**24  # in fp32: 64 MB a tensor, of which two are alive
 
 
 def attend_widely(model: PreTrainedModel) -> None:
@@ -46,6 +46,7 @@ def wide_sdpa(
         attention_mask is None
         and (getattr(module, "is_causal", True) if causal is None else causal)
         and query.shape[2] == key.shape[2]
+        and key.shape == value.shape
         and not kwargs.get("dropout")
         and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "cache"))
     ):
@@ -76,13 +77,12 @@ def attend(
     rounded.
     """
     batch, heads, length, size = query.shape
-    slow = _is_slow(query)
+    slow, dtype, groups = _is_slow(query), query.dtype, heads // key.shape[1]
     short = length <= SHORT * size and batch * heads * length**2 <= SCORES
-    if slow and short and query.dtype == torch.bfloat16:
-        mixed: Tensor = _Causal.apply(query, key, value, scale)  # type: ignore
-        return mixed.transpose(1, 2)
-    dtype, groups = query.dtype, heads // key.shape[1]
     with torch.autocast(query.device.type, enabled=False):
+        if slow and short and dtype == torch.bfloat16:
+            mixed: Tensor = _Causal.apply(query, key, value, scale)  # type: ignore
+            return mixed.transpose(1, 2)
         if slow:
             query, key, value = (x.float() for x in (query, key, value))
         if groups > 1:

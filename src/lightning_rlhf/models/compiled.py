@@ -23,15 +23,16 @@ from lightning_rlhf.models.lora import QuickLinear, drops, is_plain_sum
 from lightning_rlhf.models.packing import Packing, put, taken
 
 VARIANTS = 64
-"""Programs of one function, of which torch allows 8: the first layer, the last and those between
-have their own, so do one row and several, and every number of adapters."""
+"""Programs of one function, of which torch allows 8. The first layer, the last and those between
+have their own, so do one row and several, every number of adapters, short rows and long ones in
+16 bits, and a critic's own model."""
 
 
 class Norm(NamedTuple):
     """w x / sqrt(mean(x^2) + eps)."""
 
     weight: Float[Tensor, " d"]
-    """Its dtype is what x is rounded to before it is multiplied."""
+    """x / rms is rounded to its dtype before it is multiplied."""
     eps: float
 
     @classmethod
@@ -163,15 +164,16 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def check_compiler() -> None:
-    """Raise ConfigError where torch has no compiler to hand its programs to."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        compiled(_twice)(torch.zeros(2, device=device))
-    except Exception as error:  # of torch, of the system's compiler, of its files
-        raise ConfigError(
-            f"model.compile=true, but nothing can be compiled for {device}: {first_line(error)}; "
-            "allowed: false, or a C++ compiler (g++ or clang++) that torch finds"
-        ) from error
+    """Raise ConfigError where torch has no compiler for this machine's devices."""
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        try:
+            compiled(_twice)(torch.zeros(2, device=device))
+        except Exception as error:  # of torch, of the system's compiler, of its files
+            needed = "a C++ compiler (g++ or clang++)" if device == "cpu" else "Triton"
+            raise ConfigError(
+                f"model.compile=true, but nothing can be compiled for {device}: "
+                f"{first_line(error)}; allowed: false, or {needed} that torch finds"
+            ) from error
 
 
 def _twice(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.core.config import Quantization
+from lightning_rlhf.core.config import Quantization, require
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.compiled import check_compiler
 from lightning_rlhf.models.config import ModelConfig
@@ -64,6 +64,8 @@ def load_causal_lm(
             "finetune=lora, or model.quantization=none"
         )
     if config.compile:
+        require(config.quantization == "none", "model.quantization", config.quantization,
+                "none with model.compile=true, which knows plain layers alone")  # fmt: skip
         check_compiler()
     if weights is None and config.from_config is not None:
         torch.manual_seed(seed)

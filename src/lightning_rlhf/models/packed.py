@@ -41,8 +41,8 @@ class _Packed(nn.Module):
     """A decoder layer: positions look at each other in padded rows; all else is of real ones alone.
 
     The last layer computes the wanted ones only, but for keys and values. `recomputes`: nothing is
-    kept for the gradient but what goes in, and the layer is computed once more. `compiles`: what
-    has a gradient is compiled, linear attention apart.
+    kept for the gradient but what goes in, and the layer is computed once more. `compiles`: where
+    gradients are enabled it is compiled, linear attention apart.
     """
 
     input_layernorm: nn.Module
@@ -199,7 +199,7 @@ def recompute(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Let the model's layers be compiled, where something is learned through them.
+    """Let the model's layers be compiled, where gradients are enabled.
 
     Raises ConfigError where the architecture has no layers that can.
     """
