@@ -178,6 +178,14 @@ def test_fp32_weights_under_autocast_are_left_to_the_modules(asked: list[str]) -
     assert not asked
 
 
+def test_a_model_without_its_adapters_is_left_to_the_modules(asked: list[str]) -> None:
+    roles = a_policy("qwen3")
+    compile_layers(roles.causal_lm)
+    with roles.model.disable_adapter():
+        roles.hidden_at(tokens_of(MASK), MASK)
+    assert not asked
+
+
 def test_quantised_weights_are_refused() -> None:
     config = build_config(compile=True, name_or_path="/nowhere", quantization="int8")
     with pytest.raises(ConfigError, match=r"model\.quantization.*int8.*none with model\.compile"):

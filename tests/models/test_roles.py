@@ -27,6 +27,7 @@ from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import (
     BASE,
+    CRITIC,
     POLICY,
     REFERENCE,
     REWARD,
@@ -36,6 +37,8 @@ from lightning_rlhf.models.roles import (
     same_logits,
     trainable_names,
 )
+
+from .conftest import build_model
 
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 MASK = torch.ones(3, 9, dtype=torch.bool)
@@ -366,3 +369,38 @@ def test_more_tokens_than_the_model_has_positions(
     said = r"a prompt has 129 tokens.*positions for 128"
     with pytest.raises(ConfigError, match=said) if refused else pytest.warns(match=said):
         check_positions(roles, 129, "a prompt")
+
+
+def learned(roles: Roles) -> set[str]:
+    """Which adapters have matrices that are trained."""
+    matrices = [(name, p) for name, p in roles.named_parameters() if "lora_" in name]
+    return {name.split(".")[-2] for name, matrix in matrices if matrix.requires_grad}
+
+
+@pytest.mark.parametrize(("family", "targets"), [("qwen3", ("q_proj",)), ("gpt2", ("c_attn",))])
+def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
+    family: str, targets: tuple[str, ...]
+) -> None:
+    """GPT-2's layers are no plain linear ones, so that PEFT puts their adapters on."""
+    roles = Roles(build_model(family))
+    lora = LoRASettings(r=2, alpha=4, target_modules=targets)
+    roles.add_adapter(SFT, lora)
+    roles._stack(SFT, trainable=False)
+    roles._stacks[REFERENCE] = roles._stacks[SFT]
+    for role in (POLICY, CRITIC):
+        roles.add_adapter(role, lora)
+    for name, parameter in roles.named_parameters():
+        if f"lora_B.{SFT}." in name or f"lora_B.{POLICY}." in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    tokens = torch.arange(8)[None]
+    said = {}
+    for role in (POLICY, REFERENCE, BASE, CRITIC):
+        with torch.no_grad(), roles.acting(role):
+            said[role] = roles.hidden(tokens)
+            assert learned(roles) == {POLICY, CRITIC}
+    assert torch.equal(said[REFERENCE], said[CRITIC])
+    assert not torch.equal(said[REFERENCE], said[POLICY])
+    assert not torch.equal(said[REFERENCE], said[BASE])
+    with roles.exported(POLICY):
+        pass
+    assert learned(roles) == {POLICY, CRITIC}

@@ -1,6 +1,6 @@
 """Decoder layers as functions of tensors, of which torch.compile makes a few operations.
 
-Half of a small model's update is not its products but what stands between them. The functions read
+Much of a small model's update is not its products but what stands between them. The functions read
 no module, so that what was compiled for one layer and one role is there for all.
 """
 

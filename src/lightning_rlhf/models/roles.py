@@ -150,7 +150,6 @@ class Roles(nn.Module):
         ]
         self.model.eval()
         self.play(role)
-        self._settle()
 
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
         """The trainable parameters of the role's own adapter; of the model where it has none."""
@@ -179,7 +178,6 @@ class Roles(nn.Module):
         finally:
             self.model.delete_adapter("export")
             self.play(before)
-            self._settle()
 
     def play(self, role: str) -> None:
         """Put on the adapters of `role`. What is trainable stays trainable."""
@@ -188,18 +186,15 @@ class Roles(nn.Module):
         self._role = role
         if not isinstance(self.model, PeftModel):
             return
-        quick = [layer for layer in self._layers if isinstance(layer, QuickLinear)]
-        for layer in quick:
-            layer.activate(self._stacks[role])
-        if len(quick) < len(self._layers):
-            self._settle()
-
-    def _settle(self) -> None:
-        """Let PEFT put on the acting role's adapters; what it has set trainable is set anew."""
+        others = [layer for layer in self._layers if not isinstance(layer, QuickLinear)]
         for layer in self._layers:
-            layer.set_adapter(list(self._stacks[self._role]), inference_mode=True)
-        for parameter in self._trainable:
-            parameter.requires_grad_(True)
+            if isinstance(layer, QuickLinear):
+                layer.activate(self._stacks[role])
+        for layer in others:
+            layer.set_adapter(list(self._stacks[role]), inference_mode=True)
+        if others:
+            for parameter in self._trainable:
+                parameter.requires_grad_(True)
 
     @contextmanager
     def acting(self, role: str) -> Iterator[None]:
