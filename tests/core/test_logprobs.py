@@ -276,11 +276,12 @@ class TestFrozenHead:
         for x, exact in zip(found, expected, strict=True):
             close(x, exact.float(), **FP32)
 
+    @pytest.mark.parametrize("learns", [False, True])
     @pytest.mark.parametrize("temperature", [1.0, 0.5])
-    def test_what_the_head_returns_is_not_changed(self, temperature: float) -> None:
-        """It may be a tensor that somebody else reads: here the hidden states themselves."""
-        hidden = torch.randn(3, 4)
-        before = hidden.clone()
+    def test_the_hidden_states_are_not_changed(self, temperature: float, *, learns: bool) -> None:
+        """Where the head returns what it was given."""
+        hidden = torch.randn(3, 4).requires_grad_(learns)
+        before = hidden.detach().clone()
         token_logprobs(
             hidden, torch.tensor([0, 1, 2]), nn.Identity(), temperature=temperature, vocab_size=4,
             frozen_head=True,
@@ -322,6 +323,52 @@ class TestFrozenHead:
         )
         logprobs.sum().backward()
         assert seen == [2, 2, 1]
+
+    @pytest.mark.parametrize("elements", [1, 8, 20])
+    def test_a_few_rows_at_a_time_have_the_same_bits(
+        self, elements: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        case = Case(rows=5, vocabulary=8, seed=1)
+        whole = self.found(case, 0.7, frozen_head=True)
+        monkeypatch.setattr(logprobs_file, "CACHED_ELEMENTS", elements)
+        for x, expected in zip(self.found(case, 0.7, frozen_head=True), whole, strict=True):
+            assert torch.equal(x, expected)
+
+    @pytest.mark.parametrize(
+        ("dtype", "elements", "rows"),
+        # 70 rows of 8 logits: in 16 bits 2 x 64, or 20 at a time and as many of the last 10.
+        [
+            (torch.bfloat16, 10**6, [128]),
+            (torch.bfloat16, 160, [20, 20, 20, 20]),
+            (torch.float32, 160, [20, 20, 20, 10]),
+        ],
+    )
+    def test_products_that_are_compiled_for_a_shape_have_few(
+        self, dtype: torch.dtype, elements: int, rows: list[int], chunk
+    ) -> None:
+        case, seen = Case(rows=70, vocabulary=8, seed=1), []
+        hidden, weight = case.hidden.to(dtype).requires_grad_(), case.weight.to(dtype)
+
+        def head(h: Tensor) -> Tensor:
+            seen.append(len(h))
+            return h @ weight.T
+
+        def both(*, frozen_head: bool) -> list[Tensor]:
+            found = token_logprobs(
+                hidden, case.targets, head, temperature=1.0, vocab_size=8,
+                frozen_head=frozen_head,
+            )  # fmt: skip
+            (gradient,) = torch.autograd.grad((found[0] * case.weighting[0]).sum(), hidden)
+            return [*found, gradient.float()]
+
+        plain = both(frozen_head=False)
+        seen.clear()
+        chunk(elements)
+        found = both(frozen_head=True)
+        assert seen == rows
+        for x, expected in zip(found[:2], plain[:2], strict=True):
+            close(x.detach(), expected.detach(), **FP32)
+        assert (found[2] - plain[2]).norm() < 2**-7 * plain[2].norm()
 
     def test_no_tokens_no_numbers(self) -> None:
         hidden = torch.zeros(0, 4, requires_grad=True)

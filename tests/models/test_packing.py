@@ -122,6 +122,7 @@ def test_a_length_is_rounded_up_where_that_is_a_twenty_fifth_at_most(
     columns: int, more: int
 ) -> None:
     assert columns_to_add(columns) == more
+    assert columns_to_add(columns, few_shapes=True) == -columns % 16
 
 
 def sliding(roles: Roles) -> None:
@@ -226,6 +227,34 @@ def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_
     assert seen == [inner, inner, last]
     assert relative(found, expected) <= 1e-5
     assert relative(gradient, expected_gradient) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "inner", "last"),
+    # 8 + 70 real positions of 2 x 70, 39 of them wanted; in 16 bits of 2 x 80.
+    [
+        (torch.float32, False, 96, 64),
+        (torch.bfloat16, False, 128, 64),
+        (torch.float32, True, 128, 64),
+    ],
+)
+def test_products_that_are_compiled_for_a_shape_have_few(
+    dtype: torch.dtype, autocast: bool, inner: int, last: int
+) -> None:
+    roles, exact = (Roles(build_model("qwen3").to(dtype).to(d)) for d in (dtype, torch.double))
+    mask = torch.zeros(2, 70, dtype=torch.bool)
+    mask[0, 4:8], mask[1, 35:] = True, True
+    tokens = tokens_of(mask)
+    seen: list[int] = []
+    for layer in roles.causal_lm.base_model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = roles.hidden_at(tokens, mask)
+        assert seen == [inner, last]
+        plain = roles.hidden(tokens)[mask]
+    with torch.no_grad():
+        truth = exact.hidden(tokens)[mask]
+    assert relative(found.double(), truth) <= max(1e-5, 1.2 * relative(plain.double(), truth))
 
 
 def test_rows_with_little_padding_stay_as_they_are() -> None:

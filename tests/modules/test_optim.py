@@ -204,6 +204,22 @@ def test_a_step_forgets_the_gradient_of_the_one_before() -> None:
     close(module.w.detach(), torch.tensor([10 - 4.0, 20 - 2.0]))
 
 
+def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:
+    """A head of values under bf16 autocast. bf16 has 8 binary digits: 1 + 2^-12 is 1 there."""
+    module = Slope()
+    module.head = nn.Linear(2, 1, bias=False)
+    hidden = torch.tensor([[1 + 2**-12, 1.0], [2.0, -1.0]])
+
+    def work() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", enabled=False):
+                loss = module.head(hidden).sum()
+            backward(module, [loss], 100.0)
+        return module.head.weight.grad
+
+    assert within_fit(module, work).tolist() == [[3 + 2**-12, 0.0]]
+
+
 def test_the_schedule_moves_when_told_to() -> None:
     # Rates 1/2, 1/2 (two steps of one iteration), then 1/4.
     module = Slope()

@@ -220,6 +220,29 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
     torch.testing.assert_close(usual.values, changed.values, atol=1e-5, rtol=0)
 
 
+def test_in_16_bits_rows_leave_the_batch_so_that_a_multiple_of_8_is_left(
+    roles: Roles, prompts: Prompts
+) -> None:
+    """On a CPU their products are compiled for each number of rows."""
+    roles.causal_lm.bfloat16()
+    many = prompts.repeat(-(-40 // len(prompts))).select(torch.arange(40))
+    seen: list[int] = []
+
+    def value(hidden: Tensor) -> Tensor:
+        seen.append(len(hidden))
+        return roles.heads[VALUE](hidden)
+
+    rollout = roll_out(roles, many, value=value)
+    assert set(seen) <= {40, 24, 16, 8}
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) > 2
+    said = rollout.response_mask.sum(1)
+    for count, column in zip(seen, range(said.max()), strict=True):
+        assert count >= int((said > column).sum())
+    ends = rollout.responses.gather(1, said[:, None] - 1).squeeze(1)
+    assert torch.equal(torch.isin(ends, torch.tensor(END)), rollout.ended)
+
+
 def test_a_cold_policy_is_greedy(roles: Roles, prompts: Prompts) -> None:
     rollout = roll_out(roles, prompts, temperature=1e-5, max_response_tokens=6)
     for i in range(len(prompts)):

@@ -10,11 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from lightning_rlhf.core.products import ROWS, compiled_by_shape, rounded_up
 
 T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits alive at once: 64 MB in fp32, whatever the vocabulary
+CACHED_ELEMENTS = 2**17  # a thread: 0.5 MB in fp32, of which three are alive
 
 
 def token_logprobs(
@@ -142,6 +146,37 @@ class _LogSoftmax(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None
 
 
+def _settle(
+    logits: Float[Tensor, "N V"],
+    targets: Int[Tensor, "N 1"],
+    temperature: float,
+    logprobs: Float[Tensor, " N"],
+    entropy: Float[Tensor, " N"],
+    *,
+    learns: bool,
+) -> None:
+    """Fill in log-probabilities and entropy; `learns`: p - [v = t] takes the place of the logits.
+
+    On a CPU a few rows at a time, of which what is between stays in the processor's cache.
+    """
+    on_cpu = logits.device.type == "cpu"
+    elements = CACHED_ELEMENTS * torch.get_num_threads() if on_cpu else CHUNK_ELEMENTS
+    size = max(1, elements // logits.shape[1])
+    for some, target, logprob, some_entropy in zip(
+        *(x.split(size) for x in (logits, targets, logprobs, entropy)), strict=True
+    ):
+        scaled = some.float()
+        scaled = scaled - scaled.amax(-1, keepdim=True)
+        if temperature != 1:
+            scaled /= temperature
+        p = torch.softmax(scaled, -1)
+        greatest = p.amax(-1).log()  # of the likeliest token, whose `scaled` is 0
+        torch.add(scaled.gather(-1, target).squeeze(-1), greatest, out=logprob)
+        torch.add(scaled.mul_(p).sum(-1), greatest, out=some_entropy).neg_()
+        if learns:
+            some.copy_(p.scatter_add_(-1, target, p.new_full(target.shape, -1.0)))
+
+
 class _FrozenHead(torch.autograd.Function):
     """Log-probability of the targets and entropy, and at once the gradient of the first.
 
@@ -168,23 +203,17 @@ class _FrozenHead(torch.autograd.Function):
             *(x.split(size) for x in (hidden, targets[:, None], logprobs, entropy, gradient)),
             strict=True,
         ):
+            count = len(h)
+            more = min(rounded_up(count, ROWS), size) - count if compiled_by_shape(h) else 0
             with torch.set_grad_enabled(learns):
-                h = h.detach().requires_grad_(learns)
+                h = F.pad(h.detach(), (0, 0, 0, more)).requires_grad_(learns)
                 logits = head(h)
-            edge, dtype = get_gradient_edge(logits) if learns else None, logits.dtype
-            scaled = logits.detach().float()
-            del logits  # their gradient needs none of them, and memory for a third such is a lot
-            scaled = scaled - scaled.amax(-1, keepdim=True)
-            if temperature != 1:
-                scaled /= temperature
-            p = torch.softmax(scaled, -1)
-            greatest = p.amax(-1).log()  # of the likeliest token, whose `scaled` is 0
-            torch.add(scaled.gather(-1, target).squeeze(-1), greatest, out=logprob)
-            torch.add(scaled.mul_(p).sum(-1), greatest, out=h_entropy).neg_()
+            edge, logits = get_gradient_edge(logits) if learns else None, logits.detach()
+            _settle(logits[:count], target, temperature, logprob, h_entropy, learns=learns)
             if edge is not None:
-                p.scatter_add_(-1, target, p.new_full(target.shape, -1.0))
-                (found,) = torch.autograd.grad(edge, h, p.to(dtype))
-                torch.mul(found, -1 / temperature, out=slope)
+                logits[count:] = 0
+                (found,) = torch.autograd.grad(edge, h, logits)
+                torch.mul(found[:count], -1 / temperature, out=slope)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy

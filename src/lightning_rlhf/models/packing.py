@@ -12,13 +12,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_rlhf.core.products import ROWS, rounded_up
 from lightning_rlhf.models.attention import signed
 
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
-MULTIPLE = 32
-"""Numbers of positions are rounded up to it: products of 16 bits are compiled for each shape, and
-what was compiled is kept."""
-
+MULTIPLE = 32  # numbers of positions are rounded up to it
 COLUMNS, MORE = 16, 0.04
 """Attention on a CPU takes up to a third more time for a length that is no multiple; and the share
 of columns that it costs less than."""
@@ -53,16 +51,23 @@ class Packing:
         cls,
         wanted: Bool[Tensor, "B S"],
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        few_shapes: bool = False,
     ) -> Packing:
-        """Every row is needed from its first position up to its last wanted one."""
+        """Every row is needed from its first position up to its last wanted one.
+
+        few_shapes: N and M are multiples of a larger number.
+        """
         rows, columns = wanted.shape
+        multiple = ROWS if few_shapes else MULTIPLE
         real = wanted.flip(1).cummax(1).values.flip(1).flatten()
-        last = _rounded_up(wanted.flatten(), real)
+        last = _filled_up(wanted.flatten(), real, multiple)
         count = int(wanted.sum())
         if real.float().mean() > 1 - WORTH:
             return cls(rows, columns, None, last, last, count, again)
         number = real.cumsum(0) - 1
-        return cls(rows, columns, _rounded_up(real, ~real), last, number[last], count, again)
+        places = _filled_up(real, ~real, multiple)
+        return cls(rows, columns, places, last, number[last], count, again)
 
     def packed(self, x: Float[Tensor, "BS d"], *, last: bool = False) -> Float[Tensor, "N d"]:
         """Without padding; `last`: the M wanted ones, as the last layer computes them."""
@@ -86,16 +91,21 @@ class Packing:
         return self._turns[last]
 
 
-def columns_to_add(columns: int) -> int:
-    """For a length that attention is fast on; 0 where they would cost more than they save."""
-    more = -columns % COLUMNS
-    return more if more <= MORE * columns else 0
+def columns_to_add(columns: int, *, few_shapes: bool = False) -> int:
+    """For a length that attention is fast on; 0 where they would cost more than they save.
+
+    few_shapes: always.
+    """
+    more = rounded_up(columns, COLUMNS) - columns
+    return more if few_shapes or more <= MORE * columns else 0
 
 
-def _rounded_up(chosen: Bool[Tensor, " n"], others: Bool[Tensor, " n"]) -> Int[Tensor, " m"]:
+def _filled_up(
+    chosen: Bool[Tensor, " n"], others: Bool[Tensor, " n"], multiple: int
+) -> Int[Tensor, " m"]:
     """Places of what is chosen; behind them, of as many others as round the number up."""
     places, more = (x.nonzero().squeeze(1) for x in (chosen, others & ~chosen))
-    return torch.cat([places, more[: -len(places) % MULTIPLE]])
+    return torch.cat([places, more[: rounded_up(len(places), multiple) - len(places)]])
 
 
 def taken(x: Float[Tensor, "n d"], index: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:

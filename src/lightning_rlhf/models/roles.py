@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, last_real
+from lightning_rlhf.core.products import compiled_by_shape
 from lightning_rlhf.models import folding
 from lightning_rlhf.models.attention import attend_widely
 from lightning_rlhf.models.config import LoRASettings
@@ -237,9 +238,12 @@ class Roles(nn.Module):
         if not self._packs:
             return self.hidden(tokens)[wanted]
         trunk = self.causal_lm.base_model
+        few_shapes = compiled_by_shape(self.causal_lm.get_input_embeddings().weight)
         if not rotates_by_length(self.causal_lm):
-            tokens, wanted = (F.pad(x, (0, columns_to_add(x.shape[1]))) for x in (tokens, wanted))
-        packing = Packing.of(wanted, again=partial(self.acting, self._role))
+            more = columns_to_add(tokens.shape[1], few_shapes=few_shapes)
+            tokens, wanted = (F.pad(x, (0, more)) for x in (tokens, wanted))
+        again = partial(self.acting, self._role)
+        packing = Packing.of(wanted, again, few_shapes=few_shapes)
         hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
         return hidden[: packing.count]
 

@@ -34,7 +34,8 @@ def by_row(
     for row in batch.split(1):
         with torch.enable_grad():
             of_row = facts(row)
-        gradient = torch.autograd.grad(of_row["loss"], trained, allow_unused=True)
+        with torch.autocast(module.device.type, enabled=False):  # as `backward`
+            gradient = torch.autograd.grad(of_row["loss"], trained, allow_unused=True)
         norm = nn.utils.get_total_norm([g for g in gradient if g is not None])
         found.append({k: x.detach().reshape(-1) for k, x in {**of_row, "grad_norm": norm}.items()})
     return {name: torch.cat([of_row[name] for of_row in found]) for name in found[0]}

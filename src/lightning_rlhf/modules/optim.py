@@ -73,7 +73,9 @@ def backward(
     optimizer.zero_grad()
     total = torch.zeros((), device=module.device)
     for loss in losses:
-        module.manual_backward(loss)
+        # The casts of the forward pass are recorded; autocast would round what it left in fp32.
+        with torch.autocast(module.device.type, enabled=False):
+            module.manual_backward(loss)
         total += loss.detach()
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     return total, nn.utils.clip_grad_norm_(trained, max_grad_norm)

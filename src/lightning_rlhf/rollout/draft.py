@@ -7,10 +7,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.errors import DivergedError
+from lightning_rlhf.core.products import rounded_up
 from lightning_rlhf.core.types import Prompts, Rollout
 
 DIVERGED = "the model's logits are NaN or infinite, and nothing can be sampled from it"
 REMEDY = "Where it was trained until here, a smaller learning rate may hold it"
+MULTIPLE = 8  # rows, of which as many are left where shapes are to be few
 KEPT = 0.75  # rows that have ended are put aside when no more than this share goes on
 
 
@@ -20,7 +22,15 @@ class Draft:
     Letters: B responses in all, A of them not put aside yet, P prompt tokens, T response tokens.
     """
 
-    def __init__(self, prompts: Prompts, samples_per_prompt: int, max_response_tokens: int) -> None:
+    def __init__(
+        self,
+        prompts: Prompts,
+        samples_per_prompt: int,
+        max_response_tokens: int,
+        *,
+        few_shapes: bool = False,
+    ) -> None:
+        """few_shapes: a few rows are put aside later than they could be."""
         prompts = prompts.repeat(samples_per_prompt)
         batch, self.width = prompts.tokens.shape
         room = batch, max_response_tokens
@@ -30,6 +40,7 @@ class Draft:
         self.logprobs = prompts.tokens.new_zeros(room, dtype=torch.float32)
         self.values = torch.zeros_like(self.logprobs)
         self.prompt_tokens = prompts.mask.sum(dim=1)
+        self.multiple = MULTIPLE if few_shapes else 1
         self.written = 0
         """Columns of response tokens, T so far."""
         self.rows = torch.arange(batch, device=prompts.tokens.device)
@@ -79,9 +90,10 @@ class Draft:
 
         count: of the responses that go on.
         """
-        if count > KEPT * len(self.rows):
+        kept = rounded_up(count, self.multiple)
+        if kept > KEPT * len(self.rows):
             return None
-        left = self.going.nonzero().squeeze(1)
+        left = self.going.long().argsort(descending=True, stable=True)[:kept].sort().values
         self.rows, self.going = self.rows[left], self.going[left]
         return left
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
+from lightning_rlhf.core.products import compiled_by_shape
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
@@ -40,7 +41,8 @@ def generate(
     Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
     right-padded to the longest of all.
     """
-    draft = Draft(prompts, samples_per_prompt, max_response_tokens)
+    few_shapes = compiled_by_shape(roles.causal_lm.get_input_embeddings().weight)
+    draft = Draft(prompts, samples_per_prompt, max_response_tokens, few_shapes=few_shapes)
     batch, room = draft.logprobs.shape
     uniforms = torch.rand(batch, room, generator=generator).to(draft.logprobs)
     end = torch.tensor(list(end_token_ids), device=roles.device)
