@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from lightning_rlhf.models import layers
@@ -157,6 +157,50 @@ def test_what_is_not_a_gradient_through_a_frozen_norm_is_left_to_transformers(
         y = ours(x)
         assert asked.call_count == 1
         assert torch.equal(y, library(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_swiglu_says_and_learns_the_same_bits_and_keeps_one_tensor_less(
+    family: str, dtype: torch.dtype
+) -> None:
+    roles = Roles(build_model(family).to(dtype))
+    mlp = roles.causal_lm.base_model.layers[0].mlp
+    x, dy = (numbers(5, roles.hidden_size, seed=seed).to(dtype) for seed in (1, 2))
+    kept: list[int] = []
+
+    def outcome() -> tuple[Tensor, Tensor]:
+        seen: dict[int, int] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            seen[x.untyped_storage().data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            y = mlp(x.requires_grad_())
+        kept.append(sum(seen.values()))
+        return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+    found = outcome()
+    with plain(roles):
+        expected = outcome()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert kept[1] - kept[0] == 5 * mlp.gate_proj.out_features
+
+
+@pytest.mark.parametrize("change", ["activation", "no gradient"])
+def test_what_is_no_gradient_through_a_swiglu_is_left_to_transformers(change: str) -> None:
+    activation = "gelu" if change == "activation" else "silu"
+    roles = Roles(build_model("qwen3", hidden_act=activation))
+    mlp, x = roles.causal_lm.base_model.layers[0].mlp, numbers(5, roles.hidden_size)
+    forward = Qwen3MLP.forward
+    with (
+        torch.set_grad_enabled(change != "no gradient"),
+        patch.object(Qwen3MLP, "forward", autospec=True, side_effect=forward) as asked,
+    ):
+        found = mlp(x)
+        assert asked.call_count == 1
+        assert torch.equal(found, forward(mlp, x))
 
 
 @pytest.mark.parametrize(

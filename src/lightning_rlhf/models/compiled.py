@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.activations import SiLUActivation
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5RMSNorm
 
 from lightning_rlhf.core.errors import ConfigError, first_line
 from lightning_rlhf.models.attention import attend, turned
+from lightning_rlhf.models.layers import SILU
 from lightning_rlhf.models.lora import QuickLinear, drops, is_plain_sum
 from lightning_rlhf.models.packing import Packing, put, taken
 
@@ -63,7 +63,7 @@ class SwiGLU(NamedTuple):
     def of(cls, norm: nn.Module, mlp: Any, x: Tensor) -> SwiGLU | None:
         """None where something else is computed of x."""
         layers = _linears(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        if layers is None or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
+        if layers is None or not isinstance(mlp.act_fn, SILU):
             return None
         return cls(Norm.of(norm), *layers)
 

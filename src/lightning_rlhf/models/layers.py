@@ -8,11 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, Qwen3_5RMSNorm
+from torch.nn import functional as F
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5GatedDeltaNet,
+    Qwen3_5MLP,
+    Qwen3_5RMSNorm,
+)
 
+SILU = (nn.SiLU, SiLUActivation)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST_CHUNK = 40  # tokens; what costs most of the delta rule grows with its square
 
@@ -52,6 +59,21 @@ def _learns_through(weight: Tensor, x: Tensor) -> bool:
     )
 
 
+class _SwiGLU(nn.Module):
+    """down(silu(gate(x)) up(x)), of which the gradient needs one tensor less."""
+
+    act_fn: nn.Module
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+        if not (isinstance(self.act_fn, SILU) and torch.is_grad_enabled()):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        gated: Tensor = _Gated.apply(self.gate_proj(x), self.up_proj(x))  # type: ignore
+        return self.down_proj(gated)  # type: ignore[no-any-return]
+
+
 class QuickDeltaNet(Qwen3_5GatedDeltaNet):
     """Linear attention in chunks of equal length, on a CPU.
 
@@ -67,8 +89,12 @@ class QuickDeltaNet(Qwen3_5GatedDeltaNet):
 
 
 QUICK: dict[type[nn.Module], type[nn.Module]] = {Qwen3_5GatedDeltaNet: QuickDeltaNet} | {
-    norm: type(f"Quick{norm.__name__}", (forward, norm), {})
-    for norm, forward in {
+    layer: type(f"Quick{layer.__name__}", (forward, layer), {})
+    for layer, forward in {
+        LlamaMLP: _SwiGLU,
+        Qwen2MLP: _SwiGLU,
+        Qwen3MLP: _SwiGLU,
+        Qwen3_5MLP: _SwiGLU,
         LlamaRMSNorm: _Plain,
         Qwen2RMSNorm: _Plain,
         Qwen3RMSNorm: _Plain,
@@ -76,6 +102,25 @@ QUICK: dict[type[nn.Module], type[nn.Module]] = {Qwen3_5GatedDeltaNet: QuickDelt
     }.items()
 }
 """The library's class -> ours, which falls back to it."""
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) up; autograd of the formula keeps silu(gate) too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Float[Tensor, "*n d"], up: Float[Tensor, "*n d"]
+    ) -> Float[Tensor, "*n d"]:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy: Float[Tensor, "*n d"]
+    ) -> tuple[Float[Tensor, "*n d"], Float[Tensor, "*n d"]]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
 
 
 class _Normed(torch.autograd.Function):
