@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_rlhf.models import attention
-from lightning_rlhf.models.attention import WIDE_SDPA, _Causal, wide_sdpa
+from lightning_rlhf.models.attention import WIDE_SDPA, _Causal, signed, turned, wide_sdpa
 from lightning_rlhf.models.roles import Roles
 
 from .conftest import build_model
@@ -187,3 +187,25 @@ def test_another_attention_that_was_asked_for_stays() -> None:
     model = build_model("qwen3")
     model.set_attn_implementation("eager")
     assert Roles(model).causal_lm.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", [8, 6])
+def test_a_rotation_learns_the_bits_that_autograd_learns(rotated: int, dtype: torch.dtype) -> None:
+    """Of all 8 dimensions of a head, or of the first 6."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(5, 3, 8, generator=generator).to(dtype) for _ in range(2))
+    angles = torch.randn(5, 1, rotated // 2, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), signed(angles.sin().to(dtype))
+
+    def formula(x: Tensor) -> Tensor:
+        part = x[..., :rotated]
+        first, second = part.chunk(2, dim=-1)
+        y = torch.addcmul(part * cos, torch.cat([second, first], dim=-1), sin)
+        return torch.cat([y, x[..., rotated:]], dim=-1)
+
+    found, expected = [], []
+    for rotate, outcome in ((lambda x: turned(x, cos, sin), found), (formula, expected)):
+        y = rotate(x.requires_grad_())
+        outcome += [y.detach(), *torch.autograd.grad(y, x, dy)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -144,11 +144,37 @@ def turned(
     sin: `signed`.
     Source: Su et al. 2021, eq. 34, https://arxiv.org/abs/2104.09864
     """
-    r = cos.shape[-1]
-    part = x[..., :r]
-    first, second = part.chunk(2, dim=-1)
-    y = (part * cos).addcmul_(torch.cat([second, first], dim=-1), sin)
-    return y if r == x.shape[-1] else torch.cat([y, x[..., r:]], dim=-1)
+    return _Turned.apply(x, cos, sin)  # type: ignore
+
+
+class _Turned(torch.autograd.Function):
+    """`turned`; autograd's own gradient is the same in twice as many passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Float[Tensor, "N H s"],
+        cos: Float[Tensor, "N 1 r"],
+        sin: Float[Tensor, "N 1 r"],
+    ) -> Float[Tensor, "N H s"]:
+        ctx.save_for_backward(cos, sin)
+        r = cos.shape[-1]
+        part = x[..., :r]
+        y = (part * cos).addcmul_(_halves_swapped(part), sin)
+        return y if r == x.shape[-1] else torch.cat([y, x[..., r:]], dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "N H s"]) -> tuple[Float[Tensor, "N H s"], None, None]:
+        cos, sin = ctx.saved_tensors
+        r = cos.shape[-1]
+        part = dy[..., :r]
+        dx = (part * cos).add_(_halves_swapped(part * sin))
+        return dx if r == dy.shape[-1] else torch.cat([dx, dy[..., r:]], dim=-1), None, None
+
+
+def _halves_swapped(x: Float[Tensor, "*n r"]) -> Float[Tensor, "*n r"]:
+    return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
 
 
 def signed(sin: Float[Tensor, "*N r"]) -> Float[Tensor, "*N r"]:

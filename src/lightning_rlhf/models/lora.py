@@ -71,7 +71,8 @@ class QuickLinear(LoRALinear):
             or kwargs
             or self.disable_adapters
             or base.weight.dtype != dtype
-            or any(parameter.requires_grad for parameter in base.parameters())
+            or base.weight.requires_grad
+            or (base.bias is not None and base.bias.requires_grad)
             or not (autocast or all(a.dtype == dtype for a, _ in pairs))
             or not is_plain_sum(self)
             or drops(self)
