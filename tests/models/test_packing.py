@@ -248,9 +248,14 @@ def test_products_that_are_compiled_for_a_shape_have_few(
     seen: list[int] = []
     for layer in roles.causal_lm.base_model.layers:
         layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    columns: list[int] = []
+    roles.causal_lm.base_model.layers[0].register_forward_pre_hook(
+        lambda _, args: columns.append(args[0].shape[1])
+    )
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = roles.hidden_at(tokens, mask)
         assert seen == [inner, last]
+        assert columns == [70 if inner == 96 else 80]
         plain = roles.hidden(tokens)[mask]
     with torch.no_grad():
         truth = exact.hidden(tokens)[mask]

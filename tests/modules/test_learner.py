@@ -21,6 +21,7 @@ from lightning_rlhf.core.errors import RewardError, TrainingError
 from lightning_rlhf.core.types import Record, Replies, Scores
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
+from lightning_rlhf.modules.learner import by_row
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
@@ -93,6 +94,21 @@ def scored_row_by_row() -> Iterator[None]:
         patch.object(ppo, "score", row_by_row),
     ):
         yield
+
+
+def test_a_row_alone_has_its_gradient_in_fp32_where_it_is_computed_in_fp32() -> None:
+    """Under bf16 autocast, of 8 binary digits: 1 + 2^-12 is 1 there."""
+    module = L.LightningModule()
+    module.head = torch.nn.Linear(2, 1, bias=False)
+    hidden = torch.tensor([[1 + 2**-12, 1.0], [2.0, -1.0]])
+
+    def facts(row: Record) -> dict[str, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            return {"loss": module.head(hidden).sum()}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = by_row(module, prompts(1), facts)
+    assert found["grad_norm"].tolist() == [3 + 2**-12]
 
 
 @pytest.mark.usefixtures("scored_row_by_row")

@@ -220,11 +220,12 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
     torch.testing.assert_close(usual.values, changed.values, atol=1e-5, rtol=0)
 
 
-def test_in_16_bits_rows_leave_the_batch_so_that_a_multiple_of_8_is_left(
-    roles: Roles, prompts: Prompts
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_16_bits_rows_leave_the_batch_so_that_their_numbers_are_few(
+    roles: Roles, prompts: Prompts, *, autocast: bool
 ) -> None:
-    """On a CPU their products are compiled for each number of rows."""
-    roles.causal_lm.bfloat16()
+    """On a CPU their products are compiled for each: multiples of 8, and 4, 2, 1."""
+    roles.causal_lm.to(torch.float32 if autocast else torch.bfloat16)
     many = prompts.repeat(-(-40 // len(prompts))).select(torch.arange(40))
     seen: list[int] = []
 
@@ -232,8 +233,9 @@ def test_in_16_bits_rows_leave_the_batch_so_that_a_multiple_of_8_is_left(
         seen.append(len(hidden))
         return roles.heads[VALUE](hidden)
 
-    rollout = roll_out(roles, many, value=value)
-    assert set(seen) <= {40, 24, 16, 8}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        rollout = roll_out(roles, many, value=value)
+    assert set(seen) <= {40, 24, 16, 8, 4, 2, 1}
     assert seen == sorted(seen, reverse=True)
     assert len(set(seen)) > 2
     said = rollout.response_mask.sum(1)

@@ -18,7 +18,8 @@ from lightning_rlhf.core.products import ROWS, compiled_by_shape, rounded_up
 T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits alive at once: 64 MB in fp32, whatever the vocabulary
-CACHED_ELEMENTS = 2**17  # a thread: 0.5 MB in fp32, of which three are alive
+CACHED_ELEMENTS = 2**17
+"""Of them, and for each thread, that a CPU computes with at a time: three tensors of 0.5 MB."""
 
 
 def token_logprobs(
@@ -38,7 +39,8 @@ def token_logprobs(
     several, the backward pass computes each chunk's logits again instead of keeping them.
 
     frozen_head: log-probabilities have a gradient in `hidden` alone, and the entropy has none. It
-        is then known with the logits: nothing is kept of them, and nothing computed again.
+        is then known with the logits: nothing is kept of them, and nothing computed again. What
+        the head returns is written over, so that its own gradient must not need it.
 
     Returns: logprobs and entropy, fp32, nats.
     """
@@ -157,10 +159,10 @@ def _settle(
 ) -> None:
     """Fill in log-probabilities and entropy; `learns`: p - [v = t] takes the place of the logits.
 
-    On a CPU a few rows at a time, of which what is between stays in the processor's cache.
+    A few rows at a time: on a CPU so few that all of it stays in the processor's cache.
     """
     on_cpu = logits.device.type == "cpu"
-    elements = CACHED_ELEMENTS * torch.get_num_threads() if on_cpu else CHUNK_ELEMENTS
+    elements = CACHED_ELEMENTS * torch.get_num_threads() if on_cpu else CHUNK_ELEMENTS // 4
     size = max(1, elements // logits.shape[1])
     for some, target, logprob, some_entropy in zip(
         *(x.split(size) for x in (logits, targets, logprobs, entropy)), strict=True
@@ -211,7 +213,6 @@ class _FrozenHead(torch.autograd.Function):
             edge, logits = get_gradient_edge(logits) if learns else None, logits.detach()
             _settle(logits[:count], target, temperature, logprob, h_entropy, learns=learns)
             if edge is not None:
-                logits[count:] = 0
                 (found,) = torch.autograd.grad(edge, h, logits)
                 torch.mul(found[:count], -1 / temperature, out=slope)
         ctx.save_for_backward(gradient)

@@ -14,10 +14,10 @@ def compiled_by_shape(x: Tensor) -> bool:
     oneDNN takes a millisecond for each shape that it has not met, and keeps what it compiled: 0.6
     to 0.75 MB a shape on a processor with AMX, of up to 1,024 shapes.
     """
-    device = x.device.type
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    return device == "cpu" and dtype.itemsize == 2
+    if x.device.type != "cpu":
+        return False
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return dtype.itemsize == 2
 
 
 def rounded_up(count: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ from lightning_rlhf.core.products import ROWS, rounded_up
 from lightning_rlhf.models.attention import signed
 
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
-MULTIPLE = 32  # numbers of positions are rounded up to it
+MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS where shapes are to be few
 COLUMNS, MORE = 16, 0.04
 """Attention on a CPU takes up to a third more time for a length that is no multiple; and the share
 of columns that it costs less than."""
@@ -56,7 +56,8 @@ class Packing:
     ) -> Packing:
         """Every row is needed from its first position up to its last wanted one.
 
-        few_shapes: N and M are multiples of a larger number.
+        few_shapes: N and M are multiples of a larger number, where there are others enough to fill
+        them up with.
         """
         rows, columns = wanted.shape
         multiple = ROWS if few_shapes else MULTIPLE

@@ -12,7 +12,7 @@ from lightning_rlhf.core.types import Prompts, Rollout
 
 DIVERGED = "the model's logits are NaN or infinite, and nothing can be sampled from it"
 REMEDY = "Where it was trained until here, a smaller learning rate may hold it"
-MULTIPLE = 8  # rows, of which as many are left where shapes are to be few
+MULTIPLE = 8  # where shapes are to be few, a multiple of it is left of the rows, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are put aside when no more than this share goes on
 
 
@@ -40,7 +40,7 @@ class Draft:
         self.logprobs = prompts.tokens.new_zeros(room, dtype=torch.float32)
         self.values = torch.zeros_like(self.logprobs)
         self.prompt_tokens = prompts.mask.sum(dim=1)
-        self.multiple = MULTIPLE if few_shapes else 1
+        self.few_shapes = few_shapes
         self.written = 0
         """Columns of response tokens, T so far."""
         self.rows = torch.arange(batch, device=prompts.tokens.device)
@@ -88,12 +88,15 @@ class Draft:
     def put_aside(self, count: int) -> Int[Tensor, " A"] | None:
         """Drop what has ended if that is worth it: which of the rows are left, or None for all.
 
+        Where shapes are to be few, some rows that have ended are left too.
         count: of the responses that go on.
         """
-        kept = rounded_up(count, self.multiple)
+        kept = count
+        if self.few_shapes:
+            kept = min(rounded_up(count, MULTIPLE), 1 << (count - 1).bit_length())
         if kept > KEPT * len(self.rows):
             return None
-        left = self.going.long().argsort(descending=True, stable=True)[:kept].sort().values
+        left = self.going.long().argsort(descending=True, stable=True)[:kept]
         self.rows, self.going = self.rows[left], self.going[left]
         return left
 

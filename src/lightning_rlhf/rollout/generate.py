@@ -86,13 +86,17 @@ def last_hidden(
 
     mask: of all S tokens, the cached ones included.
     """
-    return roles.causal_lm.base_model(
-        input_ids=tokens,
-        attention_mask=mask.long(),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state[:, -1]
+    return (
+        roles.causal_lm.base_model(
+            input_ids=tokens,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        .last_hidden_state[:, -1]
+        .contiguous()
+    )
 
 
 def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
