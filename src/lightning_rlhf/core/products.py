@@ -21,4 +21,5 @@ def compiled_by_shape(x: Tensor) -> bool:
 
 
 def rounded_up(count: int, multiple: int) -> int:
+    """The smallest multiple that is not below the count."""
     return -(-count // multiple) * multiple
