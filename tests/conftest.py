@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+from lightning_rlhf.core import products
+
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -26,3 +28,10 @@ def largest_file() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
     return limit
+
+
+@pytest.fixture
+def by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product that may go to oneDNN does, on any processor and however small."""
+    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
+    monkeypatch.setattr(products, "WORTH", 0)

@@ -1,11 +1,134 @@
-"""Which products are compiled for their shapes."""
+"""Which library multiplies, what it says, and which products are compiled for their shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
-from lightning_rlhf.core.products import compiled_by_shape, rounded_up
+from lightning_rlhf.core import products
+from lightning_rlhf.core.products import compiled_by_shape, linear, product, rounded_up
+
+MKLDNN = torch.ops.mkldnn
+EPYC, XEON = "AMD EPYC 9654", "Intel Xeon Platinum 8480"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of the rows that oneDNN was handed."""
+    shapes: list[torch.Size] = []
+
+    def spy(x: Tensor, *args: object) -> Tensor:
+        shapes.append(x.shape)
+        y: Tensor = MKLDNN._linear_pointwise(x, *args)
+        return y
+
+    operators = SimpleNamespace(_linear_pointwise=spy)
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    return shapes
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (7, 5, 3), (1, 1, 1), (40, 33, 2)])
+def test_onednn_says_what_the_formula_says(
+    shape: tuple[int, int, int], turned: bool, asked: list[torch.Size]
+) -> None:
+    """Of matrices that lie row by row, and column by column as those of a gradient do."""
+    n, i, o = shape
+    x, weight, bias = numbers(n, i), numbers(o, i), numbers(o)
+    if turned:
+        x, weight = x.T.contiguous().T, weight.T.contiguous().T
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(linear(x, weight, bias).double(), exact + bias, rtol=0, atol=1e-5)
+    torch.testing.assert_close(product(x, weight.T).double(), exact, rtol=0, atol=1e-5)
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_numbers_of_another_size_stay_with_torch(
+    dtype: torch.dtype, asked: list[torch.Size]
+) -> None:
+    x, weight = numbers(3, 5).to(dtype), numbers(7, 5).to(dtype)
+    assert torch.equal(linear(x, weight), x @ weight.T)
+    assert torch.equal(product(x, weight.T), x @ weight.T)
+    assert asked == []
+
+
+def test_a_few_multiplications_stay_with_torch(
+    monkeypatch: pytest.MonkeyPatch, asked: list[torch.Size]
+) -> None:
+    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
+    monkeypatch.setattr(products, "WORTH", 3 * 5 * 7)
+    linear(numbers(3, 5), numbers(6, 5))
+    product(numbers(3, 5), numbers(5, 6))
+    assert asked == []
+    linear(numbers(3, 5), numbers(7, 5))
+    product(numbers(3, 5), numbers(5, 7))
+    assert asked == [(3, 5), (3, 5)]
+
+
+@pytest.mark.usefixtures("by_onednn")
+def test_of_two_that_may_be_copied_it_is_the_smaller(asked: list[torch.Size]) -> None:
+    """The first of a product that lies column by column is, so that the factors change places."""
+    high, low = numbers(5, 40).T, numbers(5, 3)
+    torch.testing.assert_close(product(high, low), high @ low)
+    torch.testing.assert_close(product(low.T, high.T), low.T @ high.T)
+    torch.testing.assert_close(product(high.contiguous(), low), high @ low)
+    assert asked == [(3, 5), (3, 5), (40, 5)]
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """processor(name, its vectors, as torch calls them): what torch finds."""
+
+    def found(name: str, vectors: str) -> None:
+        products.fp32_by_onednn.cache_clear()
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
+
+    yield found
+    products.fp32_by_onednn.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "vectors", "expected"),
+    [
+        (EPYC, "AVX512", True),
+        (EPYC, "AVX2", False),
+        (XEON, "AVX512", False),
+        ("", "AVX512", False),
+    ],
+)
+def test_fp32_goes_to_onednn_where_torch_calls_a_library_that_computes_by_halves(
+    name: str, vectors: str, expected: bool, processor: Callable[[str, str], None]
+) -> None:
+    processor(name, vectors)
+    assert products.fp32_by_onednn() is expected
+
+
+@pytest.mark.parametrize("lacking", ["MKL", "the operator", "the name"])
+def test_it_does_not_where_something_is_not_there(
+    lacking: str, processor: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor(EPYC, "AVX512")
+    match lacking:
+        case "MKL":
+            monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+        case "the operator":
+            monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+        case _:
+            monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert not products.fp32_by_onednn()
 
 
 @pytest.mark.parametrize(
@@ -18,7 +141,7 @@ from lightning_rlhf.core.products import compiled_by_shape, rounded_up
         (torch.bfloat16, "meta", False, False),
     ],
 )
-def test_those_of_16_bits_on_a_cpu(
+def test_those_of_16_bits_on_a_cpu_are_compiled_for_few_shapes(
     dtype: torch.dtype, device: str, *, autocast: bool, expected: bool
 ) -> None:
     x = torch.empty(2, dtype=dtype, device=device)

@@ -12,9 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from lightning_rlhf.models import attention
-from lightning_rlhf.models.attention import WIDE_SDPA, _Causal, signed, turned, wide_sdpa
+from lightning_rlhf.models.attention import (
+    WIDE_SDPA,
+    _Causal,
+    _TurnedNorm,
+    signed,
+    turned,
+    wide_sdpa,
+)
+from lightning_rlhf.models.layers import QUICK
 from lightning_rlhf.models.roles import Roles
 
 from .conftest import build_model
@@ -209,3 +219,60 @@ def test_a_rotation_learns_the_bits_that_autograd_learns(rotated: int, dtype: to
         y = rotate(x.requires_grad_())
         outcome += [y.detach(), *torch.autograd.grad(y, x, dy)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rotated", [8, 6])
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Qwen3_5RMSNorm])
+def test_a_rotation_behind_a_norm_is_the_one_behind_the_other(
+    kind: type[nn.Module], rotated: int
+) -> None:
+    """And its gradient: the formulas in float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(5, 3, 8, generator=generator) for _ in range(2))
+    angles = torch.randn(5, 1, rotated // 2, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos(), signed(angles.sin())
+    norm = QUICK[kind](8).requires_grad_(False)
+    norm.weight.copy_(torch.randn(8, generator=generator))
+    with patch.object(_TurnedNorm, "apply", wraps=_TurnedNorm.apply) as asked:
+        y = turned(x.requires_grad_(), cos, sin, norm)
+    assert asked.call_count == 1
+    (dx,) = torch.autograd.grad(y, x, dy)
+    weight = norm.weight.double() + (kind is Qwen3_5RMSNorm)
+    wide = x.detach().double().requires_grad_()
+    normed = weight * wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = turned(normed, cos.double(), sin.double())
+    assert off(y.detach(), expected.detach()) <= 1e-6
+    (expected_dx,) = torch.autograd.grad(expected, wide, dy.double())
+    assert off(dx, expected_dx) <= 1e-6
+
+
+def test_in_bf16_both_are_rounded_once() -> None:
+    """Beside them, the norm and then the rotation, each rounded: further from the truth."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(50, 3, 8, generator=generator).bfloat16() for _ in range(2))
+    angles = torch.randn(50, 1, 4, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos().bfloat16(), signed(angles.sin().bfloat16())
+    norm = QUICK[Qwen3RMSNorm](8).requires_grad_(False).bfloat16()
+    wide = x.double().requires_grad_()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    truth = turned(normed, cos.double(), sin.double())
+    (true_dx,) = torch.autograd.grad(truth, wide, dy.double())
+    x.requires_grad_()
+    found = []
+    for y in (turned(x, cos, sin, norm), turned(norm(x), cos, sin)):
+        (dx,) = torch.autograd.grad(y, x, dy)
+        found.append((off(y.detach(), truth.detach()), off(dx, true_dx)))
+    once, twice = found
+    assert max(once) < 2.0**-8
+    assert all(a < b for a, b in zip(once, twice, strict=True))
+
+
+def test_a_norm_that_learns_is_its_own() -> None:
+    x, table = torch.randn(5, 3, 8), torch.ones(5, 1, 8)
+    norm = QUICK[Qwen3RMSNorm](8)
+    with patch.object(_TurnedNorm, "apply") as asked:
+        y = turned(x, table, 0 * table, norm)
+    assert asked.call_count == 0
+    assert torch.equal(y, norm(x))
+    y.sum().backward()
+    assert norm.weight.grad is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_rlhf.core import products
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models import compiled
 from lightning_rlhf.models.config import LoRASettings
@@ -24,6 +25,12 @@ from .test_packing import WANTED, outcome, tokens_of
 MASK = torch.tensor(WANTED["a response in each row"])
 CALLS = {"qwen3": (2, 0), "llama": (2, 0), "qwen2": (2, 0), "qwen3_5_text": (1, 3)}
 """Layers that are computed whole, and those of which the mixer of positions is not."""
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled does not depend on the processor."""
+    monkeypatch.setattr(products, "fp32_by_onednn", lambda: False)
 
 
 @pytest.fixture
@@ -176,6 +183,17 @@ def test_fp32_weights_under_autocast_are_left_to_the_modules(asked: list[str]) -
     with torch.autocast("cpu", torch.bfloat16):
         roles.hidden_at(tokens_of(MASK), MASK)
     assert not asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp32_that_onednn_multiplies_is_left_to_the_modules(
+    dtype: torch.dtype, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
+    roles = Roles(build_model("qwen3").to(dtype))
+    compile_layers(roles.causal_lm)
+    roles.hidden_at(tokens_of(MASK), MASK)
+    assert asked == ([] if dtype == torch.float32 else ["_decoder_layer"] * 2)
 
 
 def test_a_model_without_its_adapters_is_left_to_the_modules(asked: list[str]) -> None:

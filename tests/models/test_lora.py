@@ -96,16 +96,21 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return shapes
 
 
+@pytest.mark.parametrize("library", ["", "by_onednn"])
 @pytest.mark.parametrize("folding", [0, 1e9])
 @pytest.mark.parametrize("role", [POLICY, "sft"])
 def test_hidden_states_and_gradients_are_those_of_peft(
     role: str,
     folding: float,
+    library: str,
     monkeypatch: pytest.MonkeyPatch,
     peft_is_asked: list[LoRALinear],
     folds: list[torch.Size],
+    request: pytest.FixtureRequest,
 ) -> None:
     """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
+    if library:
+        request.getfixturevalue(library)
     monkeypatch.setattr(lora, "FOLDING", folding)
     roles = a_policy()
     roles._stack("sft", trainable=role == "sft")

@@ -14,7 +14,7 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models import packing
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.packed import PACKED, recompute
-from lightning_rlhf.models.packing import WORTH, Packing, columns_to_add
+from lightning_rlhf.models.packing import WORTH, Packing, Places, columns_to_add, put, taken
 from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
 
 from .conftest import VOCABULARY, build_model
@@ -270,7 +270,25 @@ def test_rows_with_little_padding_stay_as_they_are() -> None:
     assert Packing.of(little).real is None
     real = Packing.of(much).real
     assert real is not None
-    assert set(range(round(100 * (1 - WORTH)) - 1)) <= set(real.tolist())
+    assert set(range(round(100 * (1 - WORTH)) - 1)) <= set(real.numbers.tolist())
+
+
+def test_rows_are_taken_from_their_places_and_put_there() -> None:
+    """Rows 2 and 0 of four: gradients go the way back, and places without a row have none."""
+    places = Places.of(torch.tensor([2, 0]), 4)
+    assert places.inverse.tolist() == [1, 2, 0, 2]
+    x = torch.tensor([[1.0], [2.0], [3.0], [4.0]], requires_grad=True)
+    two = taken(x, places)
+    assert two.tolist() == [[3.0], [1.0]]
+    two.backward(torch.tensor([[5.0], [6.0]]))
+    assert x.grad is not None
+    assert x.grad.tolist() == [[6.0], [0.0], [5.0], [0.0]]
+    y = torch.tensor([[7.0], [8.0]], requires_grad=True)
+    four = put(y, places)
+    assert four.tolist() == [[8.0], [0.0], [7.0], [0.0]]
+    four.backward(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    assert y.grad is not None
+    assert y.grad.tolist() == [[3.0], [1.0]]
 
 
 def test_a_family_that_is_not_known_computes_everything() -> None:

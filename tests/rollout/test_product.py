@@ -48,7 +48,7 @@ def test_it_is_the_layers_side_by_side(
     monkeypatch.setattr(product, "SMALLEST", smallest)
     of = layers(bias, adapted)
     joint, one = Product(*of), Product(of[0])  # type: ignore[arg-type]
-    assert joint.packed == (smallest == 0)
+    assert joint.weight.packed == (smallest == 0)
     x, onto = torch.randn(rows, 16), torch.randn(rows, 57)
     side_by_side = expected(of, x)
     torch.testing.assert_close(joint(x), side_by_side, rtol=1e-5, atol=1e-5)
@@ -74,8 +74,8 @@ def test_a_copy_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(product, "SMALLEST", 0)
     monkeypatch.setattr(product, "LARGEST", 16 * 12)
     a, b, _ = layers(bias=False, adapted=False)
-    assert Product(a).packed  # type: ignore[arg-type]
-    assert not Product(a, b).packed  # type: ignore[arg-type]
+    assert Product(a).weight.packed  # type: ignore[arg-type]
+    assert not Product(a, b).weight.packed  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -85,5 +85,5 @@ def test_a_torch_without_the_operators_multiplies_plainly(monkeypatch: pytest.Mo
     of = layers(bias=True, adapted=False)
     x = torch.randn(3, 16)
     plain = Product(*of)  # type: ignore[arg-type]
-    assert not plain.packed
+    assert not plain.weight.packed
     torch.testing.assert_close(plain(x), expected(of, x), rtol=1e-5, atol=1e-5)

@@ -1,18 +1,68 @@
-"""Matrix products whose shapes matter: those that are compiled anew for each."""
+"""Matrix products by the faster library, and those that it compiles for their shapes."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 ROWS = 64  # of activations; half as many make twice as many shapes
+WORTH = 2**20  # multiplications; fewer are done before oneDNN has begun
+
+
+@cache
+def fp32_by_onednn() -> bool:
+    """Whether oneDNN multiplies in fp32 on this CPU faster than torch does by itself.
+
+    torch calls MKL, which computes on AMD's processors with vectors of 256 bits; where they have
+    AVX-512 oneDNN takes half the time.
+    """
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # another release may not have it
+    )
+
+
+def by_onednn(x: Tensor, others: int = WORTH) -> bool:
+    """Whether `linear` and `product` of x and a matrix of so many rows (columns) go to oneDNN."""
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.numel() * others >= WORTH
+        and fp32_by_onednn()
+    )
+
+
+def linear(
+    x: Float[Tensor, "n i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None = None
+) -> Float[Tensor, "n o"]:
+    """x W^T + b, of which autograd learns nothing."""
+    if by_onednn(x, len(weight)):
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y
+    return F.linear(x, weight, bias)
+
+
+def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "n m"]:
+    """a b, of which autograd learns nothing."""
+    if not by_onednn(a, b.shape[1]):
+        return a @ b
+    if a.is_contiguous() or len(a) <= b.shape[1]:
+        return linear(a, b.T)
+    return linear(b.T, a).T  # of the two, oneDNN is handed a copy of the first
 
 
 def compiled_by_shape(x: Tensor) -> bool:
-    """Whether products with x are compiled for their shapes: in 16 bits on a CPU.
+    """Whether products with x are best compiled for few shapes: in 16 bits on a CPU.
 
     oneDNN takes a millisecond for each shape that it has not met, and keeps what it compiled: 0.6
-    to 0.75 MB a shape on a processor with AMX, of up to 1,024 shapes.
+    to 0.75 MB a shape on a processor with AMX, of up to 1,024 shapes. In fp32 it takes a third of
+    that time, and 0.02 MB.
     """
     if x.device.type != "cpu":
         return False

@@ -13,6 +13,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lightning_rlhf.models.layers import (
+    inverse_rms,
+    is_frozen_norm,
+    through_rms,
+    weight_and_eps,
+)
+
 WIDE_SDPA = "wide_sdpa"
 SHORT = 4
 """Times the size of a head. Up to this length, what each position looks at takes less memory than
@@ -135,16 +142,23 @@ def _by_key_head(x: Float[Tensor, "B H S d"], keys: torch.Size) -> Float[Tensor,
 
 
 def turned(
-    x: Float[Tensor, "N H s"], cos: Float[Tensor, "N 1 r"], sin: Float[Tensor, "N 1 r"]
+    x: Float[Tensor, "N H s"],
+    cos: Float[Tensor, "N 1 r"],
+    sin: Float[Tensor, "N 1 r"],
+    norm: nn.Module | None = None,
 ) -> Float[Tensor, "N H s"]:
-    """Rotary position embedding of the first r dimensions.
+    """Rotary position embedding of the first r dimensions, behind a norm where there is one.
 
         y = x cos + [-x_2, x_1] sin,   x = [x_1, x_2] in halves
 
     sin: `signed`.
     Source: Su et al. 2021, eq. 34, https://arxiv.org/abs/2104.09864
     """
-    return _Turned.apply(x, cos, sin)  # type: ignore
+    if norm is None:
+        return _Turned.apply(x, cos, sin)  # type: ignore
+    if not is_frozen_norm(norm, x):
+        return turned(norm(x), cos, sin)
+    return _TurnedNorm.apply(x, *weight_and_eps(norm), cos, sin)  # type: ignore
 
 
 class _Turned(torch.autograd.Function):
@@ -158,19 +172,57 @@ class _Turned(torch.autograd.Function):
         sin: Float[Tensor, "N 1 r"],
     ) -> Float[Tensor, "N H s"]:
         ctx.save_for_backward(cos, sin)
-        r = cos.shape[-1]
-        part = x[..., :r]
-        y = (part * cos).addcmul_(_halves_swapped(part), sin)
-        return y if r == x.shape[-1] else torch.cat([y, x[..., r:]], dim=-1)
+        return _turn(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Float[Tensor, "N H s"]) -> tuple[Float[Tensor, "N H s"], None, None]:
-        cos, sin = ctx.saved_tensors
-        r = cos.shape[-1]
-        part = dy[..., :r]
-        dx = (part * cos).add_(_halves_swapped(part * sin))
-        return dx if r == dy.shape[-1] else torch.cat([dx, dy[..., r:]], dim=-1), None, None
+        return _turn_back(dy, *ctx.saved_tensors), None, None
+
+
+class _TurnedNorm(torch.autograd.Function):
+    """`turned` of w x / rms(x), in fp32, and rounded once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Float[Tensor, "N H s"],
+        weight: Float[Tensor, " s"],
+        eps: float,
+        cos: Float[Tensor, "N 1 r"],
+        sin: Float[Tensor, "N 1 r"],
+    ) -> Float[Tensor, "N H s"]:
+        wide, cos, sin = x.float(), cos.float(), sin.float()
+        scale = inverse_rms(wide, eps)
+        ctx.save_for_backward(x, weight, scale, cos, sin)
+        return _turn((wide * scale).mul_(weight), cos, sin).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dy: Float[Tensor, "N H s"]
+    ) -> tuple[Float[Tensor, "N H s"], None, None, None, None]:
+        x, weight, scale, cos, sin = ctx.saved_tensors
+        g = _turn_back(dy.float(), cos, sin).mul_(weight)
+        return through_rms(g, x.float(), scale).to(x.dtype), None, None, None, None
+
+
+def _turn(
+    x: Float[Tensor, "N H s"], cos: Float[Tensor, "N 1 r"], sin: Float[Tensor, "N 1 r"]
+) -> Float[Tensor, "N H s"]:
+    r = cos.shape[-1]
+    part = x[..., :r]
+    y = (part * cos).addcmul_(_halves_swapped(part), sin)
+    return y if r == x.shape[-1] else torch.cat([y, x[..., r:]], dim=-1)
+
+
+def _turn_back(
+    dy: Float[Tensor, "N H s"], cos: Float[Tensor, "N 1 r"], sin: Float[Tensor, "N 1 r"]
+) -> Float[Tensor, "N H s"]:
+    r = cos.shape[-1]
+    part = dy[..., :r]
+    dx = (part * cos).add_(_halves_swapped(part * sin))
+    return dx if r == dy.shape[-1] else torch.cat([dx, dy[..., r:]], dim=-1)
 
 
 def _halves_swapped(x: Float[Tensor, "*n r"]) -> Float[Tensor, "*n r"]:

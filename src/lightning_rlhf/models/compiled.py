@@ -11,16 +11,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
 
 from lightning_rlhf.core.errors import ConfigError, first_line
+from lightning_rlhf.core.products import by_onednn
 from lightning_rlhf.models.attention import attend, turned
-from lightning_rlhf.models.layers import SILU
+from lightning_rlhf.models.layers import LINEAR, SILU, weight_and_eps
 from lightning_rlhf.models.lora import QuickLinear, drops, is_plain_sum
-from lightning_rlhf.models.packing import Packing, put, taken
+from lightning_rlhf.models.packing import Packing, Places, put, taken
 
 VARIANTS = 64
 """Programs of one function, of which torch allows 8. The first layer, the last and those between
@@ -32,14 +33,12 @@ class Norm(NamedTuple):
     """w x / sqrt(mean(x^2) + eps)."""
 
     weight: Float[Tensor, " d"]
-    """x / rms is rounded to its dtype before it is multiplied."""
+    """In fp32."""
     eps: float
 
     @classmethod
     def of(cls, norm: Any) -> Norm:
-        if isinstance(norm, Qwen3_5RMSNorm):
-            return cls(1 + norm.weight.float(), norm.eps)
-        return cls(norm.weight, norm.variance_epsilon)
+        return cls(*weight_and_eps(norm))
 
 
 class Linear(NamedTuple):
@@ -107,12 +106,16 @@ class Attention(NamedTuple):
 
 
 def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
-    """Linear layers that compute in the dtype of x; None where one of them does not."""
+    """Linear layers that compute in the dtype of x; None where one of them does not.
+
+    None too where the compiler would call a library that takes twice as long as ours does.
+    """
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
-    if autocast and torch.get_autocast_dtype(device) != x.dtype:
+    if by_onednn(x) or (autocast and torch.get_autocast_dtype(device) != x.dtype):
         return None
     found = []
+    base: Any
     for layer in layers:
         base, adapters = layer, []
         if isinstance(layer, QuickLinear):
@@ -123,7 +126,7 @@ def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
                 if name in layer.lora_A:
                     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
                     adapters.append((a, b, layer.scaling[name]))
-        if type(base) is not nn.Linear or base.weight.dtype != x.dtype:
+        if type(base) not in LINEAR or base.weight.dtype != x.dtype:
             return None
         if not (autocast or all(a.dtype == x.dtype for a, _, _ in adapters)):
             return None
@@ -143,7 +146,8 @@ def decoder_layer(
     """A whole layer, compiled. turns: `Packing.turns` for keys and for queries."""
     real = packing.real
     if real is None:  # one program for both
-        real = torch.arange(packing.rows * packing.columns, device=x.device)
+        every = torch.arange(packing.rows * packing.columns, device=x.device)
+        real = Places(every, every)
     asked, asked_real = (packing.wanted, packing.wanted_real) if is_last else (real, None)
     places = real, asked, asked_real, packing.rows, packing.columns
     with torch.autocast(x.device.type, enabled=False):
@@ -186,9 +190,9 @@ def _decoder_layer(
     swiglu: SwiGLU,
     turn: tuple[Tensor, Tensor],
     query_turn: tuple[Tensor, Tensor],
-    real: Int[Tensor, " N"],
-    asked: Int[Tensor, " M"],
-    asked_real: Int[Tensor, " M"] | None,
+    real: Places,
+    asked: Places,
+    asked_real: Places | None,
     rows: int,
     columns: int,
 ) -> Float[Tensor, "M d"]:
@@ -212,7 +216,7 @@ def _decoder_layer(
         query, key = map(_normed, (query, key), attention.head_norms)
     query, key = turned(query, *query_turn).flatten(1), turned(key, *turn).flatten(1)
     query, key, value = (
-        put(h, places, rows * columns).view(rows, columns, -1, attention.size).transpose(1, 2)
+        put(h, places).view(rows, columns, -1, attention.size).transpose(1, 2)
         for h, places in ((query, asked), (key, real), (value, real))
     )
     mixed = attend(query, key, value, attention.scale).reshape(rows * columns, -1)
@@ -237,4 +241,4 @@ def _projected(x: Float[Tensor, "N i"], layer: Linear) -> Float[Tensor, "N o"]:
 def _normed(x: Float[Tensor, "*N d"], norm: Norm) -> Float[Tensor, "*N d"]:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    return (norm.weight * wide.to(norm.weight.dtype)).to(x.dtype)
+    return (norm.weight * wide).to(x.dtype)

@@ -9,6 +9,7 @@ import torch
 from peft.tuners.lora import Linear as LoRALinear
 from torch import nn
 
+from lightning_rlhf.models.layers import LINEAR, QuickProjection
 from lightning_rlhf.models.lora import is_plain_sum
 
 
@@ -38,7 +39,7 @@ def folded(model: nn.Module) -> Iterator[None]:
 def _foldable(layer: LoRALinear) -> bool:
     base = layer.base_layer
     return (
-        type(base) is nn.Linear
+        type(base) in LINEAR
         and base.weight.dtype == torch.float32
         and not torch.is_autocast_enabled(base.weight.device.type)
         and is_plain_sum(layer)
@@ -52,7 +53,7 @@ def _plain(layer: LoRALinear) -> nn.Linear:
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:
             weight = weight + layer.get_delta_weight(adapter)
-    plain = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+    plain = QuickProjection(base.in_features, base.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
     plain.bias = base.bias
     return plain.eval()

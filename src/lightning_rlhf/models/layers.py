@@ -19,44 +19,35 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNorm,
 )
 
+from lightning_rlhf.core.products import by_onednn, linear, product
+
 SILU = (nn.SiLU, SiLUActivation)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST_CHUNK = 40  # tokens; what costs most of the delta rule grows with its square
 
 
-class _Plain(nn.Module):
-    """y = w x / rms(x), with x / rms(x) rounded to the dtype of x before it is multiplied."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-        if not _learns_through(self.weight, hidden_states):
-            return super().forward(hidden_states)  # type: ignore[misc, no-any-return]
-        return _Normed.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore
-
-
-class _ZeroCentred(nn.Module):
-    """y = (1 + w) x / rms(x), in fp32."""
-
-    weight: Tensor
-    eps: float
+class _Norm(nn.Module):
+    """y = w x / rms(x), in fp32, and rounded once; most of the library's round x / rms(x) too."""
 
     def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-        if not _learns_through(self.weight, x):
+        if not is_frozen_norm(self, x):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return _Normed.apply(x, 1 + self.weight.float(), self.eps)  # type: ignore
+        return _Normed.apply(x, *weight_and_eps(self))  # type: ignore
 
 
-def _learns_through(weight: Tensor, x: Tensor) -> bool:
-    """Whether x has a gradient and the weight has none, both of one dtype that is known here."""
-    return (
-        torch.is_grad_enabled()
-        and x.requires_grad
-        and not weight.requires_grad
-        and x.dtype == weight.dtype
-        and x.dtype in DTYPES
-    )
+def is_frozen_norm(norm: nn.Module, x: Tensor) -> bool:
+    """Whether it is one that is known here, without a gradient and in the dtype of x."""
+    if not isinstance(norm, _Norm):
+        return False
+    weight = norm.get_parameter("weight")
+    return not weight.requires_grad and x.dtype == weight.dtype and x.dtype in DTYPES
+
+
+def weight_and_eps(norm: Any) -> tuple[Float[Tensor, " d"], float]:
+    """Of a norm of `QUICK`, or of its class in the library: w in fp32, and what is added."""
+    if isinstance(norm, Qwen3_5RMSNorm):  # which learns w - 1
+        return 1 + norm.weight.float(), norm.eps
+    return norm.weight.float(), norm.variance_epsilon
 
 
 class _SwiGLU(nn.Module):
@@ -88,20 +79,59 @@ class QuickDeltaNet(Qwen3_5GatedDeltaNet):
         return super().forward(hidden_states, *args, **kwargs)
 
 
-QUICK: dict[type[nn.Module], type[nn.Module]] = {Qwen3_5GatedDeltaNet: QuickDeltaNet} | {
+class QuickProjection(nn.Linear):
+    """A linear layer whose products the faster library computes."""
+
+    def forward(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
+        known = x.dtype == self.weight.dtype and not torch.is_autocast_enabled("cpu")
+        if not (known and by_onednn(x, len(self.weight))):
+            return super().forward(x)
+        rows = x.reshape(-1, x.shape[-1])
+        y: Tensor = _Projected.apply(rows, self.weight, self.bias)  # type: ignore
+        return y.view(*x.shape[:-1], len(self.weight))
+
+
+LINEAR = nn.Linear, QuickProjection
+"""What is W x + b and no more."""
+QUICK: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: QuickProjection,
+    Qwen3_5GatedDeltaNet: QuickDeltaNet,
+} | {
     layer: type(f"Quick{layer.__name__}", (forward, layer), {})
     for layer, forward in {
         LlamaMLP: _SwiGLU,
         Qwen2MLP: _SwiGLU,
         Qwen3MLP: _SwiGLU,
         Qwen3_5MLP: _SwiGLU,
-        LlamaRMSNorm: _Plain,
-        Qwen2RMSNorm: _Plain,
-        Qwen3RMSNorm: _Plain,
-        Qwen3_5RMSNorm: _ZeroCentred,
+        LlamaRMSNorm: _Norm,
+        Qwen2RMSNorm: _Norm,
+        Qwen3RMSNorm: _Norm,
+        Qwen3_5RMSNorm: _Norm,
     }.items()
 }
 """The library's class -> ours, which falls back to it."""
+
+
+class _Projected(torch.autograd.Function):
+    """x W^T + b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "n i"], weight: Float[Tensor, "o i"], bias: Tensor | None
+    ) -> Float[Tensor, "n o"]:
+        wanted_x, wanted_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wanted_weight else None, weight if wanted_x else None)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "n o"]) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return (
+            None if weight is None else product(dy, weight),
+            None if x is None else product(dy.T, x),
+            dy.sum(0) if ctx.needs_input_grad[2] else None,
+        )
 
 
 class _Gated(torch.autograd.Function):
@@ -136,14 +166,27 @@ class _Normed(torch.autograd.Function):
         ctx: Any, x: Float[Tensor, "*n d"], weight: Float[Tensor, " d"], eps: float
     ) -> Float[Tensor, "*n d"]:
         wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        scale = inverse_rms(wide, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).to(weight.dtype).mul_(weight).to(x.dtype)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Float[Tensor, "*n d"]) -> tuple[Float[Tensor, "*n d"], None, None]:
         x, weight, scale = ctx.saved_tensors
-        wide, g = x.float(), dy.float() * weight
-        along = (g * wide).sum(-1, keepdim=True).mul_(scale.pow(3)).div_(-x.shape[-1])
-        return g.mul_(scale).addcmul_(wide, along).to(x.dtype), None, None
+        g = dy.float() * weight
+        return through_rms(g, x.float(), scale).to(x.dtype), None, None
+
+
+def inverse_rms(x: Float[Tensor, "*n d"], eps: float) -> Float[Tensor, "*n 1"]:
+    """1 / sqrt(mean(x^2) + eps)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def through_rms(
+    g: Float[Tensor, "*n d"], x: Float[Tensor, "*n d"], scale: Float[Tensor, "*n 1"]
+) -> Float[Tensor, "*n d"]:
+    """The gradient of x where g is that of `scale` x, scale = 1 / rms(x); g is written over."""
+    along = (g * x).sum(-1, keepdim=True).mul_(scale.pow(3)).div_(-x.shape[-1])
+    return g.mul_(scale).addcmul_(x, along)

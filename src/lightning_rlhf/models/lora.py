@@ -10,9 +10,9 @@ from jaxtyping import Float
 from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from lightning_rlhf.models.layers import QUICK
+from lightning_rlhf.core.products import linear, product
+from lightning_rlhf.models.layers import LINEAR, QUICK
 
 FOLDING = 2  # times the operations of adding an adapter to W, from which it pays
 
@@ -23,7 +23,7 @@ def quicken(model: nn.Module) -> None:
     What these have no fast way for is computed by PEFT and transformers.
     """
     for layer in model.modules():
-        if type(layer) is LoRALinear and type(layer.base_layer) is nn.Linear:
+        if type(layer) is LoRALinear and type(layer.base_layer) in LINEAR:
             layer.__class__ = QuickLinear
         elif type(layer) in QUICK:
             layer.__class__ = QUICK[type(layer)]
@@ -112,7 +112,8 @@ class _Folded(torch.autograd.Function):
             weight = torch.addmm(weight, b, a, alpha=scale)
         ctx.scales = scales
         ctx.save_for_backward(x, weight, *matrices)
-        return F.linear(x, weight, bias)
+        y = linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -123,9 +124,13 @@ class _Folded(torch.autograd.Function):
         gradients: list[Tensor | None] = []
         for i, scale in enumerate(ctx.scales):
             a, b = matrices[2 * i : 2 * i + 2]
-            gradients.append((dy @ b).mul_(scale).T @ rows if wanted[2 * i] else None)
-            gradients.append(dy.T @ (rows @ a.T).mul_(scale) if wanted[2 * i + 1] else None)
-        dx = (dy @ weight).view(x.shape) if wanted_x else None
+            da = db = None
+            if wanted[2 * i]:
+                da = product(product(dy, b).mul_(scale).T, rows)
+            if wanted[2 * i + 1]:
+                db = product(dy.T, product(rows, a.T).mul_(scale))
+            gradients += [da, db]
+        dx = product(dy, weight).view(x.shape) if wanted_x else None
         return dx, None, None, None, *gradients
 
 
@@ -142,7 +147,7 @@ class _Added(torch.autograd.Function):
         *matrices: Tensor,
     ) -> Float[Tensor, "*n o"]:
         rows = x.reshape(-1, x.shape[-1])
-        y = F.linear(rows, weight, bias)
+        y = linear(rows, weight, bias)
         inner = []
         for a, b, scale in zip(matrices[::2], matrices[1::2], scales, strict=True):
             inner.append(rows @ a.T)
@@ -159,7 +164,7 @@ class _Added(torch.autograd.Function):
         matrices, inner = others[: 2 * count], others[2 * count :]
         dy = dy.reshape(-1, dy.shape[-1])
         wanted_x, _, _, _, *wanted = ctx.needs_input_grad
-        dx = dy @ weight if wanted_x else None
+        dx = product(dy, weight) if wanted_x else None
         gradients: list[Tensor | None] = []
         for i, scale in enumerate(ctx.scales):
             a, b = matrices[2 * i : 2 * i + 2]

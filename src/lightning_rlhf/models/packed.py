@@ -144,10 +144,9 @@ def _attend(
     if isinstance(layer, Qwen3_5Attention):  # each query stands beside its gate
         query, gate = query.unflatten(1, (-1, 2 * size)).chunk(2, dim=-1)
     query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
-    if hasattr(layer, "q_norm"):
-        query, key = layer.q_norm(query), layer.k_norm(key)
-    key = turned(key, *packing.turns(*position_embeddings))
-    query = turned(query, *packing.turns(*position_embeddings, last=is_last))
+    norms = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
+    query = turned(query, *packing.turns(*position_embeddings, last=is_last), norms[0])
+    key = turned(key, *packing.turns(*position_embeddings), norms[1])
     query = packing.padded(query.flatten(1), last=is_last)
     key, value = packing.padded(key.flatten(1)), packing.padded(value)
     query, key, value = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,20 @@ COLUMNS, MORE = 16, 0.04
 of columns that it costs less than."""
 
 
+class Places(NamedTuple):
+    """Where each of m rows stands among n."""
+
+    numbers: Int[Tensor, " m"]
+    inverse: Int[Tensor, " n"]
+    """Which of the m stands at each of the n places; m where none does."""
+
+    @classmethod
+    def of(cls, numbers: Int[Tensor, " m"], count: int) -> Places:
+        inverse = numbers.new_full((count,), len(numbers))
+        order = torch.arange(len(numbers), device=numbers.device)
+        return cls(numbers, inverse.index_copy_(0, numbers, order))
+
+
 @dataclass(frozen=True)
 class Packing:
     """Which of B rows of S positions are computed where each position is by itself.
@@ -34,12 +48,12 @@ class Packing:
     """B."""
     columns: int
     """S."""
-    real: Int[Tensor, " N"] | None
-    """Places of the N among B x S; None: they are taken to be all."""
-    wanted: Int[Tensor, " M"]
-    """Places of the M among B x S."""
-    wanted_real: Int[Tensor, " M"]
-    """Places of the M among the N."""
+    real: Places | None
+    """Of the N among B x S; None: they are taken to be all."""
+    wanted: Places
+    """Of the M among B x S."""
+    wanted_real: Places
+    """Of the M among the N."""
     count: int
     """M."""
     again: Callable[[], AbstractContextManager[None]]
@@ -62,13 +76,14 @@ class Packing:
         rows, columns = wanted.shape
         multiple = ROWS if few_shapes else MULTIPLE
         real = wanted.flip(1).cummax(1).values.flip(1).flatten()
-        last = _filled_up(wanted.flatten(), real, multiple)
+        chosen = _filled_up(wanted.flatten(), real, multiple)
+        last = Places.of(chosen, rows * columns)
         count = int(wanted.sum())
         if real.float().mean() > 1 - WORTH:
             return cls(rows, columns, None, last, last, count, again)
-        number = real.cumsum(0) - 1
-        places = _filled_up(real, ~real, multiple)
-        return cls(rows, columns, places, last, number[last], count, again)
+        places = Places.of(_filled_up(real, ~real, multiple), rows * columns)
+        last_real = Places.of(places.inverse[chosen], len(places.numbers))
+        return cls(rows, columns, places, last, last_real, count, again)
 
     def packed(self, x: Float[Tensor, "BS d"], *, last: bool = False) -> Float[Tensor, "N d"]:
         """Without padding; `last`: the M wanted ones, as the last layer computes them."""
@@ -78,7 +93,8 @@ class Packing:
     def padded(self, x: Float[Tensor, "N d"], *, last: bool = False) -> Float[Tensor, "B S d"]:
         """The rows as a mixer of positions reads them, 0 where `packed` left something out."""
         places = self.wanted if last else self.real
-        return put(x, places, self.rows * self.columns).view(self.rows, self.columns, x.shape[-1])
+        x = x if places is None else put(x, places)
+        return x.view(self.rows, self.columns, x.shape[-1])
 
     def turns(
         self, cos: Float[Tensor, "#B S r"], sin: Float[Tensor, "#B S r"], *, last: bool = False
@@ -109,16 +125,19 @@ def _filled_up(
     return torch.cat([places, more[: rounded_up(len(places), multiple) - len(places)]])
 
 
-def taken(x: Float[Tensor, "n d"], index: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
-    """Rows of x, each at most once."""
-    return _Taken.apply(x, index)  # type: ignore
+def taken(x: Float[Tensor, "n d"], places: Places) -> Float[Tensor, "m d"]:
+    """The rows of x at these places."""
+    return _Taken.apply(x, *places)  # type: ignore
 
 
-def put(
-    x: Float[Tensor, "m d"], index: Int[Tensor, " m"] | None, count: int
-) -> Float[Tensor, "n d"]:
-    """The rows of x at their places among `count`, 0 elsewhere; None: they are all there."""
-    return x if index is None else _Put.apply(x, index, count)  # type: ignore
+def put(x: Float[Tensor, "m d"], places: Places) -> Float[Tensor, "n d"]:
+    """The rows of x at these places, 0 elsewhere."""
+    return _Put.apply(x, *places)  # type: ignore
+
+
+def _put(x: Float[Tensor, "m d"], inverse: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
+    """By reading: to write row by row takes a CPU four times as long."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, inverse)
 
 
 class _Taken(torch.autograd.Function):
@@ -126,17 +145,16 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "n d"], index: Int[Tensor, " m"]
+        ctx: Any, x: Float[Tensor, "n d"], index: Int[Tensor, " m"], inverse: Int[Tensor, " n"]
     ) -> Float[Tensor, "m d"]:
-        ctx.save_for_backward(index)
-        ctx.count = len(x)
+        ctx.save_for_backward(inverse)
         return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None]:
-        (index,) = ctx.saved_tensors
-        return dy.new_zeros(ctx.count, dy.shape[1]).index_copy_(0, index, dy), None
+    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _put(dy, inverse), None, None
 
 
 class _Put(torch.autograd.Function):
@@ -144,10 +162,10 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "m d"], index: Int[Tensor, " m"], count: int
+        ctx: Any, x: Float[Tensor, "m d"], index: Int[Tensor, " m"], inverse: Int[Tensor, " n"]
     ) -> Float[Tensor, "n d"]:
         ctx.save_for_backward(index)
-        return x.new_zeros(count, x.shape[1]).index_copy_(0, index, x)
+        return _put(x, inverse)
 
     @staticmethod
     @once_differentiable

@@ -6,11 +6,13 @@ import torch
 from jaxtyping import Float
 from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from lightning_rlhf.core.products import by_onednn, linear
 
 ROWS = 32  # what a packed weight is laid out for; it is right for any other number too
 SMALLEST, LARGEST = 2**17, 2**25
-"""Numbers of a weight that is worth packing; and of one whose copy would take too much memory."""
+"""Numbers of a weight that is worth packing in fp32; and of one whose copy would take too much
+memory."""
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
 """Of torch.ops.mkldnn, by which torch.compile packs weights; another release may not have them."""
 
@@ -18,17 +20,36 @@ OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_sup
 class Product:
     """W x + sum_i scale_i B_i A_i x + b, of one linear layer or of several of one input.
 
-    Memory: a copy of W on a CPU, and of the weights of several layers on any device.
+    Computed as [W, scale_i B_i] [x, A_i x] + b. Memory: a copy of W where there are adapters,
+    several layers or a CPU.
     """
 
     def __init__(self, *layers: nn.Linear | LoRALinear) -> None:
         bases = [layer.base_layer if isinstance(layer, LoRALinear) else layer for layer in layers]
         biases = [base.bias for base in bases if base.bias is not None]
         weight = torch.cat([b.weight for b in bases]) if len(bases) > 1 else bases[0].weight
-        self.bias = torch.cat(biases) if biases else None
         pairs = [_adapters(*pair) for pair in zip(layers, bases, strict=True)]
         inward, outward = zip(*pairs, strict=True)
-        self.inward, self.outward = torch.cat(inward), torch.block_diag(*outward)
+        joint = torch.cat(inward)
+        self.inward = _Weight(joint, None) if len(joint) else None
+        if self.inward is not None:
+            weight = torch.cat([weight, torch.block_diag(*outward)], dim=1)
+        self.weight = _Weight(weight, torch.cat(biases) if biases else None)
+
+    def __call__(
+        self, x: Float[Tensor, "B i"], onto: Float[Tensor, "B o"] | None = None
+    ) -> Float[Tensor, "B o"]:
+        """Added to `onto` where it is given."""
+        if self.inward is not None:
+            x = torch.cat([x, self.inward(x)], dim=1)
+        return self.weight(x, onto)
+
+
+class _Weight:
+    """W x + b, W as the processor reads it best."""
+
+    def __init__(self, weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None) -> None:
+        self.bias = bias
         self.packed = _can_be_packed(weight)
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
@@ -38,30 +59,28 @@ class Product:
     def __call__(
         self, x: Float[Tensor, "B i"], onto: Float[Tensor, "B o"] | None = None
     ) -> Float[Tensor, "B o"]:
-        """Added to `onto` where it is given."""
         if self.packed:
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            y = y if onto is None else y.add_(onto)
-        elif onto is None:
-            y = F.linear(x, self.weight, self.bias)
+        elif onto is None or by_onednn(x, len(self.weight)):
+            y = linear(x, self.weight, self.bias)
         else:
             y = torch.addmm(onto, x, self.weight.T)
-            y = y if self.bias is None else y.add_(self.bias)
-        return y.addmm_(x @ self.inward.T, self.outward.T) if len(self.inward) else y
+            return y if self.bias is None else y.add_(self.bias)
+        return y if onto is None else y.add_(onto)
 
 
 def _can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
     """Whether oneDNN's own layout is there for the weight, and worth making.
 
     A product of 1 to 64 rows is then 1.2 to 2 times as fast as one of the plain layout, which on a
-    CPU goes to a library that lays it out anew each time.
+    CPU goes to a library that lays it out anew each time. bf16 goes to oneDNN in either layout.
     """
     onednn = torch.ops.mkldnn
     if weight.device.type != "cpu" or not all(hasattr(onednn, name) for name in OPERATORS):
         return False
-    bf16 = weight.dtype == torch.bfloat16 and onednn._is_mkldnn_bf16_supported()
-    is_known = weight.dtype == torch.float32 or bf16
-    return is_known and SMALLEST <= weight.numel() <= LARGEST
+    if weight.dtype == torch.bfloat16 and onednn._is_mkldnn_bf16_supported():
+        return weight.numel() <= LARGEST
+    return weight.dtype == torch.float32 and SMALLEST <= weight.numel() <= LARGEST
 
 
 def _adapters(layer: nn.Linear | LoRALinear, base: nn.Linear) -> tuple[Tensor, Tensor]:

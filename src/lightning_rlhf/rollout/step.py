@@ -20,10 +20,10 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5Attention,
     Qwen3_5GatedDeltaNet,
-    Qwen3_5RMSNorm,
 )
 
 from lightning_rlhf.models.attention import signed, turned
+from lightning_rlhf.models.layers import LINEAR, weight_and_eps
 from lightning_rlhf.models.lora import QuickLinear, is_plain_sum
 from lightning_rlhf.models.packed import PACKED, TRUNKS
 from lightning_rlhf.rollout.cache import RoomyLayer
@@ -85,8 +85,8 @@ def can_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
 def _is_known(layer: nn.Module) -> bool:
     """Whether the layer is linear, and nothing but the sum of its adapters is added to it."""
     if type(layer) is not QuickLinear:
-        return type(layer) is nn.Linear
-    return type(layer.base_layer) is nn.Linear and is_plain_sum(layer)
+        return type(layer) in LINEAR
+    return type(layer.base_layer) in LINEAR and is_plain_sum(layer)
 
 
 class _Layer:
@@ -207,25 +207,20 @@ class _Norm:
     def __init__(self, weight: Float[Tensor, "*H d"], eps: float) -> None:
         size = weight.shape[-1]
         self.weight, self.eps = weight, eps
-        self.scaled = weight.float() * math.sqrt(size)
+        self.scaled = weight * math.sqrt(size)
         self.least = self.scaled.new_tensor(math.sqrt(size * eps))
 
     @classmethod
     def of(cls, *norms: Any) -> _Norm:
         """The model's own, one or one for each head."""
-        centred = isinstance(norms[0], Qwen3_5RMSNorm)
-        weights = [1 + norm.weight.float() if centred else norm.weight for norm in norms]
-        return cls(
-            weights[0] if len(norms) == 1 else torch.stack(weights),
-            norms[0].eps if centred else norms[0].variance_epsilon,
-        )
+        weights, eps = zip(*map(weight_and_eps, norms), strict=True)
+        return cls(weights[0] if len(norms) == 1 else torch.stack(weights), eps[0])
 
     def __call__(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
         """On a CPU as sqrt(d) w x / hypot(|x|, sqrt(d eps)): four operations, not eight."""
-        if x.device.type != "cpu":
-            wide = x.to(self.weight.dtype)
-            return F.rms_norm(wide, x.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
         wide = x.float()
+        if x.device.type != "cpu":
+            return F.rms_norm(wide, x.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return (wide / length.hypot_(self.least)).mul_(self.scaled).to(x.dtype)
 
