@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from lightning_rlhf.core import products
-
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -31,7 +29,29 @@ def largest_file() -> Callable[[int], AbstractContextManager[None]]:
 
 
 @pytest.fixture
-def by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def to_onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the rows that oneDNN was handed."""
+    import torch  # not before the number of threads is said
+
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no such operator")
+    operator, shapes = torch.ops.mkldnn._linear_pointwise, []
+
+    def spy(x: torch.Tensor, *args: object) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        y: torch.Tensor = operator(x, *args)
+        return y
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", spy)
+    return shapes
+
+
+@pytest.fixture
+def by_onednn(
+    to_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, ...]]:
     """Every product that may go to oneDNN does, on any processor and however small."""
-    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
-    monkeypatch.setattr(products, "WORTH", 0)
+    monkeypatch.setattr("lightning_rlhf.core.products.fp32_by_onednn", lambda: True)
+    monkeypatch.setattr("lightning_rlhf.core.products.WORTH", 0)
+    monkeypatch.setattr("lightning_rlhf.core.products.FEWEST", 0)
+    return to_onednn

@@ -22,17 +22,17 @@ def test_time_left_follows_the_median_and_counts_evaluations_apart() -> None:
     assert pace.left(10, 0) is None
     for seconds in (100.0, 2.0, 2.0, 3.0, 2.0):  # a slow first iteration must not matter
         pace.add_iteration(seconds)
-    assert pace.left(10, 0) == TimeLeft(20.0, is_lower_bound=False)
-    assert pace.left(10, 2) == TimeLeft(20.0, is_lower_bound=True)
+    assert pace.left(10, 0) == TimeLeft(20.0, without_evaluations=False)
+    assert pace.left(10, 2) == TimeLeft(20.0, without_evaluations=True)
     pace.add_evaluation(30.0)
-    assert pace.left(10, 2) == TimeLeft(80.0, is_lower_bound=False)
+    assert pace.left(10, 2) == TimeLeft(80.0, without_evaluations=False)
 
 
 def test_time_is_written_for_people() -> None:
     assert clock_text(3725.4) == "1:02:05"
     assert left_text(None) == "time left unknown"
-    assert left_text(TimeLeft(20.0, is_lower_bound=False)) == "0:00:20 left"
-    assert left_text(TimeLeft(20.0, is_lower_bound=True)) == "more than 0:00:20 left"
+    assert left_text(TimeLeft(20.0, without_evaluations=False)) == "0:00:20 left"
+    assert left_text(TimeLeft(20.0, without_evaluations=True)) == "0:00:20 and evaluations left"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.main import HOME, PACKAGE
+from lightning_rlhf.cli.main import HOME, PACKAGE, RECIPES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
 
@@ -29,7 +29,9 @@ def help_text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_help_lists_what_can_be_chosen(help_text: str) -> None:
+    recipes = sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
     for line in (
+        f"recipe: {', '.join(recipes)}",
         "data: files, hh, quickstart",
         "logger: csv, tensorboard, wandb",
         "reward: composite, function, head, http, model, random, sum",

@@ -267,12 +267,26 @@ def test_in_bf16_both_are_rounded_once() -> None:
     assert all(a < b for a, b in zip(once, twice, strict=True))
 
 
-def test_a_norm_that_learns_is_its_own() -> None:
-    x, table = torch.randn(5, 3, 8), torch.ones(5, 1, 8)
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Qwen3_5RMSNorm])
+def test_the_norm_before_a_rotation_learns_its_weight(kind: type[nn.Module]) -> None:
+    """As it does by itself."""
+    x, dy = numbers(5, 3, 8), numbers(5, 3, 8, seed=1)
+    angles = numbers(5, 1, 4, seed=2).repeat(1, 1, 2)
+    cos, sin = angles.cos(), signed(angles.sin())
+    norm = QUICK[kind](8)
+    (together,) = torch.autograd.grad(turned(x, cos, sin, norm), norm.weight, dy)
+    (apart,) = torch.autograd.grad(turned(norm(x), cos, sin), norm.weight, dy)
+    assert off(together, apart.double()) <= 1e-6
+
+
+def test_a_norm_of_another_dtype_is_its_own() -> None:
+    x, table = numbers(5, 3, 8).bfloat16(), torch.ones(5, 1, 8)
     norm = QUICK[Qwen3RMSNorm](8)
     with patch.object(_TurnedNorm, "apply") as asked:
         y = turned(x, table, 0 * table, norm)
     assert asked.call_count == 0
     assert torch.equal(y, norm(x))
-    y.sum().backward()
-    assert norm.weight.grad is not None
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -71,11 +71,15 @@ def relative(found: Tensor, expected: Tensor) -> float:
 def test_hidden_states_and_gradients_are_those_of_transformers(
     family: str, length: int, library: str, request: pytest.FixtureRequest
 ) -> None:
-    if library:
-        request.getfixturevalue(library)
+    asked = request.getfixturevalue(library) if library else None
     roles = a_policy(family)
     tokens = torch.arange(2 * length).view(2, length) * 7919 % VOCABULARY
+    if asked is not None:
+        asked.clear()
     hidden, gradient = outcome(roles, tokens)
+    assert (
+        asked is None or len(asked) > len(list(roles.trained_by(POLICY))) / 2
+    )  # not forwards alone
     with plain(roles):
         expected, expected_gradient = outcome(roles, tokens)
     assert relative(hidden, expected) <= 1e-5
@@ -169,16 +173,29 @@ def test_a_norm_says_the_same_where_nothing_is_learned(
     assert torch.equal(learning, unasked)
 
 
-@pytest.mark.parametrize("change", ["weight learns", "dtype"])
 @pytest.mark.parametrize("kind", NORMS)
-def test_a_norm_that_learns_or_has_another_dtype_is_left_to_transformers(
-    kind: type[nn.Module], change: str
-) -> None:
+def test_a_norm_learns_its_weight_too(kind: type[nn.Module]) -> None:
+    """As the formula in float64 does; and it says the same bits as one that does not learn."""
+    ours, _ = a_norm(kind)
+    x, dy = numbers(5, 3, WIDTH), numbers(5, 3, WIDTH, seed=2)
+    frozen = ours(x)
+    ours.requires_grad_()
+    y, dx, dw = learned(ours, x, dy)
+    assert torch.equal(y, frozen)
+    weight = ours.weight.detach().double().requires_grad_()
+    wide = x.double().requires_grad_()
+    zero_centred = hasattr(ours, "eps")
+    eps = ours.eps if zero_centred else ours.variance_epsilon
+    exact = (weight + zero_centred) * wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+    expected = torch.autograd.grad(exact, (wide, weight), dy.double())
+    assert relative(dx, expected[0]) <= 1e-6
+    assert relative(dw, expected[1]) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_in_another_dtype_is_left_to_transformers(kind: type[nn.Module]) -> None:
     ours, library = a_norm(kind)
-    for norm in (ours, library):
-        norm.requires_grad_(change == "weight learns")
-    x = numbers(2, WIDTH).to(torch.bfloat16 if change == "dtype" else torch.float32)
-    x.requires_grad_()
+    x = numbers(2, WIDTH).bfloat16().requires_grad_()
     with patch.object(kind, "forward", autospec=True, side_effect=kind.forward) as asked:
         y = ours(x)
         assert asked.call_count == 1
@@ -216,6 +233,12 @@ def test_a_projection_by_onednn_says_and_learns_what_the_formula_does(
     assert len(found) == 2 + len(learns(plain))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("by_onednn")
+def test_rows_of_another_length_are_refused_in_torchs_words() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        QuickProjection(4, 6)(numbers(5, 3))
 
 
 @pytest.mark.usefixtures("by_onednn")

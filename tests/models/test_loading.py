@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
+from lightning_rlhf.models import loading
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.models.handover import check_positions
@@ -269,11 +270,31 @@ def test_weights_are_frozen_in_the_given_dtype_or_trainable_in_fp32(
     frozen = load_causal_lm(config, trainable=False, seed=0)
     assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
     assert trainable_names(frozen) == []
-    trained = load_causal_lm(config, trainable=True, seed=0)
+    with pytest.warns(UserWarning, match=r"model\.dtype=bfloat16 .* in float32"):
+        trained = load_causal_lm(config, trainable=True, seed=0)
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
     assert len(trainable_names(trained)) == len(list(trained.parameters()))
     for model in (frozen, trained):
         assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "faster", "said"),
+    [
+        ("float32", True, "fp32 layers on this processor stay as they are"),
+        ("float32", False, "wait for the compiler"),
+        ("bfloat16", True, "wait for the compiler"),
+    ],
+)
+def test_what_is_compiled_is_said(
+    dtype: str, faster: bool, said: str, folder: Path, make_config: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(loading, "check_compiler", lambda: None)
+    monkeypatch.setattr(loading, "fp32_by_onednn", lambda: faster)
+    config = make_config(name_or_path=str(folder), dtype=dtype, compile=True)
+    with pytest.warns(UserWarning, match=f"model.compile=true: .*{said}"):
+        load_causal_lm(config, trainable=False, seed=0)
 
 
 def test_other_weights_replace_the_presets_own(folder: Path, make_model: Make, make_config: Make,
@@ -396,6 +417,6 @@ def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:
     ))  # fmt: skip
     roles: Any = SimpleNamespace(causal_lm=model)
     check_positions(roles, 64, "it")
-    told = r"it has 65 tokens.*lower data\.max_prompt_tokens.*nonsense"
+    told = r"it has 65 tokens.*lower data\.max_response_tokens.*nonsense"
     with pytest.warns(UserWarning, match=told):
         check_positions(roles, 65, "it")

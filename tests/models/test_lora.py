@@ -109,12 +109,19 @@ def test_hidden_states_and_gradients_are_those_of_peft(
     request: pytest.FixtureRequest,
 ) -> None:
     """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
-    if library:
-        request.getfixturevalue(library)
+    asked = request.getfixturevalue(library) if library else None
     monkeypatch.setattr(lora, "FOLDING", folding)
     roles = a_policy()
     roles._stack("sft", trainable=role == "sft")
     roles.play(role)
+    if asked is not None:
+        asked.clear()
+        outcome(roles)
+        # Of a layer what it says and the gradient of its input, which the first three have not;
+        # and four for an adapter that learns, where it stands in the weight.
+        count, learns = len(quick_layers(roles)), quick_layers(roles)[0].active_adapters.count(role)
+        assert len(asked) == 2 * count - 3 + (4 * learns * count if folding == 0 else 0)
+        folds.clear()
     before = len(peft_is_asked)
     (hidden, gradients), (plain, plain_gradients) = quick_and_plain(roles, monkeypatch)
     assert len(peft_is_asked) == before

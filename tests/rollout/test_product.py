@@ -56,6 +56,21 @@ def test_it_is_the_layers_side_by_side(
     torch.testing.assert_close(one(x), side_by_side[:, :12], rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_plain_layout_goes_to_onednn_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, by_onednn: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(product, "SMALLEST", 2**30)
+    of = layers(bias=True, adapted=True)
+    joint = Product(*of)  # type: ignore[arg-type]
+    x, onto = torch.randn(40, 16), torch.randn(40, 57)
+    found = joint(x), joint(x, onto=onto)
+    assert by_onednn == [(40, 16), (40, 20), (40, 16), (40, 20)]
+    side_by_side = expected(of, x)
+    torch.testing.assert_close(found[0], side_by_side, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], onto + side_by_side, rtol=1e-5, atol=1e-5)
+
+
 @LAYOUTS
 @torch.no_grad()
 def test_it_changes_nothing_that_it_is_given(

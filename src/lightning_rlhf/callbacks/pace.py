@@ -15,7 +15,7 @@ class TimeLeft:
     """An estimate in seconds."""
 
     seconds: float
-    is_lower_bound: bool
+    without_evaluations: bool
     """True while evaluations are still to come and none has been timed."""
 
 
@@ -38,10 +38,12 @@ class Pace:
             return None
         seconds = iterations * median(self._iterations)
         if evaluations == 0:
-            return TimeLeft(seconds, is_lower_bound=False)
+            return TimeLeft(seconds, without_evaluations=False)
         if not self._evaluations:
-            return TimeLeft(seconds, is_lower_bound=True)
-        return TimeLeft(seconds + evaluations * median(self._evaluations), is_lower_bound=False)
+            return TimeLeft(seconds, without_evaluations=True)
+        return TimeLeft(
+            seconds + evaluations * median(self._evaluations), without_evaluations=False
+        )
 
 
 def clock_text(seconds: float) -> str:
@@ -55,4 +57,4 @@ def left_text(left: TimeLeft | None) -> str:
     """The estimate for people."""
     if left is None:
         return "time left unknown"
-    return f"{'more than ' if left.is_lower_bound else ''}{clock_text(left.seconds)} left"
+    return f"{clock_text(left.seconds)}{' and evaluations' * left.without_evaluations} left"

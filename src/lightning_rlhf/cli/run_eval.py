@@ -55,8 +55,11 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
-    longest = max(len(prompt) for prompt in prompts) + settings.data.max_response_tokens
-    check_positions(roles, longest, "the longest prompt with data.max_response_tokens")
+    longest, response = max(len(prompt) for prompt in prompts), settings.data.max_response_tokens
+    check_positions(
+        roles, longest + response,
+        f"the longest prompt ({longest} tokens) with data.max_response_tokens ({response})",
+    )  # fmt: skip
     reward = build_reward(ready, roles, light, BatchSize("eval.batch_size", config.batch_size))
     roles.to(ready.device)
     check_formats(ready, reward)

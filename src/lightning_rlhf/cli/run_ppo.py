@@ -58,7 +58,9 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
     check_positions(
         roles, longest + config.max_response_tokens,
-        "the longest prompt with ppo.max_response_tokens",
+        f"the longest prompt ({longest} tokens) with ppo.max_response_tokens "
+        f"({config.max_response_tokens})",
+        lower="ppo.max_response_tokens or data.max_prompt_tokens",
     )  # fmt: skip
     microbatch = BatchSize("ppo.microbatch_size", config.microbatch_size)
     reward = build_reward(ready, roles, light, microbatch)

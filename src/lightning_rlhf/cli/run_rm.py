@@ -61,8 +61,11 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in train.examples)
     check_positions(roles, longest, "the longest reply to a preference's prompt, with it,")
-    sampled = max(len(e.prompt) for e in train.examples) + settings.data.max_response_tokens
-    check_positions(roles, sampled, "the longest prompt with data.max_response_tokens")
+    prompt, response = max(len(e.prompt) for e in train.examples), settings.data.max_response_tokens
+    check_positions(
+        roles, prompt + response,
+        f"the longest prompt ({prompt} tokens) with data.max_response_tokens ({response})",
+    )  # fmt: skip
     roles.to(ready.device)
     below = roles.probe(REFERENCE)
     prompts = [e.prompt for e in train.examples]

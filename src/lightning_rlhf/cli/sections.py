@@ -45,8 +45,12 @@ def refuse_unknown(node: Mapping[str, Any], known: set[str], prefix: str) -> Non
     for key in node:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {prefix}{close[0]}?" if close else ""
-            raise ConfigError(f"{prefix}{key} is not a known key{hint}")
+            hint = (
+                f"did you mean {prefix}{close[0]}?"
+                if close
+                else f"allowed: {', '.join(sorted(known))}"
+            )
+            raise ConfigError(f"{prefix}{key} is not a known key; {hint}")
 
 
 def frozen_lists(node: Any) -> Any:

@@ -87,7 +87,11 @@ def require_flag(key: str, found: Any) -> None:
 def require_divides(small_key: str, small: int, large_key: str, large: int) -> None:
     """Raise ConfigError unless `small` divides `large`."""
     if large % small:
-        raise ConfigError(f"{large_key} is {large}, which {small_key} = {small} does not divide")
+        divisors = ", ".join(str(n) for n in range(1, large + 1) if large % n == 0)
+        raise ConfigError(
+            f"{large_key} is {large}, which {small_key} = {small} does not divide; allowed for "
+            f"{small_key}: {divisors}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

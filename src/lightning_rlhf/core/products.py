@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS = 64  # of activations; half as many make twice as many shapes
-WORTH = 2**20  # multiplications; fewer are done before oneDNN has begun
+WORTH, FEWEST = 2**20, 4
+"""Multiplications, and rows or columns of a matrix: fewer are done before oneDNN has begun."""
 
 
 @cache
@@ -20,20 +22,22 @@ def fp32_by_onednn() -> bool:
     torch calls MKL, which computes on AMD's processors with vectors of 256 bits; where they have
     AVX-512 oneDNN takes half the time.
     """
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return (
         torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # another release may not have it
+        and "AMD" in found.get("cpu_name", "")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # of this release; another may lack it
     )
 
 
-def by_onednn(x: Tensor, others: int = WORTH) -> bool:
+def by_onednn(x: Float[Tensor, "*n k"], others: int = WORTH) -> bool:
     """Whether `linear` and `product` of x and a matrix of so many rows (columns) go to oneDNN."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
         and x.numel() * others >= WORTH
+        and min(x.shape[-1], x[..., 0].numel(), others) >= FEWEST
         and fp32_by_onednn()
     )
 

@@ -14,8 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lightning_rlhf.models.layers import (
+    gain_gradient,
     inverse_rms,
-    is_frozen_norm,
+    is_known_norm,
     through_rms,
     weight_and_eps,
 )
@@ -156,7 +157,7 @@ def turned(
     """
     if norm is None:
         return _Turned.apply(x, cos, sin)  # type: ignore
-    if not is_frozen_norm(norm, x):
+    if not is_known_norm(norm, x):
         return turned(norm(x), cos, sin)
     return _TurnedNorm.apply(x, *weight_and_eps(norm), cos, sin)  # type: ignore
 
@@ -201,10 +202,12 @@ class _TurnedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, dy: Float[Tensor, "N H s"]
-    ) -> tuple[Float[Tensor, "N H s"], None, None, None, None]:
+    ) -> tuple[Float[Tensor, "N H s"], Float[Tensor, " s"] | None, None, None, None]:
         x, weight, scale, cos, sin = ctx.saved_tensors
-        g = _turn_back(dy.float(), cos, sin).mul_(weight)
-        return through_rms(g, x.float(), scale).to(x.dtype), None, None, None, None
+        wide, g = x.float(), _turn_back(dy.float(), cos, sin)
+        dw = gain_gradient(g, wide, scale) if ctx.needs_input_grad[1] else None
+        dx = through_rms(g.mul_(weight), wide, scale).to(x.dtype)
+        return dx, dw, None, None, None
 
 
 def _turn(

@@ -146,8 +146,8 @@ def decoder_layer(
     """A whole layer, compiled. turns: `Packing.turns` for keys and for queries."""
     real = packing.real
     if real is None:  # one program for both
-        every = torch.arange(packing.rows * packing.columns, device=x.device)
-        real = Places(every, every)
+        count = packing.rows * packing.columns
+        real = Places.of(torch.arange(count, device=x.device), count)
     asked, asked_real = (packing.wanted, packing.wanted_real) if is_last else (real, None)
     places = real, asked, asked_real, packing.rows, packing.columns
     with torch.autocast(x.device.type, enabled=False):

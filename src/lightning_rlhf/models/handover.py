@@ -129,10 +129,16 @@ def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
     roles.assign(role)
 
 
-def check_positions(roles: Roles, longest: int, what: str) -> None:
+def check_positions(
+    roles: Roles,
+    longest: int,
+    what: str,
+    lower: str = "data.max_response_tokens or data.max_prompt_tokens",
+) -> None:
     """Raise ConfigError where `longest` tokens are more than the model has learned positions for.
 
     One whose positions are computed is able to read more than it was trained on: a warning.
+    what: has so many. lower: the keys that it can be shortened by.
     """
     model = roles.causal_lm
     limit = getattr(model.config, "max_position_embeddings", None)
@@ -140,7 +146,7 @@ def check_positions(roles: Roles, longest: int, what: str) -> None:
         return
     message = (
         f"{what} has {longest} tokens, but the model has positions for {limit} "
-        "(max_position_embeddings); lower data.max_prompt_tokens, or the tokens of a response"
+        f"(max_position_embeddings); lower {lower}"
     )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):

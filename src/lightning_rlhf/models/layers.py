@@ -30,17 +30,18 @@ class _Norm(nn.Module):
     """y = w x / rms(x), in fp32, and rounded once; most of the library's round x / rms(x) too."""
 
     def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-        if not is_frozen_norm(self, x):
+        if not is_known_norm(self, x):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         return _Normed.apply(x, *weight_and_eps(self))  # type: ignore
 
 
-def is_frozen_norm(norm: nn.Module, x: Tensor) -> bool:
-    """Whether it is one that is known here, without a gradient and in the dtype of x."""
-    if not isinstance(norm, _Norm):
-        return False
-    weight = norm.get_parameter("weight")
-    return not weight.requires_grad and x.dtype == weight.dtype and x.dtype in DTYPES
+def is_known_norm(norm: nn.Module, x: Tensor) -> bool:
+    """Whether it is one of `QUICK` in the dtype of x."""
+    return (
+        isinstance(norm, _Norm)
+        and x.dtype == norm.get_parameter("weight").dtype
+        and x.dtype in DTYPES
+    )
 
 
 def weight_and_eps(norm: Any) -> tuple[Float[Tensor, " d"], float]:
@@ -83,8 +84,12 @@ class QuickProjection(nn.Linear):
     """A linear layer whose products the faster library computes."""
 
     def forward(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
-        known = x.dtype == self.weight.dtype and not torch.is_autocast_enabled("cpu")
-        if not (known and by_onednn(x, len(self.weight))):
+        if (
+            x.dtype != self.weight.dtype
+            or x.shape[-1] != self.in_features
+            or torch.is_autocast_enabled("cpu")
+            or not by_onednn(x, self.out_features)
+        ):
             return super().forward(x)
         rows = x.reshape(-1, x.shape[-1])
         y: Tensor = _Projected.apply(rows, self.weight, self.bias)  # type: ignore
@@ -154,9 +159,9 @@ class _Gated(torch.autograd.Function):
 
 
 class _Normed(torch.autograd.Function):
-    """w x / rms(x), rms(x) = sqrt(mean(x^2) + eps), and its gradient in x.
+    """w x / rms(x), rms(x) = sqrt(mean(x^2) + eps), and its gradient.
 
-        dx = g / rms - x <g, x> / (d rms^3),   g = w dy
+        dx = g / rms - x <g, x> / (d rms^3),   g = w dy,   dw = sum of dy x / rms
 
     Autograd of the formula keeps three tensors as large as x in fp32 and makes a dozen.
     """
@@ -172,16 +177,24 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "*n d"]) -> tuple[Float[Tensor, "*n d"], None, None]:
+    def backward(ctx: Any, dy: Float[Tensor, "*n d"]) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        g = dy.float() * weight
-        return through_rms(g, x.float(), scale).to(x.dtype), None, None
+        wide, dy = x.float(), dy.float()
+        dw = gain_gradient(dy, wide, scale) if ctx.needs_input_grad[1] else None
+        return through_rms(dy * weight, wide, scale).to(x.dtype), dw, None
 
 
 def inverse_rms(x: Float[Tensor, "*n d"], eps: float) -> Float[Tensor, "*n 1"]:
     """1 / sqrt(mean(x^2) + eps)."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def gain_gradient(
+    dy: Float[Tensor, "*n d"], x: Float[Tensor, "*n d"], scale: Float[Tensor, "*n 1"]
+) -> Float[Tensor, " d"]:
+    """The gradient of w where dy is that of w `scale` x."""
+    return (dy * x).mul_(scale).flatten(0, -2).sum(0)
 
 
 def through_rms(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers import (
 from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import Quantization, require
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
+from lightning_rlhf.core.products import fp32_by_onednn
 from lightning_rlhf.models.compiled import check_compiler
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.packed import compile_layers, recompute
@@ -58,6 +60,12 @@ def load_causal_lm(
         bf16 weights round small updates away.
     """
     dtype = torch.float32 if trainable else getattr(torch, config.dtype)
+    if dtype != getattr(torch, config.dtype):
+        warnings.warn(
+            f"model.dtype={config.dtype} is for frozen weights; all weights are trained here, in "
+            "float32",
+            stacklevel=2,
+        )
     if trainable and config.quantization != "none":
         raise ConfigError(
             f"model.quantization={config.quantization} cannot be fine-tuned in full; allowed: "
@@ -88,7 +96,14 @@ def load_causal_lm(
         recompute(model)
     if config.compile:
         compile_layers(model)
+        warnings.warn(f"model.compile=true: {_what_is_compiled(dtype)}", stacklevel=2)
     return model.eval().requires_grad_(trainable)
+
+
+def _what_is_compiled(dtype: torch.dtype) -> str:
+    if dtype == torch.float32 and fp32_by_onednn():
+        return "fp32 layers on this processor stay as they are, which is faster than compiled"
+    return "the first updates wait for the compiler, a minute or two in which nothing is said"
 
 
 def read_weights(

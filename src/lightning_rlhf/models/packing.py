@@ -136,7 +136,7 @@ def put(x: Float[Tensor, "m d"], places: Places) -> Float[Tensor, "n d"]:
 
 
 def _put(x: Float[Tensor, "m d"], inverse: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
-    """By reading: to write row by row takes a CPU four times as long."""
+    """By reading: to write row by row takes a CPU twice as long."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, inverse)
 
 

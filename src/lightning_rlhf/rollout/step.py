@@ -20,6 +20,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5Attention,
     Qwen3_5GatedDeltaNet,
+    Qwen3_5RMSNorm,
 )
 
 from lightning_rlhf.models.attention import signed, turned
@@ -207,20 +208,23 @@ class _Norm:
     def __init__(self, weight: Float[Tensor, "*H d"], eps: float) -> None:
         size = weight.shape[-1]
         self.weight, self.eps = weight, eps
-        self.scaled = weight * math.sqrt(size)
+        self.scaled = weight.float() * math.sqrt(size)
         self.least = self.scaled.new_tensor(math.sqrt(size * eps))
 
     @classmethod
     def of(cls, *norms: Any) -> _Norm:
         """The model's own, one or one for each head."""
         weights, eps = zip(*map(weight_and_eps, norms), strict=True)
-        return cls(weights[0] if len(norms) == 1 else torch.stack(weights), eps[0])
+        weight = weights[0] if len(norms) == 1 else torch.stack(weights)
+        centred = isinstance(norms[0], Qwen3_5RMSNorm)
+        return cls(weight if centred else weight.to(norms[0].weight.dtype), eps[0])
 
     def __call__(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
         """On a CPU as sqrt(d) w x / hypot(|x|, sqrt(d eps)): four operations, not eight."""
-        wide = x.float()
         if x.device.type != "cpu":
+            wide = x.to(self.weight.dtype)
             return F.rms_norm(wide, x.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
+        wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return (wide / length.hypot_(self.least)).mul_(self.scaled).to(x.dtype)
 
