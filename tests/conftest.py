@@ -55,3 +55,9 @@ def by_onednn(
     monkeypatch.setattr("lightning_rlhf.core.products.WORTH", 0)
     monkeypatch.setattr("lightning_rlhf.core.products.FEWEST", 0)
     return to_onednn
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 stays with torch, on any processor."""
+    monkeypatch.setattr("lightning_rlhf.core.products.fp32_by_onednn", lambda: False)

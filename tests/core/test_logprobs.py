@@ -310,6 +310,7 @@ class TestFrozenHead:
         expected = case.slow(1.0)[2]
         assert (gradient.float() - expected).norm() < 2**-7 * expected.norm()
 
+    @pytest.mark.usefixtures("by_torch")
     def test_the_head_is_asked_once(self, chunk) -> None:
         chunk(14)
         case, seen = Case(rows=5, vocabulary=7, seed=0), []
@@ -339,17 +340,19 @@ class TestFrozenHead:
         assert all(torch.equal(x, expected) for x, expected in zip(found, whole, strict=True))
 
     @pytest.mark.parametrize(
-        ("dtype", "elements", "rows"),
-        # 70 rows of 8 logits: in 16 bits 2 x 64, or 20 at a time and as many of the last 10.
+        ("dtype", "library", "elements", "rows"),
+        # 70 rows of 8 logits: of few shapes 2 x 64, or 20 at a time and as many of the last 10.
         [
-            (torch.bfloat16, 10**6, [128]),
-            (torch.bfloat16, 160, [20, 20, 20, 20]),
-            (torch.float32, 160, [20, 20, 20, 10]),
+            (torch.bfloat16, "by_torch", 10**6, [128]),
+            (torch.bfloat16, "by_torch", 160, [20, 20, 20, 20]),
+            (torch.float32, "by_onednn", 160, [20, 20, 20, 20]),
+            (torch.float32, "by_torch", 160, [20, 20, 20, 10]),
         ],
     )
     def test_products_that_are_compiled_for_a_shape_have_few(
-        self, dtype: torch.dtype, elements: int, rows: list[int], chunk
+        self, dtype: torch.dtype, library: str, elements: int, rows: list[int], chunk, request
     ) -> None:
+        request.getfixturevalue(library)
         case, seen = Case(rows=70, vocabulary=8, seed=1), []
         hidden, weight = case.hidden.to(dtype).requires_grad_(), case.weight.to(dtype)
 

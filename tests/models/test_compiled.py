@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from lightning_rlhf.core import products
 from lightning_rlhf.core.errors import ConfigError
@@ -18,19 +20,14 @@ from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.packed import compile_layers, recompute
 from lightning_rlhf.models.roles import POLICY, Roles
 
-from .conftest import build_config, build_model
+from .conftest import LORA, build_config, build_model
 from .test_layers import FAMILIES, a_policy, relative
 from .test_packing import WANTED, outcome, tokens_of
 
+pytestmark = pytest.mark.usefixtures("by_torch")
 MASK = torch.tensor(WANTED["a response in each row"])
 CALLS = {"qwen3": (2, 0), "llama": (2, 0), "qwen2": (2, 0), "qwen3_5_text": (1, 3)}
 """Layers that are computed whole, and those of which the mixer of positions is not."""
-
-
-@pytest.fixture(autouse=True)
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled does not depend on the processor."""
-    monkeypatch.setattr(products, "fp32_by_onednn", lambda: False)
 
 
 @pytest.fixture
@@ -240,6 +237,36 @@ def test_without_a_compiler_it_is_refused_before_a_model_loads(
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
 )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_compiler_knows_the_size_of_a_head_and_every_shape(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For heads of any size, and shapes that it can only divide out, it writes slow loops."""
+    graphs: list[GraphModule] = []
+
+    def seen(graph: GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    traced = cache(partial(torch.compile, backend=seen, dynamic=True, fullgraph=True))
+    monkeypatch.setattr(compiled, "compiled", traced)
+    roles = Roles(build_model(family, head_dim=6))
+    roles.add_adapter(POLICY, LORA)
+    roles.bfloat16()
+    compile_layers(roles.causal_lm)
+    mask = torch.zeros(2, 80, dtype=torch.bool)  # 8 + 80 of 2 x 80 positions are computed
+    mask[0, 4:8], mask[1, 35:] = True, True
+    roles.hidden_at(tokens_of(mask), mask)
+    shapes: set[str] = set()
+    for graph in graphs:
+        values = [n.meta.get("example_value") for n in graph.graph.nodes]
+        numbers = [v.node for v in values if isinstance(v, torch.SymInt)]
+        assert 6 not in [n.hint for n in numbers if not n.expr.is_number]
+        shapes |= {str(size) for v in values if isinstance(v, Tensor) for size in v.shape}
+    assert {"6", "24"} <= shapes
+    assert not [shape for shape in shapes if "/" in shape]
 
 
 @pytest.mark.slow

@@ -210,6 +210,7 @@ def test_all_weights_can_be_trained_through_it(family: str) -> None:
     assert relative(gradients(roles.hidden_at(tokens, mask)), expected) <= 1e-5
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(("multiple", "inner", "last"), [(1, 15, 8), (4, 16, 8), (7, 21, 14)])
 def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_the_last(
     monkeypatch: pytest.MonkeyPatch, multiple: int, inner: int, last: int
@@ -230,17 +231,19 @@ def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_
 
 
 @pytest.mark.parametrize(
-    ("dtype", "autocast", "inner", "last"),
-    # 8 + 70 real positions of 2 x 70, 39 of them wanted; in 16 bits of 2 x 80.
+    ("dtype", "library", "autocast", "inner"),
+    # 8 + 70 real positions of 2 x 70, 39 of them wanted; of few shapes of 2 x 80.
     [
-        (torch.float32, False, 96, 64),
-        (torch.bfloat16, False, 128, 64),
-        (torch.float32, True, 128, 64),
+        (torch.float32, "by_torch", False, 96),
+        (torch.float32, "by_onednn", False, 128),
+        (torch.bfloat16, "by_torch", False, 128),
+        (torch.float32, "by_torch", True, 128),
     ],
 )
 def test_products_that_are_compiled_for_a_shape_have_few(
-    dtype: torch.dtype, autocast: bool, inner: int, last: int
+    dtype: torch.dtype, library: str, autocast: bool, inner: int, request: pytest.FixtureRequest
 ) -> None:
+    request.getfixturevalue(library)
     roles, exact = (Roles(build_model("qwen3").to(dtype).to(d)) for d in (dtype, torch.double))
     mask = torch.zeros(2, 70, dtype=torch.bool)
     mask[0, 4:8], mask[1, 35:] = True, True
@@ -254,7 +257,7 @@ def test_products_that_are_compiled_for_a_shape_have_few(
     )
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = roles.hidden_at(tokens, mask)
-        assert seen == [inner, last]
+        assert seen == [inner, 64]
         assert columns == [70 if inner == 96 else 80]
         plain = roles.hidden(tokens)[mask]
     with torch.no_grad():
@@ -284,7 +287,7 @@ def test_rows_are_taken_from_their_places_and_put_there() -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [[6.0], [0.0], [5.0], [0.0]]
     y = torch.tensor([[7.0], [8.0]], requires_grad=True)
-    four = put(y, places)
+    four = put(y, places, 4)
     assert four.tolist() == [[8.0], [0.0], [7.0], [0.0]]
     four.backward(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert y.grad is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS = 64  # of activations; half as many make twice as many shapes
-WORTH, FEWEST = 2**20, 4
+WORTH, FEWEST = 2**22, 4
 """Multiplications, and rows or columns of a matrix: fewer are done before oneDNN has begun."""
 
 
@@ -62,16 +62,15 @@ def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "
 
 
 def compiled_by_shape(x: Tensor) -> bool:
-    """Whether products with x are best compiled for few shapes: in 16 bits on a CPU.
+    """Whether products with x are best compiled for few shapes: where oneDNN computes them.
 
-    oneDNN takes a millisecond for each shape that it has not met, and keeps what it compiled: 0.6
-    to 0.75 MB a shape on a processor with AMX, of up to 1,024 shapes. In fp32 it takes a third of
-    that time, and 0.02 MB.
+    It takes up to a millisecond for each shape that it has not met, and keeps what it compiled: 0.6
+    to 0.75 MB a shape, of up to 1,024 shapes.
     """
     if x.device.type != "cpu":
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return dtype.itemsize == 2
+    return dtype.itemsize == 2 or (dtype == torch.float32 and fp32_by_onednn())
 
 
 def rounded_up(count: int, multiple: int) -> int:

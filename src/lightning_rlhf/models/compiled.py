@@ -67,6 +67,17 @@ class SwiGLU(NamedTuple):
         return cls(Norm.of(norm), *layers)
 
 
+class Heads(nn.Module):
+    """A module's numbers are constants to the compiler, those of other arguments variables.
+
+    For heads of any size it would write loops that take one number at a time.
+    """
+
+    def __init__(self, size: int, scale: float) -> None:
+        super().__init__()
+        self.size, self.scale = size, scale
+
+
 class Attention(NamedTuple):
     """x + W_out attention(W_query n, W_key n, W_value n), n = norm(x)."""
 
@@ -77,9 +88,7 @@ class Attention(NamedTuple):
     out: Linear
     head_norms: tuple[Norm, ...]
     """Of queries and of keys, where there are any."""
-    size: int
-    """Of a head."""
-    scale: float
+    heads: Heads
     gated: bool
     """Each query stands beside its gate."""
 
@@ -99,8 +108,7 @@ class Attention(NamedTuple):
             value,
             out,
             tuple(norms),
-            layer.head_dim,
-            layer.scaling,
+            Heads(layer.head_dim, layer.scaling),
             gated,
         )
 
@@ -201,6 +209,7 @@ def _decoder_layer(
     asked_real: places of the M among the N; None: they are all.
     """
     asking = x if asked_real is None else taken(x, asked_real)
+    size = attention.heads.size
     n = _normed(x, attention.norm)
     m = n if asked_real is None else taken(n, asked_real)
     query, key, value = (
@@ -209,17 +218,17 @@ def _decoder_layer(
     )
     gate = None
     if attention.gated:
-        query, gate = query.unflatten(1, (-1, 2 * attention.size)).chunk(2, dim=-1)
+        query, gate = query.unflatten(1, (-1, 2 * size)).chunk(2, dim=-1)
         query, gate = query.flatten(1), gate.flatten(1)
-    query, key = (part.unflatten(1, (-1, attention.size)) for part in (query, key))
+    query, key = (part.unflatten(1, (-1, size)) for part in (query, key))
     if attention.head_norms:
         query, key = map(_normed, (query, key), attention.head_norms)
     query, key = turned(query, *query_turn).flatten(1), turned(key, *turn).flatten(1)
     query, key, value = (
-        put(h, places).view(rows, columns, -1, attention.size).transpose(1, 2)
+        put(h, places, rows * columns).view(rows, columns, -1, size).transpose(1, 2)
         for h, places in ((query, asked), (key, real), (value, real))
     )
-    mixed = attend(query, key, value, attention.scale).reshape(rows * columns, -1)
+    mixed = attend(query, key, value, attention.heads.scale).reshape(rows * columns, -1)
     mixed = taken(mixed, asked)
     mixed = mixed if gate is None else mixed * gate.sigmoid()
     return _feed_forward(asking + _projected(mixed, attention.out), swiglu)

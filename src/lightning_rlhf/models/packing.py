@@ -93,7 +93,7 @@ class Packing:
     def padded(self, x: Float[Tensor, "N d"], *, last: bool = False) -> Float[Tensor, "B S d"]:
         """The rows as a mixer of positions reads them, 0 where `packed` left something out."""
         places = self.wanted if last else self.real
-        x = x if places is None else put(x, places)
+        x = x if places is None else put(x, places, self.rows * self.columns)
         return x.view(self.rows, self.columns, x.shape[-1])
 
     def turns(
@@ -130,16 +130,20 @@ def taken(x: Float[Tensor, "n d"], places: Places) -> Float[Tensor, "m d"]:
     return _Taken.apply(x, *places)  # type: ignore
 
 
-def put(x: Float[Tensor, "m d"], places: Places) -> Float[Tensor, "n d"]:
-    """The rows of x at these places, 0 elsewhere."""
-    return _Put.apply(x, *places)  # type: ignore
+def put(x: Float[Tensor, "m d"], places: Places, count: int) -> Float[Tensor, "n d"]:
+    """The rows of x at these of `count` places, 0 elsewhere."""
+    return _Put.apply(x, *places, count)  # type: ignore
 
 
-def _put(x: Float[Tensor, "m d"], places: tuple[Tensor, Tensor]) -> Float[Tensor, "n d"]:
-    """By reading: to write row by row takes a CPU twice as long, unless it is compiled."""
-    numbers, inverse = places
+def _put(
+    x: Float[Tensor, "m d"], numbers: Int[Tensor, " m"], inverse: Int[Tensor, " n"], count: int
+) -> Float[Tensor, "n d"]:
+    """By reading: to write row by row takes a CPU twice as long, unless it is compiled.
+
+    count: n; the compiler cannot tell that the length of `inverse` is the same.
+    """
     if torch.compiler.is_compiling():
-        return x.new_zeros(len(inverse), x.shape[1]).index_copy_(0, numbers, x)
+        return x.new_zeros(count, x.shape[1]).index_copy_(0, numbers, x)
     return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, inverse)
 
 
@@ -151,12 +155,14 @@ class _Taken(torch.autograd.Function):
         ctx: Any, x: Float[Tensor, "n d"], index: Int[Tensor, " m"], inverse: Int[Tensor, " n"]
     ) -> Float[Tensor, "m d"]:
         ctx.save_for_backward(index, inverse)
+        ctx.count = len(x)
         return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None, None]:
-        return _put(dy, ctx.saved_tensors), None, None
+        index, inverse = ctx.saved_tensors
+        return _put(dy, index, inverse, ctx.count), None, None
 
 
 class _Put(torch.autograd.Function):
@@ -164,13 +170,19 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "m d"], index: Int[Tensor, " m"], inverse: Int[Tensor, " n"]
+        ctx: Any,
+        x: Float[Tensor, "m d"],
+        index: Int[Tensor, " m"],
+        inverse: Int[Tensor, " n"],
+        count: int,
     ) -> Float[Tensor, "n d"]:
         ctx.save_for_backward(index)
-        return _put(x, (index, inverse))
+        return _put(x, index, inverse, count)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "m d"], None, None]:
+    def backward(
+        ctx: Any, dy: Float[Tensor, "n d"]
+    ) -> tuple[Float[Tensor, "m d"], None, None, None]:
         (index,) = ctx.saved_tensors
-        return dy.index_select(0, index), None, None
+        return dy.index_select(0, index), None, None, None
