@@ -136,7 +136,9 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """What is switched off or changed -> the context that does it."""
     return {
         "as it is": nullcontext,
-        "products by torch alone": lambda: patch.object(products, "fp32_by_onednn", bool),
+        "fp32 by torch alone, few shapes or not": lambda: patch.object(
+            products, "fp32_by_onednn", bool
+        ),
         "all positions through all layers": lambda: patch.object(Roles, "hidden_at", everywhere),
         "padding through all layers": lambda: patch.object(packing, "WORTH", 1),
         "layers computed once more": lambda: recomputed(module),

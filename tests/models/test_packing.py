@@ -290,6 +290,8 @@ def test_rows_are_taken_from_their_places_and_put_there() -> None:
     four = put(y, places, 4)
     assert four.tolist() == [[8.0], [0.0], [7.0], [0.0]]
     four.backward(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    by_writing = torch.compile(put, backend="eager", dynamic=True, fullgraph=True)
+    assert by_writing(y, places, 4).tolist() == four.tolist()
     assert y.grad is not None
     assert y.grad.tolist() == [[3.0], [1.0]]
 

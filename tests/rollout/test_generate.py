@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_rlhf.core import products
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.lora import QuickLinear
@@ -220,12 +221,21 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
     torch.testing.assert_close(usual.values, changed.values, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_in_16_bits_rows_leave_the_batch_so_that_their_numbers_are_few(
-    roles: Roles, prompts: Prompts, *, autocast: bool
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, False), (torch.float32, True), (torch.float32, False)],
+)
+def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_few(
+    roles: Roles,
+    prompts: Prompts,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    autocast: bool,
 ) -> None:
     """On a CPU their products are compiled for each: multiples of 8, and 4, 2, 1."""
-    roles.causal_lm.to(torch.float32 if autocast else torch.bfloat16)
+    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
+    roles.causal_lm.to(dtype)
     many = prompts.repeat(-(-40 // len(prompts))).select(torch.arange(40))
     seen: list[int] = []
 

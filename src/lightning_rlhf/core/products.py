@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS = 64  # of activations; half as many make twice as many shapes
-WORTH, FEWEST = 2**22, 4
-"""Multiplications, and rows or columns of a matrix: fewer are done before oneDNN has begun."""
+WORTH, FEWEST = 2**23, 4
+"""Multiplications: fewer save too little for what oneDNN keeps of one more shape. Rows or columns
+of a matrix: fewer are done before it has begun."""
 
 
 @cache
@@ -64,8 +65,8 @@ def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "
 def compiled_by_shape(x: Tensor) -> bool:
     """Whether products with x are best compiled for few shapes: where oneDNN computes them.
 
-    It takes up to a millisecond for each shape that it has not met, and keeps what it compiled: 0.6
-    to 0.75 MB a shape, of up to 1,024 shapes.
+    It takes 0.4 to 1 ms for each shape that it has not met, and keeps what it compiled: 0.6 to 0.75
+    MB a shape, of up to 1,024 shapes.
     """
     if x.device.type != "cpu":
         return False

@@ -26,7 +26,7 @@ from lightning_rlhf.models.packing import Packing, Places, put, taken
 VARIANTS = 64
 """Programs of one function, of which torch allows 8. The first layer, the last and those between
 have their own, so do one row and several, every number of adapters, short rows and long ones in
-16 bits, and a critic's own model."""
+16 bits, every size of a head, and a critic's own model."""
 
 
 class Norm(NamedTuple):
@@ -67,17 +67,6 @@ class SwiGLU(NamedTuple):
         return cls(Norm.of(norm), *layers)
 
 
-class Heads(nn.Module):
-    """A module's numbers are constants to the compiler, those of other arguments variables.
-
-    For heads of any size it would write loops that take one number at a time.
-    """
-
-    def __init__(self, size: int, scale: float) -> None:
-        super().__init__()
-        self.size, self.scale = size, scale
-
-
 class Attention(NamedTuple):
     """x + W_out attention(W_query n, W_key n, W_value n), n = norm(x)."""
 
@@ -88,7 +77,10 @@ class Attention(NamedTuple):
     out: Linear
     head_norms: tuple[Norm, ...]
     """Of queries and of keys, where there are any."""
-    heads: Heads
+    size: int
+    """Of a head."""
+    scale: float
+    """Of a query's product with a key."""
     gated: bool
     """Each query stands beside its gate."""
 
@@ -108,7 +100,8 @@ class Attention(NamedTuple):
             value,
             out,
             tuple(norms),
-            Heads(layer.head_dim, layer.scaling),
+            layer.head_dim,
+            layer.scaling,
             gated,
         )
 
@@ -142,6 +135,18 @@ def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
     return found
 
 
+class Head(nn.Module):
+    """Sizes in an attention head; those in a module are constants to the compiler.
+
+    For heads of any size it would write loops that take one number at a time.
+    """
+
+    def __init__(self, size: int, turned: int) -> None:
+        """turned: how many of its dimensions are rotated."""
+        super().__init__()
+        self.size, self.turned = size, turned
+
+
 def decoder_layer(
     x: Float[Tensor, "N d"],
     attention: Attention,
@@ -158,8 +163,9 @@ def decoder_layer(
         real = Places.of(torch.arange(count, device=x.device), count)
     asked, asked_real = (packing.wanted, packing.wanted_real) if is_last else (real, None)
     places = real, asked, asked_real, packing.rows, packing.columns
+    head = Head(attention.size, turns[0][0].shape[-1])
     with torch.autocast(x.device.type, enabled=False):
-        return compiled(_decoder_layer)(x, attention, swiglu, *turns, *places)
+        return compiled(_decoder_layer)(x, attention, swiglu, head, *turns, *places)
 
 
 def feed_forward(x: Float[Tensor, "N d"], swiglu: SwiGLU) -> Float[Tensor, "N d"]:
@@ -196,6 +202,7 @@ def _decoder_layer(
     x: Float[Tensor, "N d"],
     attention: Attention,
     swiglu: SwiGLU,
+    head: Head,
     turn: tuple[Tensor, Tensor],
     query_turn: tuple[Tensor, Tensor],
     real: Places,
@@ -209,7 +216,7 @@ def _decoder_layer(
     asked_real: places of the M among the N; None: they are all.
     """
     asking = x if asked_real is None else taken(x, asked_real)
-    size = attention.heads.size
+    size = head.size
     n = _normed(x, attention.norm)
     m = n if asked_real is None else taken(n, asked_real)
     query, key, value = (
@@ -223,12 +230,15 @@ def _decoder_layer(
     query, key = (part.unflatten(1, (-1, size)) for part in (query, key))
     if attention.head_norms:
         query, key = map(_normed, (query, key), attention.head_norms)
-    query, key = turned(query, *query_turn).flatten(1), turned(key, *turn).flatten(1)
+    query, key = (
+        turned(h, cos[..., : head.turned], sin[..., : head.turned]).flatten(1)
+        for h, (cos, sin) in ((query, query_turn), (key, turn))
+    )
     query, key, value = (
         put(h, places, rows * columns).view(rows, columns, -1, size).transpose(1, 2)
         for h, places in ((query, asked), (key, real), (value, real))
     )
-    mixed = attend(query, key, value, attention.heads.scale).reshape(rows * columns, -1)
+    mixed = attend(query, key, value, attention.scale).reshape(rows * columns, -1)
     mixed = taken(mixed, asked)
     mixed = mixed if gate is None else mixed * gate.sigmoid()
     return _feed_forward(asking + _projected(mixed, attention.out), swiglu)
