@@ -227,17 +227,15 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     calm()
     facts = circumstances()
-    results = {}
+    stem = "ppo_vs_trl" if args.peer_trains == "all" else "ppo_vs_trl_lora"
+    args.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
     for name in args.workload:
         results[name] = measure(name, args.iterations, args.peer_trains)
         print(table({name: results[name]}), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = "ppo_vs_trl" if args.peer_trains == "all" else "ppo_vs_trl_lora"
-    everything = facts | {"workloads": results}
-    (args.out / f"{stem}.json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
-    text = report(results, facts, args.peer_trains)
-    (args.out / f"{stem}.md").write_text(text)
-    print(text)
+        everything = facts | {"workloads": results}
+        (args.out / f"{stem}.json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
+        (args.out / f"{stem}.md").write_text(report(results, facts, args.peer_trains))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ METRICS: dict[str, Metric] = {
         "share",
         "rollout",
         PPO,
-        "below 0.3; a smaller microbatch_size lowers it",
+        "lower costs less; a smaller microbatch_size lowers it, for more calls",
     ),
     "rollout/shaped_return": Metric(
         "mean over responses of sum_t rewards_t: the shaped score, less the KL if priced there",
@@ -155,10 +155,10 @@ METRICS: dict[str, Metric] = {
         "nats a token",
         "update",
         PPO,
-        "0.001 to 0.05; more means steps too large",
+        "below 0.05; more means steps too large",
     ),
     "update/clip_fraction": Metric(
-        "share of tokens whose ratio left the clip range", "share", "update", PPO, "0.02 to 0.3"
+        "share of tokens whose ratio left the clip range", "share", "update", PPO, "below 0.3"
     ),
     "update/value_clip_fraction": Metric(
         "share of tokens whose value left its clip range", "share", "update", PPO, "below 0.5"

@@ -45,9 +45,11 @@ def _reason(error: Exception, words: Sequence[str]) -> str:
         )
     unknown = re.match(r"Could not override '([^']*)'", str(error))
     if unknown is not None:
-        keys = {field.name for field in dataclasses.fields(Settings)} | {"recipe"}
+        keys = {field.name for field in dataclasses.fields(Settings)} - {"config", "tree"}
+        keys |= {"recipe", *STAGES}
+        section = unknown[1].partition(".")[0]
         try:
-            refuse_unknown({unknown[1]: None}, keys, "")
+            refuse_unknown({unknown[1] if section in keys else section: None}, keys, "")
         except ConfigError as refusal:
             return str(refusal)
     if "group override must" in str(error) or "'${stage}_${model}'" in str(error):
