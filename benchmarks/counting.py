@@ -23,7 +23,7 @@ PRODUCTS = {
 }
 """Matrix products, and which of their arguments is the first factor."""
 PACKED = torch.ops.mkldnn._linear_pointwise.default
-"""The product of a rollout's large weights."""
+"""oneDNN's, of weights as they lie or of a rollout's packed ones."""
 Factor = tuple[tuple[int, ...], tuple[int, ...] | None]
 """Size and stride of a tensor; None: of a packed weight."""
 
@@ -90,12 +90,16 @@ class Products(TorchDispatchMode):
 
 
 def flop_counter() -> FlopCounterMode:
-    """Torch's counter of floating-point operations, and products added in place with it."""
+    """Torch's counter of floating-point operations; with it products in place, and oneDNN's."""
 
     def added(_: Any, a: tuple[int, int], b: tuple[int, int], **kwargs: Any) -> int:
         return 2 * a[0] * a[1] * b[1]
 
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added})
+    def linear(x: tuple[int, int], weight: tuple[int, int], *args: Any, **kwargs: Any) -> int:
+        return 2 * x[0] * x[1] * weight[0]
+
+    known = {torch.ops.aten.addmm_: added, torch.ops.mkldnn._linear_pointwise: linear}
+    return FlopCounterMode(display=False, custom_mapping=known)
 
 
 def factor(x: Tensor) -> Factor:
