@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_rlhf.core import products
 from lightning_rlhf.rollout.product import ROWS
 
 PRODUCTS = {
@@ -89,17 +93,19 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def flop_counter() -> FlopCounterMode:
-    """Torch's counter of floating-point operations; with it products in place, and oneDNN's."""
+@contextmanager
+def flop_counter() -> Iterator[FlopCounterMode]:
+    """Torch's counter of floating-point operations, and products added in place with it.
+
+    Inside, fp32 products are torch's own, which it counts, and rows are not rounded up for oneDNN.
+    """
 
     def added(_: Any, a: tuple[int, int], b: tuple[int, int], **kwargs: Any) -> int:
         return 2 * a[0] * a[1] * b[1]
 
-    def linear(x: tuple[int, int], weight: tuple[int, int], *args: Any, **kwargs: Any) -> int:
-        return 2 * x[0] * x[1] * weight[0]
-
-    known = {torch.ops.aten.addmm_: added, torch.ops.mkldnn._linear_pointwise: linear}
-    return FlopCounterMode(display=False, custom_mapping=known)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added})
+    with patch.object(products, "fp32_by_onednn", bool), counter:
+        yield counter
 
 
 def factor(x: Tensor) -> Factor:
