@@ -136,7 +136,7 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """What is switched off or changed -> the context that does it."""
     return {
         "as it is": nullcontext,
-        "fp32 by torch alone, few shapes or not": lambda: patch.object(
+        "fp32 by torch alone, lengths not rounded up": lambda: patch.object(
             products, "fp32_by_onednn", bool
         ),
         "all positions through all layers": lambda: patch.object(Roles, "hidden_at", everywhere),
