@@ -138,7 +138,7 @@ def put(x: Float[Tensor, "m d"], places: Places, count: int) -> Float[Tensor, "n
 def _put(
     x: Float[Tensor, "m d"], numbers: Int[Tensor, " m"], inverse: Int[Tensor, " n"], count: int
 ) -> Float[Tensor, "n d"]:
-    """By reading: to write row by row takes a CPU twice as long, unless it is compiled.
+    """By reading, of which a CPU makes less work than of writing row by row, unless it is compiled.
 
     count: n; the compiler cannot tell that the length of `inverse` is the same.
     """
