@@ -99,11 +99,6 @@ def keeping_logits(
     return response_logprobs(roles, hidden, batch, temperature, learn_entropy=True)
 
 
-def row_by_row(x: Tensor, numbers: Tensor, inverse: Tensor, count: int) -> Tensor:
-    """Rows put among padding by writing each."""
-    return x.new_zeros(count, x.shape[1]).index_copy_(0, numbers, x)
-
-
 def as_they_come(mask: Tensor) -> Tensor:
     """The rows unsorted."""
     return torch.arange(len(mask), device=mask.device)
@@ -145,7 +140,6 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
         "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
         "adapters beside the weights": lambda: patch.object(lora, "FOLDING", float("inf")),
-        "padding put back by writing": lambda: patch.object(packing, "_put", row_by_row),
         "lengths as they are": lambda: patch.object(packing, "COLUMNS", 1),
         "logits of 64 tokens at a time": lambda: patch.object(
             logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size

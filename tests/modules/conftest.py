@@ -14,6 +14,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -34,8 +36,8 @@ from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
-ARCHITECTURES = ("qwen3", "qwen3_5")
-"""Attention alone; linear attention, which carries a state, and attention in turn."""
+ARCHITECTURES = ("qwen3", "llama", "qwen3_5")
+"""Attention alone, twice; linear attention, which carries a state, and attention in turn."""
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 
 STAGE: dict[str, Any] = {
@@ -153,6 +155,8 @@ def language_model(architecture: str, seed: int = 0, spread: float = 0.2) -> Pre
         torch.manual_seed(seed)
         if architecture == "qwen3":
             model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**common))
+        elif architecture == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**common))
         else:
             config = Qwen3_5TextConfig(
                 **common,

@@ -58,8 +58,11 @@ def test_what_was_recorded_is_what_a_whole_forward_pass_says(
     torch.testing.assert_close(rollout.values[mask], values, atol=1e-5, rtol=0)
 
 
-def test_what_was_recorded_is_what_each_row_gives_alone(roles: Roles, prompts: Prompts) -> None:
-    rollout = roll_out(roles, prompts)
+@pytest.mark.parametrize("longest", [1, 24])
+def test_what_was_recorded_is_what_each_row_gives_alone(
+    roles: Roles, prompts: Prompts, longest: int
+) -> None:
+    rollout = roll_out(roles, prompts, max_response_tokens=longest)
     for i in range(len(prompts)):
         n = int(rollout.response_mask[i].sum())
         hidden = alone(roles, rollout.tokens[i], rollout.mask[i])[-n - 1 : -1]

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
@@ -21,7 +21,7 @@ from lightning_rlhf.core.products import by_onednn
 from lightning_rlhf.models.attention import attend, turned
 from lightning_rlhf.models.layers import LINEAR, SILU, weight_and_eps
 from lightning_rlhf.models.lora import QuickLinear, drops, is_plain_sum
-from lightning_rlhf.models.packing import Packing, Places, put, taken
+from lightning_rlhf.models.packing import Packing, put, taken
 
 VARIANTS = 64
 """Programs of one function, of which torch allows 8. The first layer, the last and those between
@@ -159,8 +159,7 @@ def decoder_layer(
     """A whole layer, compiled. turns: `Packing.turns` for keys and for queries."""
     real = packing.real
     if real is None:  # one program for both
-        count = packing.rows * packing.columns
-        real = Places.of(torch.arange(count, device=x.device), count)
+        real = torch.arange(packing.rows * packing.columns, device=x.device)
     asked, asked_real = (packing.wanted, packing.wanted_real) if is_last else (real, None)
     places = real, asked, asked_real, packing.rows, packing.columns
     head = Head(attention.size, turns[0][0].shape[-1])
@@ -205,9 +204,9 @@ def _decoder_layer(
     head: Head,
     turn: tuple[Tensor, Tensor],
     query_turn: tuple[Tensor, Tensor],
-    real: Places,
-    asked: Places,
-    asked_real: Places | None,
+    real: Int[Tensor, " N"],
+    asked: Int[Tensor, " M"],
+    asked_real: Int[Tensor, " M"] | None,
     rows: int,
     columns: int,
 ) -> Float[Tensor, "M d"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,20 +22,6 @@ COLUMNS, MORE = 16, 0.04
 of columns that it costs less than."""
 
 
-class Places(NamedTuple):
-    """Where each of m rows stands among n."""
-
-    numbers: Int[Tensor, " m"]
-    inverse: Int[Tensor, " n"]
-    """Which of the m stands at each of the n places; m where none does."""
-
-    @classmethod
-    def of(cls, numbers: Int[Tensor, " m"], count: int) -> Places:
-        inverse = numbers.new_full((count,), len(numbers))
-        order = torch.arange(len(numbers), device=numbers.device)
-        return cls(numbers, inverse.index_copy_(0, numbers, order))
-
-
 @dataclass(frozen=True)
 class Packing:
     """Which of B rows of S positions are computed where each position is by itself.
@@ -48,12 +34,12 @@ class Packing:
     """B."""
     columns: int
     """S."""
-    real: Places | None
-    """Of the N among B x S; None: they are taken to be all."""
-    wanted: Places
-    """Of the M among B x S."""
-    wanted_real: Places
-    """Of the M among the N."""
+    real: Int[Tensor, " N"] | None
+    """Places of the N among B x S; None: they are taken to be all."""
+    wanted: Int[Tensor, " M"]
+    """Places of the M among B x S."""
+    wanted_real: Int[Tensor, " M"]
+    """Places of the M among the N."""
     count: int
     """M."""
     again: Callable[[], AbstractContextManager[None]]
@@ -76,14 +62,13 @@ class Packing:
         rows, columns = wanted.shape
         multiple = ROWS if few_shapes else MULTIPLE
         real = wanted.flip(1).cummax(1).values.flip(1).flatten()
-        chosen = _filled_up(wanted.flatten(), real, multiple)
-        last = Places.of(chosen, rows * columns)
+        last = _filled_up(wanted.flatten(), real, multiple)
         count = int(wanted.sum())
         if real.float().mean() > 1 - WORTH:
             return cls(rows, columns, None, last, last, count, again)
-        places = Places.of(_filled_up(real, ~real, multiple), rows * columns)
-        last_real = Places.of(places.inverse[chosen], len(places.numbers))
-        return cls(rows, columns, places, last, last_real, count, again)
+        number = real.cumsum(0) - 1
+        places = _filled_up(real, ~real, multiple)
+        return cls(rows, columns, places, last, number[last], count, again)
 
     def packed(self, x: Float[Tensor, "BS d"], *, last: bool = False) -> Float[Tensor, "N d"]:
         """Without padding; `last`: the M wanted ones, as the last layer computes them."""
@@ -125,26 +110,18 @@ def _filled_up(
     return torch.cat([places, more[: rounded_up(len(places), multiple) - len(places)]])
 
 
-def taken(x: Float[Tensor, "n d"], places: Places) -> Float[Tensor, "m d"]:
-    """The rows of x at these places."""
-    return _Taken.apply(x, *places)  # type: ignore
+def taken(x: Float[Tensor, "n d"], places: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
+    """The rows of x at these places, each at most once."""
+    return _Taken.apply(x, places)  # type: ignore
 
 
-def put(x: Float[Tensor, "m d"], places: Places, count: int) -> Float[Tensor, "n d"]:
+def put(x: Float[Tensor, "m d"], places: Int[Tensor, " m"], count: int) -> Float[Tensor, "n d"]:
     """The rows of x at these of `count` places, 0 elsewhere."""
-    return _Put.apply(x, *places, count)  # type: ignore
+    return _Put.apply(x, places, count)  # type: ignore
 
 
-def _put(
-    x: Float[Tensor, "m d"], numbers: Int[Tensor, " m"], inverse: Int[Tensor, " n"], count: int
-) -> Float[Tensor, "n d"]:
-    """By reading, of which a CPU makes less work than of writing row by row, unless it is compiled.
-
-    count: n; the compiler cannot tell that the length of `inverse` is the same.
-    """
-    if torch.compiler.is_compiling():
-        return x.new_zeros(count, x.shape[1]).index_copy_(0, numbers, x)
-    return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, inverse)
+def _put(x: Float[Tensor, "m d"], places: Int[Tensor, " m"], count: int) -> Float[Tensor, "n d"]:
+    return x.new_zeros(count, x.shape[1]).index_copy_(0, places, x)
 
 
 class _Taken(torch.autograd.Function):
@@ -152,37 +129,31 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "n d"], index: Int[Tensor, " m"], inverse: Int[Tensor, " n"]
+        ctx: Any, x: Float[Tensor, "n d"], places: Int[Tensor, " m"]
     ) -> Float[Tensor, "m d"]:
-        ctx.save_for_backward(index, inverse)
+        ctx.save_for_backward(places)
         ctx.count = len(x)
-        return x.index_select(0, index)
+        return x.index_select(0, places)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None, None]:
-        index, inverse = ctx.saved_tensors
-        return _put(dy, index, inverse, ctx.count), None, None
+    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None]:
+        (places,) = ctx.saved_tensors
+        return _put(dy, places, ctx.count), None
 
 
 class _Put(torch.autograd.Function):
-    """`put`."""
+    """`put`; autograd by itself would keep x."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Float[Tensor, "m d"],
-        index: Int[Tensor, " m"],
-        inverse: Int[Tensor, " n"],
-        count: int,
+        ctx: Any, x: Float[Tensor, "m d"], places: Int[Tensor, " m"], count: int
     ) -> Float[Tensor, "n d"]:
-        ctx.save_for_backward(index)
-        return _put(x, index, inverse, count)
+        ctx.save_for_backward(places)
+        return _put(x, places, count)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy: Float[Tensor, "n d"]
-    ) -> tuple[Float[Tensor, "m d"], None, None, None]:
-        (index,) = ctx.saved_tensors
-        return dy.index_select(0, index), None, None, None
+    def backward(ctx: Any, dy: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "m d"], None, None]:
+        (places,) = ctx.saved_tensors
+        return dy.index_select(0, places), None, None
