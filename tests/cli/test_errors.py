@@ -149,7 +149,7 @@ class TestBeforeAModelLoads:
         assert "outputs/default/mini/rm" in error
         assert "finished" in error
         assert "overwrite=true" in error
-        assert "run=NAME" in error
+        assert "job=NAME to keep both" in error
         assert tree(finished.outputs) == before
 
     def test_a_finished_run_is_not_resumed(self, finished: Workplace) -> None:

@@ -243,7 +243,7 @@ def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
 @pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [
     (0, 0, "iteration 1: {}. No update was made yet: so is the model that the run starts from"),
     (1, 0, "iteration 2: {}. A smaller ppo.lr may hold the model: start anew (overwrite=true or "
-        "run=NAME) with one, since a resumed run keeps its numbers"),
+        "job=NAME) with one, since a resumed run keeps its numbers"),
     (1, 1, "iteration 2: {}. The last update before it had a loss or gradient that is not finite, "
         "and was not made. A smaller ppo.lr may"),
     (4, 2, "iteration 5: {}. The last 2 updates before it had a loss or gradient that is not "
@@ -344,7 +344,8 @@ def test_the_first_update_of_a_row_that_is_not_made_is_told(
 def test_the_error_says_how_to_go_on(supervised: tuple[Any, Record]) -> None:
     module, batch = supervised
     stage = module.learner.stage
-    expected = rf"Start anew \(overwrite=true or run=NAME\) with a smaller {stage}\.lr: a resumed"
+    beside = {"sft": "run", "rm": "job"}[stage]
+    expected = rf"Start anew \(overwrite=true or {beside}=NAME\) with a smaller {stage}\.lr: a res"
     with pytest.raises(TrainingError, match=expected) as told:
         fit(module, [batch] * 4, [Spoiled({1, 2, 3})])
     assert "reward" not in str(told.value)

@@ -56,10 +56,9 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        other = "run=NAME" if settings.job is None else "job=NAME"
         raise ConfigError(
             f"{folder} is being written by another process, which holds {file}. Wait until it "
-            f"ends, or give {other} to write beside it"
+            f"ends, or give {name_beside(settings)} to write beside it"
         ) from None
     try:
         yield
@@ -86,8 +85,8 @@ def resume_point(settings: Settings) -> Path | None:
         if settings.resume:
             raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
         return None
-    other = "run=NAME" if settings.job is None else "job=NAME"
-    anew = f"overwrite=true to delete it and start anew, or {other} to keep both"
+    beside = name_beside(settings)
+    anew = f"overwrite=true to delete it and start anew, or {beside} to keep both"
     if finished:
         raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
     if settings.resume and there:
@@ -104,6 +103,11 @@ def resume_point(settings: Settings) -> Path | None:
         return None
     go_on = "resume=true to go on, " if there else ""
     raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
+
+
+def name_beside(settings: Settings) -> str:
+    """What gives a run a folder of its own, and leaves it the models that it starts from."""
+    return "run=NAME" if settings.stage == "sft" and settings.job is None else "job=NAME"
 
 
 def check_apart(settings: Settings, folder: Path) -> None:

@@ -122,7 +122,8 @@ def advice(stage: str, made: int) -> str:
             f"that the run starts from, or its data{reward}"
         )
     reward = ", and so does a reward of enormous size" * (stage == "ppo")
+    beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
         f"A learning rate that is too large does this{reward}. Start anew (overwrite=true or "
-        f"run=NAME) with a smaller {stage}.lr: a resumed run keeps its numbers"
+        f"{beside}) with a smaller {stage}.lr: a resumed run keeps its numbers"
     )

@@ -62,7 +62,7 @@ ROLLOUTS = {"native": native.generate, "hf": hf.generate}
 OVERPAID = (
     "The rewards were infinite, or their squares were, before the first update of the iteration: "
     "the reward is too large. ppo.score_clip bounds it, and so does the clip of a reward's "
-    "component. Start anew (overwrite=true or run=NAME) with one"
+    "component. Start anew (overwrite=true or job=NAME) with one"
 )
 TRAINING, EVALUATION = 0, 1  # streams of random numbers
 
@@ -227,7 +227,7 @@ class PPOModule(L.LightningModule):
             said += f"{ones} before it had a loss or gradient that is not finite, and "
             said += "was not made. " if count == 1 else "were not made. "
         return (
-            f"{said}A smaller ppo.lr may hold the model: start anew (overwrite=true or run=NAME) "
+            f"{said}A smaller ppo.lr may hold the model: start anew (overwrite=true or job=NAME) "
             "with one, since a resumed run keeps its numbers"
         )
 
