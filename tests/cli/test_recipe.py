@@ -128,7 +128,7 @@ def test_the_first_call_runs_the_stages_and_sums_up(
     for stage in STAGES:
         assert (kitchen.folder(stage) / "final" / "manifest.json").is_file()
         assert f"outputs/default/mini/{stage}/curves.png" in out
-    assert "On held-out prompts" in out
+    assert out.count("On held-out prompts") == 1
     assert "The same prompts" in out
     assert "Small: what it promises" in out
     assert out.count("kept") == 3
@@ -141,6 +141,7 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     out = done.cook().succeeded.out
     assert done.ran == []
     assert out.count("done already") == 3
+    assert out.count("On held-out prompts") == 1
     assert "overwrite=true" in out
     assert [weights(done.folder(stage)) for stage in STAGES] == before
 

@@ -110,7 +110,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
         ran = run_stages(stages, commands, anew=cfg.overwrite)
-    metrics = summarise(stages)
+    metrics = summarise(stages, ran)
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
         _, *own = commands[recipe.stages[-1]]
@@ -132,15 +132,15 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 
 def run_stages(
     stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, anew: bool
-) -> bool:
-    """Run what is not done yet, or all of them anew; whether there was anything to do."""
-    ran = False
+) -> list[str]:
+    """Run what is not done yet, or all of them anew; the stages that were run."""
+    ran = []
     for stage, settings in stages.items():
         state = "outdated" if anew else state_of(settings)
         if state == "done":
             say(f"{stage}: done already, {folder_of(settings)}", "green")
             continue
-        ran = True
+        ran.append(stage)
         say(f"{stage}: {folder_of(settings)}", "bold")
         run_process(stage, [*commands[stage], *HOW[state]], folder_of(settings))
     return ran
@@ -177,8 +177,11 @@ def config_dirs() -> list[str]:
     return [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
 
 
-def summarise(stages: Mapping[str, Settings]) -> dict[str, Mapping[str, float]]:
-    """Show before and after, samples side by side and pictures; returns each stage's metrics."""
+def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
+    """Show before and after, samples side by side and pictures; returns each stage's metrics.
+
+    ran: stages of which it stands above what they came to.
+    """
     finals = {stage: find(str(folder_of(s) / FINAL), stage) for stage, s in stages.items()}
     metrics: dict[str, Mapping[str, float]] = {
         stage: final.require_manifest(stage).metrics for stage, final in finals.items()
@@ -188,7 +191,8 @@ def summarise(stages: Mapping[str, Settings]) -> dict[str, Mapping[str, float]]:
         after = metrics["ppo"]
         before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
         folder = folder_of(stages["ppo"])
-        console.print(before_after_table(before, after))
+        if "ppo" not in ran:
+            console.print(before_after_table(before, after))
         evaluations = sorted((folder / "samples").glob("eval_*.jsonl"))
         console.print(side_by_side(evaluations[0], evaluations[-1], n=5))
     for settings in stages.values():
