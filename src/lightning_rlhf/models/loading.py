@@ -74,7 +74,8 @@ def load_causal_lm(
     if config.compile:
         require(config.quantization == "none", "model.quantization", config.quantization,
                 "none with model.compile=true, which knows plain layers alone")  # fmt: skip
-        check_compiler()
+        if not _stay_as_they_are(dtype):
+            check_compiler()
     if weights is None and config.from_config is not None:
         torch.manual_seed(seed)
         try:
@@ -100,8 +101,13 @@ def load_causal_lm(
     return model.eval().requires_grad_(trainable)
 
 
+def _stay_as_they_are(dtype: torch.dtype) -> bool:
+    """Whether layers that are to be compiled are faster without."""
+    return dtype == torch.float32 and fp32_by_onednn()
+
+
 def _what_is_compiled(dtype: torch.dtype) -> str:
-    if dtype == torch.float32 and fp32_by_onednn():
+    if _stay_as_they_are(dtype):
         return "fp32 layers on this processor stay as they are, which is faster than compiled"
     return "the first updates wait for the compiler, a minute or two in which nothing is said"
 
