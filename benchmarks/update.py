@@ -139,7 +139,7 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
         "layers computed once more": lambda: recomputed(module),
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
         "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
-        "adapters beside the weights": lambda: patch.object(lora, "FOLDING", float("inf")),
+        "adapters beside the weights": lambda: patch.object(lora, "FOLD_FROM", float("inf")),
         "lengths as they are": lambda: patch.object(packing, "COLUMNS", 1),
         "logits of 64 tokens at a time": lambda: patch.object(
             logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size

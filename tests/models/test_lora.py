@@ -110,7 +110,7 @@ def test_hidden_states_and_gradients_are_those_of_peft(
 ) -> None:
     """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
     asked = request.getfixturevalue(library) if library else None
-    monkeypatch.setattr(lora, "FOLDING", folding)
+    monkeypatch.setattr(lora, "FOLD_FROM", folding)
     roles = a_policy()
     roles._stack("sft", trainable=role == "sft")
     roles.play(role)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from lightning_rlhf.core.products import linear, product
 from lightning_rlhf.models.layers import LINEAR, QUICK
 
-FOLDING = 2  # times the operations of adding an adapter to W, from which it pays
+FOLD_FROM = 2  # times the operations of adding an adapter to W, from which it pays
 
 
 def quicken(model: nn.Module) -> None:
@@ -93,7 +93,7 @@ class QuickLinear(LoRALinear):
     def _folding_pays(self, x: Float[Tensor, "*n i"]) -> bool:
         """Whether adding an adapter to W takes far fewer operations than to every token."""
         inner, outer = self.in_features, self.out_features
-        return x.numel() // inner * (inner + outer) > FOLDING * inner * outer
+        return x.numel() // inner * (inner + outer) > FOLD_FROM * inner * outer
 
 
 class _Folded(torch.autograd.Function):

@@ -17,7 +17,7 @@ from lightning_rlhf.models.attention import signed
 
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS where shapes are to be few
-COLUMNS, MORE = 16, 0.04
+COLUMNS, MOST_ADDED = 16, 0.04
 """Attention on a CPU takes up to a third more time for a length that is no multiple; and the share
 of columns that it costs less than."""
 
@@ -99,7 +99,7 @@ def columns_to_add(columns: int, *, few_shapes: bool = False) -> int:
     few_shapes: always.
     """
     more = rounded_up(columns, COLUMNS) - columns
-    return more if few_shapes or more <= MORE * columns else 0
+    return more if few_shapes or more <= MOST_ADDED * columns else 0
 
 
 def _filled_up(
