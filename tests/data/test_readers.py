@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -326,6 +327,24 @@ def test_a_bad_row_stops_with_file_line_and_reason(
     message = str(error.value)
     assert message.startswith(f"{path}, line 3: {reason}")
     assert "data.on_bad_row=skip" in message
+
+
+@pytest.mark.parametrize(
+    ("read", "row", "said"),
+    [
+        (read_demonstrations, {}, "'response' is missing (found none; a demonstration is {"),
+        (read_demonstrations, {"response": "A"}, "(found 'response'; 'response' is a text, which"),
+        (read_preferences, {"prompt": "A", "Rejected": "B"}, "(found 'prompt', 'Rejected'; a pref"),
+        (read_prompts, {"text": "A", "prompt": None}, "(found 'text'; a prompt is {"),
+    ],
+)
+def test_a_missing_field_is_told_with_those_that_are_there(
+    read: Any, row: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_bytes(line(row))
+    with pytest.raises(DataError, match=re.escape(said)):
+        read(str(file), "stop")
 
 
 @pytest.mark.parametrize(("read", "bad", "reason"), BAD_ROWS)

@@ -91,8 +91,8 @@ def parse_demonstration(row: Row) -> Demonstration:
         return Demonstration(*_split(_dialogue(row, "chosen"), "chosen"))
     if _has(row, "messages"):
         return Demonstration(*_split(_messages(row["messages"], "messages"), "messages"))
-    raise BadRow("field 'response' is missing", 'a demonstration is {"prompt", "response"}, '
-                 '{"messages"} or {"chosen", "rejected"}')  # fmt: skip
+    raise _missing("response", row, 'a demonstration is {"prompt", "response"}, {"messages"} or '
+                   '{"chosen", "rejected"}')  # fmt: skip
 
 
 def parse_preference(row: Row) -> Preference:
@@ -103,8 +103,7 @@ def parse_preference(row: Row) -> Preference:
     """
     for field in ("chosen", "rejected"):
         if not _has(row, field):
-            raise BadRow(f"field {field!r} is missing",
-                         'a preference is {"prompt", "chosen", "rejected"}')  # fmt: skip
+            raise _missing(field, row, 'a preference is {"prompt", "chosen", "rejected"}')
     prompt, chosen = _split(_dialogue(row, "chosen"), "chosen")
     rejected_prompt, rejected = _split(_dialogue(row, "rejected"), "rejected")
     if prompt != rejected_prompt:
@@ -127,7 +126,7 @@ def parse_prompt(row: Row) -> Prompt:
     elif _has(row, "chosen"):
         messages = _split(_dialogue(row, "chosen"), "chosen")[0]
     else:
-        raise BadRow("field 'prompt' is missing", 'a prompt is {"prompt"} or {"messages"}')
+        raise _missing("prompt", row, 'a prompt is {"prompt"} or {"messages"}')
     if messages[-1].role == "assistant":
         messages = messages[:-1]
     _check_prompt(messages)
@@ -151,13 +150,18 @@ def _has(row: Row, field: str) -> bool:
     return row.get(field) is not None
 
 
+def _missing(field: str, row: Row, needed: str) -> BadRow:
+    found = ", ".join(repr(name) for name in row if _has(row, name)) or "none"
+    return BadRow(f"field {field!r} is missing", f"found {found[:200]}; {needed}")
+
+
 def _dialogue(row: Row, field: str) -> Messages:
     """The prompt, if the row has one, with the turns in `field`."""
     value = row[field]
     prompt = _prompt_messages(row) if _has(row, "prompt") else ()
     if isinstance(value, str) and not value.startswith(_HH_START):
         if not prompt:
-            raise BadRow("field 'prompt' is missing")
+            raise _missing("prompt", row, f"{field!r} is a text, which answers one")
         return (*prompt, Message("assistant", _text(value, field)))
     turns = _messages(value, field)
     return turns if turns[: len(prompt)] == prompt else (*prompt, *turns)
