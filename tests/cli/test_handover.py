@@ -169,7 +169,7 @@ def test_a_run_does_not_delete_what_it_starts_from(finished: Workplace) -> None:
         "stage=ppo", "run=first", "reward=random", "overwrite=true", f"policy.checkpoint={policy}"
     ).error
     assert str(policy) in error
-    assert "run=NAME" in error
+    assert "job=NAME to keep both" in error
     assert policy.is_dir()
 
 

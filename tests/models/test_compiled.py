@@ -227,7 +227,7 @@ def test_without_a_compiler_it_is_refused_before_a_model_loads(
         raise RuntimeError("No working C++ compiler found\nin: g++, clang++")
 
     monkeypatch.setattr(compiled, "compiled", none_there)
-    config = build_config(compile=True, name_or_path="/nowhere")
+    config = build_config(compile=True, name_or_path="/nowhere", dtype="bfloat16")
     with pytest.raises(
         ConfigError, match=r"^model\.compile=true, but .*: No working C\+\+ compiler found; allowed"
     ):

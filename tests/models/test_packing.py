@@ -212,12 +212,13 @@ def test_all_weights_can_be_trained_through_it(family: str) -> None:
 
 @pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(("multiple", "inner", "last"), [(1, 15, 8), (4, 16, 8), (7, 21, 14)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_the_last(
-    monkeypatch: pytest.MonkeyPatch, multiple: int, inner: int, last: int
+    monkeypatch: pytest.MonkeyPatch, family: str, multiple: int, inner: int, last: int
 ) -> None:
     """4 + 8 + 3 real positions and 2 + 3 + 3 wanted ones, rounded up."""
     monkeypatch.setattr(packing, "MULTIPLE", multiple)
-    roles = a_policy("qwen3", num_hidden_layers=3)
+    roles = a_policy(family, num_hidden_layers=4)
     mask = torch.tensor(WANTED["a response in each row"])
     tokens = tokens_of(mask)
     expected, expected_gradient = outcome(roles, roles.hidden(tokens)[mask])
@@ -225,7 +226,7 @@ def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_
     for layer in roles.causal_lm.base_model.layers:
         layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
     found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
-    assert seen == [inner, inner, last]
+    assert seen == [inner, inner, inner, last]
     assert relative(found, expected) <= 1e-5
     assert relative(gradient, expected_gradient) <= 1e-5
 

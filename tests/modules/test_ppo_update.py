@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core.types import Experience, UpdateStats
-from lightning_rlhf.models import roles
+from lightning_rlhf.models import packing, roles
 from lightning_rlhf.models.layers import QUICK
 from lightning_rlhf.models.lora import QuickLinear
+from lightning_rlhf.models.packed import PACKED
 from lightning_rlhf.models.roles import VALUE
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -122,15 +123,29 @@ def test_update_is_the_slow_version(
         all_by_the_libraries.setattr(roles, "quicken", lambda model: None)
         all_by_the_libraries.setattr(roles, "pack", lambda model: False)
         slow_module = make_ppo(architecture, spread=0.1, **settings)
-    modules = list(slow_module.roles.modules())
-    assert not any(type(module) in (QuickLinear, *QUICK.values()) for module in modules)
+    ours = {QuickLinear, *QUICK.values(), *PACKED.values()}
+    assert not ours & {type(module) for module in slow_module.roles.modules()}
     experience = off_policy(slow_module)
     loss, expected = slow_update(slow_module, experience)
     loss.backward()
     expected_grads = grads(slow_module)
 
+    monkeypatch.setattr(packing, "MULTIPLE", 4)  # so few tokens would be rounded up to all
+    monkeypatch.setattr(packing, "ROWS", 4)
     module = make_ppo(architecture, spread=0.1, **settings)
+    positions: dict[str, int] = {"given": 0, "computed": 0}
+
+    def count(name: str) -> Any:
+        def hook(_: Any, args: tuple[Tensor, ...]) -> None:
+            positions[name] += args[0].shape[:-1].numel()
+
+        return hook
+
+    first = module.roles.causal_lm.base_model.layers[0]
+    first.register_forward_pre_hook(count("given"))
+    first.mlp.register_forward_pre_hook(count("computed"))
     stats = within_fit(module, lambda: module.update(experience))
+    assert 0 < positions["computed"] < positions["given"]
     same_direction(grads(module), expected_grads)
     norm = torch.stack([g.square().sum() for g in expected_grads.values()]).sum().sqrt()
     close(stats.grad_norm, norm)

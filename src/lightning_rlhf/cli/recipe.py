@@ -180,7 +180,7 @@ def config_dirs() -> list[str]:
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
     """Show before and after, samples side by side and pictures; returns each stage's metrics.
 
-    ran: stages of which it stands above what they came to.
+    ran: stages that were run just now, whose results stand above.
     """
     finals = {stage: find(str(folder_of(s) / FINAL), stage) for stage, s in stages.items()}
     metrics: dict[str, Mapping[str, float]] = {

@@ -116,7 +116,7 @@ def check_apart(settings: Settings, folder: Path) -> None:
         if final.path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"overwrite=true would delete {folder}, and with it {final.path}, which the run "
-                "starts from. Give run=NAME to keep both"
+                f"starts from. Give {name_beside(settings)} to keep both"
             )
 
 

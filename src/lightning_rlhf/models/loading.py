@@ -102,8 +102,8 @@ def load_causal_lm(
 
 
 def _stay_as_they_are(dtype: torch.dtype) -> bool:
-    """Whether layers that are to be compiled are faster without."""
-    return dtype == torch.float32 and fp32_by_onednn()
+    """Whether none of the layers is compiled, since this machine's CPU is faster without."""
+    return dtype == torch.float32 and fp32_by_onednn() and not torch.cuda.is_available()
 
 
 def _what_is_compiled(dtype: torch.dtype) -> str:
