@@ -363,7 +363,7 @@ def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
 
 @pytest.mark.parametrize(("what", "size", "said"), [
     ("rewards", 1e38, "the reward is too large. ppo.score_clip bounds it"),
-    ("rewards", math.inf, "the reward is too large. ppo.score_clip bounds it"),
+    ("rewards", math.inf, "component. Start anew (overwrite=true or job=NAME) with one"),
     ("rewards", 1e3, "No update was made before them"),
     ("kl", 1e38, "No update was made before them"),
 ])  # fmt: skip
