@@ -22,8 +22,8 @@ from lightning_rlhf.cli.replay import parser
 from lightning_rlhf.cli.reward_section import REWARDS as REWARD_KINDS
 from lightning_rlhf.cli.reward_section import SUM
 from lightning_rlhf.cli.settings import STAGES, read_settings
+from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import Normalization
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS
 from lightning_rlhf.data.rollouts import PER_TOKEN
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS

@@ -21,7 +21,6 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
-    WholeFiles,
     check_checkpoint,
     link_best,
     numbered,
@@ -34,6 +33,7 @@ from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
+from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.errors import CheckpointError, RewardError, StorageError
 

@@ -190,14 +190,61 @@ def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
     assert "word" not in outcome.out + outcome.err
 
 
-@pytest.mark.parametrize("word", ["data.nothing=1", "--help"])
-def test_what_trains_nothing_loads_no_library_for_training(workplace: Workplace, word: str) -> None:
-    """So that a wrong key is answered soon."""
-    code = (
-        "import sys; from lightning_rlhf.cli.main import main\n"
-        "try: main()\n"
-        "finally: print('loaded', {'lightning', 'transformers', 'peft'} & set(sys.modules))"
-    )
-    outcome = workplace.process([sys.executable, "-c", code, "stage=ppo", word])
-    assert outcome.status == (0 if word == "--help" else 1)
-    assert outcome.out.splitlines()[-1] == "loaded set()"
+ANSWERED = """
+import os, sys
+from lightning_rlhf.__main__ import main
+try:
+    main()
+finally:
+    print(sorted({"lightning", "transformers", "peft", "torch"} & set(sys.modules)))
+    print(sum(os.times()[:2]))
+"""
+FUNCTION = ("reward=function", "policy.checkpoint=base")
+SOON: dict[str, tuple[list[str], str]] = {
+    "a key that is not known": (["stage=ppo", "data.nothing=1"], "data.nothing"),
+    "help": (["--help"], ""),
+    "the configuration": (["stage=ppo", "--cfg", "job"], ""),
+    "no SFT model": (["stage=ppo"], "outputs/default/tiny/sft has none"),
+    "no reward model": (["stage=ppo", "policy.checkpoint=base"], "outputs/default/tiny/rm has none"),
+    "finished": (["stage=rm"], "outputs/default/tiny/rm holds a run that finished"),
+    "cut off": (["stage=eval", "policy.checkpoint=base"], "holds a run that was cut off"),
+    "another SFT model": (["stage=ppo", "policy.checkpoint=./x"], "policy.checkpoint=./x: no such"),
+    "another reward model": (["stage=ppo", "policy.checkpoint=base", "reward.checkpoint=./x"],
+                             "reward.checkpoint=./x: no such folder"),
+    "data": (["stage=sft", "data=files", "data.demonstrations.train=x.jsonl"],
+             "data.demonstrations.train: data file x.jsonl does not exist"),
+    "validation data": (["stage=sft", "data.demonstrations.val=x.jsonl"],
+                        "data.demonstrations.val: data file x.jsonl does not exist"),
+    "no data": (["stage=sft", "data=files"], "data.demonstrations.train is not set"),
+    "base model": (["stage=sft", "model=hub", "model.name=x", "model.name_or_path=./x"],
+                   "model.name_or_path=./x: no such folder"),
+    "a reward's function": (["stage=ppo", *FUNCTION, "reward.path=x.py:f"], "reward.path is"),
+    "a judge": (["stage=ppo", *FUNCTION, "reward.path=y.py:f", "data.judge=x.py:f"],
+                "data.judge is"),
+    "a recipe's data": (["recipe=quickstart", "run=new", "data.preferences.val=x.jsonl"],
+                        "data.preferences.val: data file x.jsonl does not exist"),
+}  # fmt: skip
+"""What names and folders alone tell -> the command and what its answer holds."""
+
+
+@pytest.mark.parametrize("case", SOON)
+def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: str) -> None:
+    """Within 3 seconds of processor time, of which torch alone would take two."""
+    arguments, named = SOON[case]
+    run = workplace.outputs / "default" / "tiny"
+    if case == "finished":
+        (run / "rm" / "final").mkdir(parents=True)
+        (run / "rm" / "config.json").write_text("{}")
+    if case == "cut off":
+        (run / "eval" / "checkpoints").mkdir(parents=True)
+        (run / "eval" / "config.json").write_text("{}")
+        (run / "eval" / "checkpoints" / "000004.ckpt").write_text("")
+    (workplace.folder / "y.py").write_text("")
+    outcome = workplace.process([sys.executable, "-c", ANSWERED, *arguments])
+    if named:
+        assert named in outcome.error
+    else:
+        outcome.succeeded  # noqa: B018
+    *_, loaded, seconds = outcome.out.splitlines()
+    assert loaded == "[]"
+    assert float(seconds) < 3

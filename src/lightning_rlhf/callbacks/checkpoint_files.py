@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import CheckpointError, first_line
@@ -33,28 +29,6 @@ class Origin:
     """Of lightning-rlhf."""
     run: str
     """A random name that the run got when it began."""
-
-
-class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its target, and renames it once it is on the disk."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        needed = sum(tensor.nbytes for tensor in tensors(checkpoint))
-        with written_whole(target, needed) as beside, beside.open("wb") as file:
-            torch.save(checkpoint, file)
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dictionaries and lists."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors(part)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -139,6 +113,8 @@ def read_run(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError where the file cannot be read, or is of another program.
     """
+    import torch  # which takes seconds: the names alone are read without it
+
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what damaged bytes raise is anybody's guess

@@ -6,15 +6,16 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import get_console
-from transformers.utils import logging as transformers_logging
 
 import lightning_rlhf
-from lightning_rlhf.data.lengths import Tokenised
-from lightning_rlhf.data.problems import Problems
-from lightning_rlhf.data.readers import Rows
+
+if TYPE_CHECKING:
+    from lightning_rlhf.data.lengths import Tokenised
+    from lightning_rlhf.data.problems import Problems
+    from lightning_rlhf.data.readers import Rows
 
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
@@ -74,6 +75,8 @@ def say_evaluation(metrics: Mapping[str, float]) -> None:
 
 def quiet_libraries() -> None:
     """Silence what is said at every start and asks nothing of the user."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     for name in NOISY_LOGGERS:

@@ -11,21 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
-from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.cli.changes import changes, listed
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.core.storage import written_whole
-from lightning_rlhf.data.last_batch import last_batch_of
-from lightning_rlhf.data.rollouts import recorded_iterations
 from lightning_rlhf.models.checkpoint import Final, digest, find
-from lightning_rlhf.models.loading import is_folder, refuse_missing_folder
-from lightning_rlhf.models.roles import REWARD, SFT
-from lightning_rlhf.models.weights import check_weights
+from lightning_rlhf.models.config import BASE, REWARD, SFT
+from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 
-BASE = "base"
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
 RUN_ID = "run_id.txt"
@@ -87,10 +82,15 @@ def is_used(folder: Path) -> bool:
 def is_unbegun(folder: Path) -> bool:
     """Whether a run was started in `folder` and ended before its first step was done."""
     steps = [step_named(path) for path in numbered(folder / CHECKPOINTS)]
-    is_batch_kept = recorded_iterations(folder) or last_batch_of(folder).exists()
-    if not is_used(folder) or (folder / FINAL).is_dir() or any(steps) or is_batch_kept:
+    if not is_used(folder) or (folder / FINAL).is_dir() or any(steps):
         return False
-    return not any(read_rows(folder / METRICS))
+    # Imported here, since it takes seconds: what the names above tell is said before.
+    from lightning_rlhf.callbacks.metrics_file import read_rows
+    from lightning_rlhf.data.last_batch import last_batch_of
+    from lightning_rlhf.data.rollouts import recorded_iterations
+
+    is_batch_kept = recorded_iterations(folder) or last_batch_of(folder).exists()
+    return not is_batch_kept and not any(read_rows(folder / METRICS))
 
 
 State = Literal["new", "done", "cut off", "outdated"]

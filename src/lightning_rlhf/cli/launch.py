@@ -14,12 +14,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.callbacks.checkpoint_files import WholeFiles
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
+from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.cli.console import say, say_lengths
 from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of
 from lightning_rlhf.cli.resume import origin, resume_point

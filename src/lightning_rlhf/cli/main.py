@@ -155,7 +155,6 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
     if cfg.recipe is not None:
-        from lightning_rlhf.cli.program import run_program
         from lightning_rlhf.cli.recipe import read_recipe, run_recipe
 
         if "stage" in cfg:
@@ -164,14 +163,15 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         if recipe.program is None:
             run_recipe(recipe, cfg, overrides)
         else:
+            from lightning_rlhf.cli.program import run_program  # which imports torch
+
             run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
         return
     from lightning_rlhf.cli.settings import read_settings
 
     settings = read_settings(cfg)
-    # Only then what takes seconds to import: a wrong key is answered before.
     from lightning_rlhf.cli.folders import state_of
-    from lightning_rlhf.cli.run import run_stage
+    from lightning_rlhf.cli.start import run_stage
 
     if in_sweep and not settings.overwrite:
         state = state_of(settings)

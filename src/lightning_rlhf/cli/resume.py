@@ -17,7 +17,6 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     numbered,
     step_named,
 )
-from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.cli.changes import changes, listed
 from lightning_rlhf.cli.folders import (
     CHECKPOINTS,
@@ -144,6 +143,8 @@ def check_resumable(path: Path, settings: Settings) -> None:
 
     Or where metrics.csv is damaged, which the run goes on writing.
     """
+    from lightning_rlhf.callbacks.metrics_file import read_rows  # which takes seconds to import
+
     assert settings.stage != "eval"  # which has none
     read_rows(folder_of(settings) / METRICS)
     try:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics import SFTMetrics
 from lightning_rlhf.cli.console import say_evaluation
-from lightning_rlhf.cli.folders import BASE
 from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.collate import collate_demonstrations
 from lightning_rlhf.data.lengths import tokenise_demonstrations
 from lightning_rlhf.data.splits import load_demonstrations
@@ -22,11 +20,6 @@ from lightning_rlhf.modules.sft import SFTModule
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
     """Supervised fine-tuning."""
-    if settings.policy.checkpoint not in (None, BASE):
-        raise ConfigError(
-            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage=sft starts from "
-            "model.name_or_path; set that instead"
-        )
     rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
     train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")

@@ -15,6 +15,7 @@ Stage = Literal["sft", "rm", "ppo"]
 """That trains something."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
+Normalization = Literal["none", "stored", "running"]
 LARGEST = 2**53
 """Of whole numbers: a float counts no further."""
 
@@ -200,3 +201,21 @@ class RMConfig(SupervisedConfig):
             require_number(f"rm.{key}", getattr(self, key), at_least=0)
         require_number("rm.calibration_samples", self.calibration_samples, at_least=2, whole=True)
         require_number("rm.temperature", self.temperature, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """How one component of a reward enters the score."""
+
+    name: str
+    weight: float
+    """Below 0 for a penalty."""
+    normalization: Normalization
+    """none | stored: the source standardises its own number | running: by all numbers so far."""
+    clip: float | None
+    """The component, normalised, is kept within +- this; None = no clip."""
+
+    @property
+    def is_paid_as_reported(self) -> bool:
+        """Whether `paid_sum` takes the very number that `weighted_sum` takes."""
+        return self.normalization != "running" and self.clip is None

@@ -31,9 +31,8 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: where `source` does not lead to a function.
     """
-    require(isinstance(source, str), key, source, ALLOWED)
+    check_function_file(source, key)
     where, _, name = source.rpartition(":")
-    require(bool(where and name), key, source, ALLOWED)
     is_file = where.endswith(".py")
     path = os.path.expanduser(where) if is_file else where
     told = f"{key} is {source!r}; "
@@ -46,6 +45,19 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     raise ConfigError(f"{told}{path} has no function {name!r}, it has {there}{what}")
 
 
+def check_function_file(source: str, key: str) -> None:
+    """Raise ConfigError unless `source` has the form of a function's, and its file is there.
+
+    Runs no code; `load_function` tells the rest.
+    """
+    require(isinstance(source, str), key, source, ALLOWED)
+    where, _, name = source.rpartition(":")
+    require(bool(where and name), key, source, ALLOWED)
+    path = Path(os.path.expanduser(where)).resolve()
+    if where.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{key} is {source!r}; there is no file {path}")
+
+
 def _is_own(value: Any, found: dict[str, Any]) -> bool:
     """Whether it can be called and was not imported from elsewhere."""
     return callable(value) and getattr(value, "__module__", None) == found["__name__"]
@@ -53,8 +65,6 @@ def _is_own(value: Any, found: dict[str, Any]) -> bool:
 
 def _file(path: str, told: str) -> ModuleType:
     where = Path(path).resolve()
-    if not where.is_file():
-        raise ConfigError(f"{told}there is no file {where}")
     name = f"{where.stem}_{hashlib.sha256(str(where).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -17,17 +17,23 @@ import os
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.loading import is_folder, naming, refuse_missing_folder
-from lightning_rlhf.models.weights import ADAPTER, PICKLES, json_object
+from lightning_rlhf.models.weights import (
+    ADAPTER,
+    PICKLES,
+    is_folder,
+    json_object,
+    refuse_missing_folder,
+)
+
+# torch and transformers, which take seconds to import, are imported where they are used: what the
+# folders alone tell is said before.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightning_rlhf.models.heads import RewardHeads
 
 MANIFEST = "manifest.json"
 FROM_CONFIG = "from_config"
@@ -125,6 +131,10 @@ def find(source: str, key: str) -> Final:
         path = Path(os.path.expanduser(source))
     else:
         refuse_missing_folder(source, key)
+        from huggingface_hub import snapshot_download
+
+        from lightning_rlhf.models.loading import naming
+
         with naming(source, key):
             path = Path(snapshot_download(source, ignore_patterns=[f"*{p}" for p in PICKLES]))
     file = path / MANIFEST
@@ -148,6 +158,11 @@ def read_manifest(file: Path) -> Manifest:
 
 def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
     """The heads in `final`, which must fit `hidden_size`; mostly one. Never random ones."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from lightning_rlhf.models.heads import RewardHeads
+
     file = final.path / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")

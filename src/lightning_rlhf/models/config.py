@@ -16,6 +16,10 @@ from lightning_rlhf.core.config import (
 )
 from lightning_rlhf.core.errors import ConfigError
 
+BASE, SFT, REFERENCE = "base", "sft", "reference"
+POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
+"""Roles that one base model plays, and the heads on it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRASettings:

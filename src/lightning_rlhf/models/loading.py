@@ -29,7 +29,7 @@ from lightning_rlhf.core.products import fp32_by_onednn
 from lightning_rlhf.models.compiled import check_compiler
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.packed import compile_layers, recompute
-from lightning_rlhf.models.weights import check_weights
+from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -210,22 +210,6 @@ def naming(source: str, key: str) -> Iterator[None]:
             f"({_in_short(error)}). Download it on a machine with access "
             f"(hf download {source} --local-dir FOLDER) and set {key}=FOLDER"
         ) from error
-
-
-def is_folder(source: str) -> bool:
-    """Whether it is a folder of this machine, and no hub id."""
-    return os.path.isdir(os.path.expanduser(source))
-
-
-def refuse_missing_folder(source: str, key: str) -> None:
-    """Raise CheckpointError where `source` is written as a folder's path, and there is none."""
-    if not is_folder(source) and (
-        source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
-    ):
-        raise CheckpointError(
-            f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
-            "tokenizer, or a hub id"
-        )
 
 
 def _in_short(error: Exception) -> str:

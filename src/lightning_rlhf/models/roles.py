@@ -34,15 +34,21 @@ from lightning_rlhf.core.masking import from_first_real, last_real
 from lightning_rlhf.core.products import compiled_by_shape
 from lightning_rlhf.models import folding
 from lightning_rlhf.models.attention import attend_widely
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.config import (
+    BASE,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    SFT,
+    LoRASettings,
+)
+from lightning_rlhf.models.config import CRITIC as CRITIC
+from lightning_rlhf.models.config import VALUE as VALUE
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import QuickLinear, quicken
 from lightning_rlhf.models.packed import pack, rotates_by_length
 from lightning_rlhf.models.packing import Packing, columns_to_add
 from lightning_rlhf.models.weights import check_weights
-
-BASE, SFT, REFERENCE = "base", "sft", "reference"
-POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
 
 
 class Roles(nn.Module):

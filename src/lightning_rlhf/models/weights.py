@@ -6,6 +6,7 @@ A pickle can run code of whoever wrote it when it is read.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,22 @@ ADAPTER = "adapter_config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OF_ADAPTER = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+def is_folder(source: str) -> bool:
+    """Whether it is a folder of this machine, and no hub id."""
+    return os.path.isdir(os.path.expanduser(source))
+
+
+def refuse_missing_folder(source: str, key: str) -> None:
+    """Raise CheckpointError where `source` is written as a folder's path, and there is none."""
+    if not is_folder(source) and (
+        source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
+    ):
+        raise CheckpointError(
+            f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
+            "tokenizer, or a hub id"
+        )
 
 
 def check_weights(folder: Path) -> None:

@@ -9,19 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-
 from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import (
     DType,
+    Normalization,
     Quantization,
+    Term,
     require,
     require_flag,
     require_number,
     require_one_of,
     require_text,
 )
-from lightning_rlhf.core.shaping import Normalization, Term
 from lightning_rlhf.rewards.address import parsed
 
 FormatCheck = Literal["strict", "warn", "off"]
@@ -118,18 +117,22 @@ class ModelConfig(LearnedConfig, ClassifierConfig):
         if self.max_tokens is not None:
             require_number(f"{key}.max_tokens", self.max_tokens, at_least=1, whole=True)
         require_number(f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0)
-        require(self.device is None or is_device(self.device), f"{key}.device", self.device,
-                f"null, cpu, cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-                if torch.cuda.is_available() else "null, cpu")  # fmt: skip
+        if self.device not in (None, "cpu"):
+            require_device(f"{key}.device", self.device)
 
 
-def is_device(name: str) -> bool:
-    """Whether torch can compute there."""
+def require_device(key: str, name: Any) -> None:
+    """Raise ConfigError unless torch can compute on the device `name`."""
+    import torch  # which takes seconds: a configuration that names no device is read without it
+
     try:
         torch.empty(0, device=name)
+        is_there = name != "meta"
     except (RuntimeError, AssertionError, TypeError):
-        return False
-    return name != "meta"
+        is_there = False
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    allowed = f"null, cpu, cuda:0 to cuda:{count - 1}" if count else "null, cpu"
+    require(is_there, key, name, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
