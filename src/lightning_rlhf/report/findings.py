@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.problems import LengthShare, Problem, Problems
 from lightning_rlhf.report.checks import (
     ACCURACY,
@@ -62,12 +63,24 @@ def about_pairs(findings: Sequence[Finding]) -> str:
     return f"About the pairs: {words} {_counts(findings)}."
 
 
+def is_unfit(findings: Sequence[Finding]) -> bool:
+    """Whether PPO should not be run: held-out pairs do not show that it beats guessing."""
+    return any(finding.check is ACCURACY and finding.outcome == "flag" for finding in findings)
+
+
+def judgement(findings: Sequence[Finding]) -> Verdict:
+    """All findings of a reward as a verdict."""
+    flags = [finding for finding in findings if finding.outcome == "flag"]
+    reasons = tuple(f"{finding.subject}: {finding.words}" for finding in flags)
+    return Verdict(is_unfit(findings), verdict(findings), reasons)
+
+
 def verdict(findings: Sequence[Finding]) -> str:
     """All findings of a reward in two sentences."""
     flags = [finding for finding in findings if finding.outcome == "flag"]
     if any(f.check is ACCURACY and f.outcome == "not tested" for f in findings):
         words = "Cannot be told: too few held-out pairs or prompts to say if it beats guessing."
-    elif any(finding.check is ACCURACY for finding in flags):
+    elif is_unfit(findings):
         words = "Not fit: on held-out pairs it is not surely better than guessing."
     elif flags:
         words = "Fit with reservations: PPO will look for the weak spots below."

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.report.advice import for_ppo
 from lightning_rlhf.report.checks import CHECKS, PAIR_CHECKS, Finding
 from lightning_rlhf.report.estimates import Correlation, Group, Interval
-from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, verdict
+from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, judgement
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.fitness_figures import draw_fitness
 from lightning_rlhf.report.glossary import GLOSSARY, metrics
@@ -35,9 +36,14 @@ class Written:
     """What it shows -> file."""
     findings: tuple[Finding, ...]
     """Of the reward."""
-    verdict: str
+    judgement: Verdict
     about_pairs: str | None
     """None where nobody looked through the pairs."""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in two sentences."""
+        return self.judgement.words
 
 
 def write_fitness(
@@ -65,10 +71,10 @@ def write_fitness(
     in_pairs = () if problems is None else find_in_pairs(problems)
     pairs = None if problems is None else about_pairs(in_pairs)
     pictures = draw_fitness(folder / PICTURES, fitness, probes)
-    words = verdict(findings)
+    judged = judgement(findings)
     sections = [
         f"# Is this reward fit to be maximised? {plain(title, CHARACTERS)}",
-        f"**{plain(words, 10 * CHARACTERS)}**",
+        f"**{plain(judged.words, 10 * CHARACTERS)}**",
         *([] if pairs is None else [f"**{plain(pairs, 10 * CHARACTERS)}**"]),
         "## What this means for PPO",
         for_ppo(findings, in_pairs),
@@ -86,10 +92,23 @@ def write_fitness(
     ]
     page, numbers = folder / PAGE, folder / NUMBERS
     page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    told = {"title": title, "verdict": words, "about_pairs": pairs}
+    told = {
+        "judgement": asdict(judged),
+        "title": title,
+        "verdict": judged.words,
+        "about_pairs": pairs,
+    }
     content = as_json(fitness, (*findings, *in_pairs), probes, problems) | told
     numbers.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return Written(page, numbers, pictures, findings, words, pairs)
+    return Written(page, numbers, pictures, findings, judged, pairs)
+
+
+def read_judgement(folder: Path) -> Verdict | None:
+    """Return the verdict of the report that `write_fitness` left in `folder`; None without one."""
+    numbers = folder / NUMBERS
+    if not numbers.is_file():
+        return None
+    return Verdict(**json.loads(numbers.read_text(encoding="utf-8"))["judgement"])
 
 
 def as_json(
