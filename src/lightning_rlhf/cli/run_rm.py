@@ -83,7 +83,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         say_evaluation(metrics)
         rewards = sample_rewards(roles.to(ready.device), samples)
         mean, std = reward_moments(rewards)
-        say(f"reward on {len(rewards)} SFT samples: mean {mean:.3f}, std {std:.3f}")
+        say(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         verdict = read_judgement(Path(more))
         return hand_over(
             ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.core.percent import percent
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.report.advice import for_ppo
@@ -164,7 +165,7 @@ def _numbers(fitness: Fitness) -> Iterator[str]:
         most = min(1.0, 3 / fitness.prompts)
         yield (
             "Every pair is ranked right, so that a bootstrap has nothing to vary; by the rule of "
-            f"three up to {most:.1%} of such pairs may still be ranked wrong (95%)."
+            f"three up to {percent(most)} of such pairs may still be ranked wrong (95%)."
         )
     correlations = [
         _correlation_row("Score with length, responses of the pairs", length.responses),
@@ -207,7 +208,7 @@ def _probes(probes: Sequence[ProbeResult]) -> Iterator[str]:
     rows = (
         (f"{p.kind.replace('_', ' ')}: {PROBES[p.kind]}", f"{p.prompts:,}", number(p.mean),
          f"**{number(p.median)}**" if p.wins else number(p.median), number(p.chosen_median),
-         number(p.rejected_median), f"{p.beats_chosen:.0%}")
+         number(p.rejected_median), percent(p.beats_chosen, 0))
         for p in probes
     )  # fmt: skip
     yield table(heading, rows, right=range(1, 7))
@@ -241,7 +242,7 @@ def _group_row(name: str, group: Group) -> tuple[str, str, str]:
 def _correlation_row(name: str, found: Correlation) -> tuple[str, str, str, str]:
     undefined = "undefined"
     pearson, spearman = (
-        undefined if r is None else f"{r:+.3f}" for r in (found.pearson, found.spearman)
+        undefined if r is None else f"{r:+z.3f}" for r in (found.pearson, found.spearman)
     )
     return name, f"{found.points:,}", pearson, spearman
 

@@ -125,7 +125,7 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
         )
     for row in rows:
         own = " ".join(override for override in row.overrides if override not in shared)
-        numbers = [f"{row.metrics[n]:.3f}" if n in row.metrics else ABSENT for n in names]
+        numbers = [f"{row.metrics[n]:z.3f}" if n in row.metrics else ABSENT for n in names]
         table.add_row(Text(own), Text(row.status), *numbers)
     return table
 
@@ -143,5 +143,5 @@ def _read(path: Path) -> list[Sample]:
 
 
 def _numbers(sample: Sample) -> str:
-    gold = f"gold {sample['judge']['gold']:+.2f}, " if "gold" in sample["judge"] else ""
-    return f"{gold}reward {sample['score']:+.2f}"
+    gold = f"gold {sample['judge']['gold']:+z.2f}, " if "gold" in sample["judge"] else ""
+    return f"{gold}reward {sample['score']:+z.2f}"
