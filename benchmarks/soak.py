@@ -48,7 +48,8 @@ SMALL = {
            "rm.calibration_samples=16"],
     "ppo": ["ppo.iterations=12", "ppo.val_every=5", "ppo.checkpoint_every=3",
             "ppo.rollout_batch_size=32", "ppo.kl_control=adaptive", "ppo.samples_every=2",
-            "ppo.score_normalization=running", "ppo.val_samples_per_prompt=1"],
+            "ppo.score_normalization=running", "ppo.val_samples_per_prompt=1",
+            "reward.unfit=warn"],  # a reward model that saw a tenth of its data
 }  # fmt: skip
 """Numbers of a run of a few seconds, with every part of the state in use."""
 PHASES = ("start", "generation", "scoring", "update", "training", "evaluation",

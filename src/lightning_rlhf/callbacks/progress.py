@@ -146,7 +146,7 @@ def headline_text(metrics: Mapping[str, Any], stage: Stage) -> str:
 def number_text(x: float) -> str:
     """Three decimals, or four significant digits where those would be long or say nothing."""
     is_plain = x == 0 or 1e-3 <= abs(x) < 1e4
-    return f"{x:.3f}" if is_plain else f"{x:.4g}"
+    return f"{x:z.3f}" if is_plain else f"{x:.4g}"
 
 
 class _Bar(RichProgress):

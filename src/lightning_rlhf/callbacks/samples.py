@@ -122,8 +122,8 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
         table.add_row(
             Text(_cut(sample["prompt"], characters)),
             Text(_cut(sample["response"], characters)),
-            f"{sample['score']:.2f}",
-            f"{sample['kl']:.2f}",
+            f"{sample['score']:z.2f}",
+            f"{sample['kl']:z.2f}",
             "yes" if sample["ended"] else "no",
         )
     return table

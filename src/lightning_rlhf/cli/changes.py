@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +27,8 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "eval": ("data.demonstrations", "data.prompts", "data.judge"),
 }
 """Stage -> keys that it does not read."""
+DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
+"""Keys that decide whether a run starts, and change nothing that it computes."""
 LONGEST = 60
 """Signs of a value that are shown."""
 LISTED = 6
@@ -81,6 +84,7 @@ def differing_keys(
         key
         for key in sorted(ours.keys() | theirs.keys())
         if not any(f"{key}.".startswith(f"{prefix}.") for prefix in ignored)
+        and not re.fullmatch(DECIDES, key)
         and (key not in ours or key not in theirs or ours[key] != theirs[key])
     ]
 

@@ -69,7 +69,7 @@ def say_problems(problems: Problems) -> None:
 
 def say_evaluation(metrics: Mapping[str, float]) -> None:
     """What the held-out rows gave at the end."""
-    numbers = (f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+    numbers = (f"{name.removeprefix('eval/')} {value:z.3f}" for name, value in metrics.items())
     say(f"held out: {', '.join(numbers)}")
 
 

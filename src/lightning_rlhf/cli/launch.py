@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.datamodule import StageData
@@ -190,8 +191,9 @@ def hand_over(
     reward: tuple[float, float] | None = None,
     below: torch.Tensor | None = None,
     more: Path | None = None,
+    verdicts: Mapping[str, Verdict] | None = None,
 ) -> Path:
-    """Write `final/`; `below` and `more` as `write_final` wants them."""
+    """Write `final/`; `below` and `more` as `write_final` wants them, `verdicts` as `Manifest`."""
     settings = ready.settings
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
@@ -208,6 +210,7 @@ def hand_over(
         metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
         config=settings.tree,
         versions=versions(),
+        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
     )
     generation = roles.causal_lm.generation_config
     if generation is not None:  # so that generate() stops where the responses were taught to

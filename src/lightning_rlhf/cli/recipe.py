@@ -32,6 +32,7 @@ from lightning_rlhf.cli.sections import build
 from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
 from lightning_rlhf.models.checkpoint import find
@@ -192,7 +193,9 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
         before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
         folder = folder_of(stages["ppo"])
         if "ppo" not in ran:
-            console.print(before_after_table(before, after))
+            said = finals["ppo"].require_manifest("ppo").verdicts
+            verdicts = {name: Verdict(**verdict) for name, verdict in said.items()}
+            console.print(before_after_table(before, after, verdicts))
         evaluations = sorted((folder / "samples").glob("eval_*.jsonl"))
         console.print(side_by_side(evaluations[0], evaluations[-1], n=5))
     for settings in stages.values():

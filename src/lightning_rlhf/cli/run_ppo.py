@@ -21,6 +21,7 @@ from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.replay_plan import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.cli.unfit import check_fit
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -46,6 +47,7 @@ from lightning_rlhf.rewards.weighted import Reward
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     """Proximal policy optimization."""
     parents = find_parents(settings)
+    verdicts = check_fit(settings, parents)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     rows = load_prompts(settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
@@ -93,12 +95,12 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         raise
     assert evaluation.first is not None
     assert evaluation.last is not None
-    get_console().print(before_after_table(evaluation.first, evaluation.last))
+    get_console().print(before_after_table(evaluation.first, evaluation.last, verdicts))
     say_collapse(ready.folder)
     metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
     shares_trunk = module.critic is not None and module.critic.shares_trunk
     head = VALUE if shares_trunk else None
-    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head)
+    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head, verdicts=verdicts)
 
 
 def build_module(

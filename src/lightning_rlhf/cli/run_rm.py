@@ -38,6 +38,7 @@ from lightning_rlhf.models.handover import check_positions, check_vocabulary, st
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments, sample_rewards
@@ -82,10 +83,11 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         say_evaluation(metrics)
         rewards = sample_rewards(roles.to(ready.device), samples)
         mean, std = reward_moments(rewards)
-        say(f"reward on {len(rewards)} SFT samples: mean {mean:.3f}, std {std:.3f}")
+        say(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
+        verdict = read_judgement(Path(more))
         return hand_over(
             ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below,
-            more=Path(more),
+            more=Path(more), verdicts={} if verdict is None else {"rm": verdict},
         )  # fmt: skip
 
 

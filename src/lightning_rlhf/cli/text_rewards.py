@@ -39,6 +39,7 @@ NOT_SERVED = {
     "reward.clip": ASKER,
     "reward.format_check": "stage=ppo and stage=eval check the format of reward=model",
     "reward.format_tolerance": "stage=ppo and stage=eval check the format of reward=model",
+    "reward.unfit": "stage=ppo decides that of reward=model",
 }
 """Keys of conf/reward/model.yaml that mean nothing to a server, and what to do instead."""
 

@@ -15,11 +15,12 @@ import json
 import math
 import os
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.models.weights import (
     ADAPTER,
     PICKLES,
@@ -60,6 +61,9 @@ class Manifest:
     metrics: dict[str, float]
     config: dict[str, Any]
     versions: dict[str, str]
+    verdicts: dict[str, Any] = field(default_factory=dict)
+    """Reward -> the verdict of its fitness report: of stage=rm on itself, as "rm"; of the
+    components that stage=ppo was paid by, by their names."""
 
     def __post_init__(self) -> None:
         """Raise TypeError where a value is of another type, as in a file of another program."""
@@ -70,6 +74,9 @@ class Manifest:
         for role, source in self.parents.items():
             if not isinstance(source, str):
                 raise TypeError(f"parents.{role} is {source!r}")
+        for name, verdict in self.verdicts.items():
+            if not Verdict.is_json(verdict):
+                raise TypeError(f"verdicts.{name} is {verdict!r}")
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,15 @@ class Final:
                 f"folder of a stage={stage} run"
             )
         return self.manifest
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What stage=rm found when it asked whether this reward model is fit to be maximised.
+
+        None where no report was written, or by another program.
+        """
+        found = {} if self.manifest is None else self.manifest.verdicts
+        return Verdict(**found["rm"]) if "rm" in found else None
 
     def reward_moments(self) -> tuple[float, float]:
         """Mean and standard deviation of the reward on SFT samples, as stage=rm measured them."""

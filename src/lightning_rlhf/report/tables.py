@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.core.verdict import Verdict
 
 PARTS = (JUDGE, EVAL_PART)
 """Prefixes of metrics of which the names are chosen by a judge or by the reward."""
@@ -43,9 +44,22 @@ class SweepRow:
     metrics: Mapping[str, float]
 
 
-def before_after_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """SFT against PPO on the same held-out prompts."""
-    table = Table(title="On held-out prompts", title_justify="left")
+def before_after_table(
+    before: Mapping[str, float], after: Mapping[str, float], verdicts: Mapping[str, Verdict]
+) -> Table:
+    """Return SFT against PPO on the same held-out prompts.
+
+    verdicts: component of the reward -> what its fitness report said, repeated under the table.
+    """
+    said = [
+        Text(f"reward {name}: {verdict.words}", verdict.style) for name, verdict in verdicts.items()
+    ]
+    table = Table(
+        title="On held-out prompts",
+        title_justify="left",
+        caption=Text("\n").join(said) if said else None,
+        caption_justify="left",
+    )
     table.add_column("")
     for heading in ("SFT", "after PPO", "change"):
         table.add_column(heading, justify="right")
@@ -111,7 +125,7 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
         )
     for row in rows:
         own = " ".join(override for override in row.overrides if override not in shared)
-        numbers = [f"{row.metrics[n]:.3f}" if n in row.metrics else ABSENT for n in names]
+        numbers = [f"{row.metrics[n]:z.3f}" if n in row.metrics else ABSENT for n in names]
         table.add_row(Text(own), Text(row.status), *numbers)
     return table
 
@@ -129,5 +143,5 @@ def _read(path: Path) -> list[Sample]:
 
 
 def _numbers(sample: Sample) -> str:
-    gold = f"gold {sample['judge']['gold']:+.2f}, " if "gold" in sample["judge"] else ""
-    return f"{gold}reward {sample['score']:+.2f}"
+    gold = f"gold {sample['judge']['gold']:+z.2f}, " if "gold" in sample["judge"] else ""
+    return f"{gold}reward {sample['score']:+z.2f}"

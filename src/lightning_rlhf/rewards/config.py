@@ -24,6 +24,7 @@ from lightning_rlhf.core.config import (
 from lightning_rlhf.rewards.address import parsed
 
 FormatCheck = Literal["strict", "warn", "off"]
+Unfit = Literal["refuse", "warn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,16 @@ class LearnedConfig(ComponentConfig):
     format_check: FormatCheck
     format_tolerance: float
     """Largest gap to the reward model's own scores, root mean square, in their deviations."""
+    unfit: Unfit = "refuse"
+    """What stage=ppo does where its fitness report says that the reward is unfit. The
+    configuration in a folder of an older version lacks it."""
 
     def check(self, key: str) -> None:
         """As ComponentConfig.check."""
         super().check(key)
         require_one_of(f"{key}.format_check", self.format_check, get_args(FormatCheck))
         require_number(f"{key}.format_tolerance", self.format_tolerance, above=0)
+        require_one_of(f"{key}.unfit", self.unfit, get_args(Unfit))
 
 
 @dataclass(frozen=True, kw_only=True)
