@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import CheckpointError, first_line
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import UNFINISHED, make_folder, written_whole
 
 RUN = "lightning_rlhf"
 """Key of a checkpoint under which its origin and its step are."""
@@ -42,7 +42,7 @@ class WholeFiles(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         needed = sum(tensor.nbytes for tensor in tensors(checkpoint))
         with written_whole(target, needed) as beside, beside.open("wb") as file:
             torch.save(checkpoint, file)
@@ -110,7 +110,7 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
             link(best, path_of(folder, step))
         if best_step is None or best_step > step:
             gone[best] = "unreadable" if best_step is None else later
-    for path in (*gone, *folder.glob(f"*{SUFFIX}.tmp")):
+    for path in (*gone, *folder.glob(f"*{SUFFIX}{UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
 
