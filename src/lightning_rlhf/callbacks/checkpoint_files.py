@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import CheckpointError, first_line
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import UNFINISHED, written_whole
 
 RUN = "lightning_rlhf"
 """Key of a checkpoint under which its origin and its step are."""
@@ -84,7 +84,7 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
             link(best, path_of(folder, step))
         if best_step is None or best_step > step:
             gone[best] = "unreadable" if best_step is None else later
-    for path in (*gone, *folder.glob(f"*{SUFFIX}.tmp")):
+    for path in (*gone, *folder.glob(f"*{SUFFIX}{UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
 

@@ -44,7 +44,8 @@ class Checkpoints(Callback):
     counts optimizer steps, of which PPO takes several a batch.
 
     A checkpoint is always of a finished step, its rows and samples written: put this after the
-    callbacks that write them. It is written
+    callbacks that write them. These flush them to the disk in `on_save_checkpoint`, so that no loss
+    of power leaves a checkpoint without the rows up to it. It is written
     - each `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step;
     - before an evaluation, so that nothing is lost where that is cut off: the checkpoint knows
       that the evaluation is due, and a run that goes on from it begins with it;
@@ -94,6 +95,8 @@ class Checkpoints(Callback):
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
             for why in dict.fromkeys(gone.values()):
                 tell(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
+        if trainer.ckpt_path is not None:  # what a kill in the middle of `save` left
+            keep_newest(self.folder, self.config.checkpoints_kept)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trained(trainer)

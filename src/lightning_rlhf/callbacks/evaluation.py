@@ -16,6 +16,7 @@ from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.core.storage import make_folder, written_whole
 from lightning_rlhf.core.types import Replies, Scores
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
@@ -68,10 +69,11 @@ class Evaluation(Callback):
         self.first = self.first or metrics
         self.last = metrics
         if trainer.is_global_zero:
-            self._folder.mkdir(exist_ok=True)
+            make_folder(self._folder)
             name = f"eval_{ppo_view(pl_module).iteration:06d}.jsonl"
             lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
-            (self._folder / name).write_text("".join(lines), encoding="utf-8")
+            with written_whole(self._folder / name) as beside:
+                beside.write_text("".join(lines), encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "last": self.last}

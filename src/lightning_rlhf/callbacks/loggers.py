@@ -22,7 +22,7 @@ from lightning_rlhf.callbacks.logger_config import (
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb, forget, gone
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import flush, written_whole
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -75,6 +75,12 @@ class RunTensorBoard(TensorBoardLogger):
 
         start = SessionLog(status=SessionLog.START)
         self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """Return once all events would survive a kill and a loss of power."""
+        self.experiment.flush()
+        flush(Path(self.log_dir))
 
 
 def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: int) -> None:

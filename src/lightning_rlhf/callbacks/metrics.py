@@ -48,6 +48,13 @@ def rewind(trainer: Trainer, pl_module: LightningModule) -> None:
             logger.rewind(position(trainer, pl_module))
 
 
+def flush_rows(trainer: Trainer) -> None:
+    """Return once the rows so far would survive a loss of power."""
+    for logger in trainer.loggers:
+        if isinstance(logger, MetricsFile | RunTensorBoard):
+            logger.flush()
+
+
 def learning_rate(trainer: Trainer) -> float:
     """Of the first parameter group, the policy's."""
     return float(trainer.optimizers[0].param_groups[0]["lr"])
@@ -58,6 +65,11 @@ class PPOMetrics(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        flush_rows(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -148,6 +160,11 @@ class SummedMetrics(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        flush_rows(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -16,7 +16,13 @@ from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.storage import full_disk_told, written_whole
+from lightning_rlhf.core.storage import (
+    flush,
+    flush_entry,
+    full_disk_told,
+    make_folder,
+    written_whole,
+)
 from lightning_rlhf.core.types import Experience
 
 if TYPE_CHECKING:
@@ -69,8 +75,16 @@ class Samples(Callback):
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("samples", markdown(samples), iteration)
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Flush the samples before the checkpoint that comes after them is written."""
+        if trainer.is_global_zero and self._path.exists():
+            flush(self._path)
+            flush_entry(self._path.parent)
+
     def _append(self, samples: Sequence[Sample]) -> None:
-        self._path.parent.mkdir(exist_ok=True)
+        make_folder(self._path.parent)
         with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
 

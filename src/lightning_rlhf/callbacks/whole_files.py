@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import make_folder, written_whole
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -19,7 +19,7 @@ class WholeFiles(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         needed = sum(tensor.nbytes for tensor in tensors(checkpoint))
         with written_whole(target, needed) as beside, beside.open("wb") as file:
             torch.save(checkpoint, file)
