@@ -21,7 +21,7 @@ from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_l
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.cli.console import say, say_lengths
-from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of
+from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
 from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
@@ -112,10 +112,11 @@ def tokenised(
 def identity(settings: Settings) -> RunIdentity:
     """What a dashboard shows of the run."""
     return RunIdentity(
-        name=f"{settings.run}/{settings.model.name}/{settings.stage}",
-        stage=settings.stage,
+        name=run_name(settings),
+        run=settings.run,
         model=settings.model.name,
-        sweep=settings.run if settings.job else None,
+        job=settings.job,
+        stage=settings.stage,
         config=settings.tree,
     )
 
@@ -175,7 +176,7 @@ def fit(
         exit_code = 0
     finally:
         close_loggers(loggers, exit_code)
-    say(f"curves: {draw_curves(ready.folder, settings.stage)}")
+    say(f"curves: {draw_curves(ready.folder, settings.stage, run_name(settings))}")
     if saver.best_step is not None and saver.best_step != saver.evaluated:
         say(f"the best evaluation was that of step {saver.best_step}; final/ is the last step")
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}

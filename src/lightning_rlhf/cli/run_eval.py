@@ -20,7 +20,7 @@ from lightning_rlhf.cli.fitness import (
     sft_samples,
     write_report,
 )
-from lightning_rlhf.cli.folders import FINAL, claim, find_parents
+from lightning_rlhf.cli.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, identity, make_ready
 from lightning_rlhf.cli.settings import Settings
@@ -82,7 +82,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             pairs,
             (scores, response_lengths(rollouts)),
             problems,
-            title=", ".join(settings.reward),
+            title=f"{run_name(settings)}: {', '.join(settings.reward)}",
             sampled_from="prompts of the held-out pairs",
             scale="The scores are what PPO would be paid at its start: weighted, normalised and "
             "clipped as the reward says; running moments are those of the SFT samples.",

@@ -20,7 +20,7 @@ from lightning_rlhf.cli.fitness import (
     sft_samples,
     write_report,
 )
-from lightning_rlhf.cli.folders import FINAL, find_parents
+from lightning_rlhf.cli.folders import FINAL, find_parents, run_name
 from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
@@ -130,7 +130,7 @@ def report_fitness(
         pairs,
         (sample_rewards(roles, samples), response_lengths(samples)),
         problems,
-        title=f"{settings.run}/{settings.model.name}/rm",
+        title=run_name(settings),
         sampled_from="prompts of the pairs that the reward model is trained on",
         scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
         "`reward.normalization` says otherwise.",
