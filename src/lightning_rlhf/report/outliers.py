@@ -67,6 +67,7 @@ def _write(axes: Axes, value: float, at: Sequence[float], marker: str, color: st
     middle = sum(axes.get_xlim()) / 2
     is_left = marker == ">" or (marker != "<" and at[0] > middle)
     axes.annotate(
-        f"{value:.3g}", (at[0], at[1]), xytext=(-6 if is_left else 6, 0), textcoords="offset points",
-        ha="right" if is_left else "left", va="center", fontsize=8, color=color,
+        f"{value:.4g}", (at[0], at[1]), xytext=(-6 if is_left else 6, 0),
+        textcoords="offset points", ha="right" if is_left else "left", va="center", fontsize=8,
+        color=color, bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
     )  # fmt: skip
