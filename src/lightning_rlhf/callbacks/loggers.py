@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +28,21 @@ from lightning_rlhf.core.storage import flush, written_whole
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
+NAME_CHARACTERS, TAG_CHARACTERS = 128, 64
+"""What W&B allows for the name of a run or group, and for a tag."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
     """What a dashboard shows of a run besides its metrics."""
 
     name: str
-    stage: str
+    """run/model/stage, or run/model/job/stage."""
+    run: str
     model: str
-    sweep: str | None
-    """Runs of one sweep are grouped."""
+    job: str | None
+    """The variant of the run, which names what is varied; the jobs of a run are a group."""
+    stage: str
     config: Mapping[str, Any]
     """The whole configuration, resolved."""
 
@@ -128,10 +134,10 @@ def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode
     return wandb.init(
         project=config.project,
         entity=config.entity,
-        name=identity.name,
-        group=identity.sweep,
+        name=fitted(identity.name, NAME_CHARACTERS),
+        group=fitted(identity.run, NAME_CHARACTERS) if identity.job else None,
         job_type=identity.stage,
-        tags=[identity.stage, identity.model, *config.tags],
+        tags=[*wandb_tags(identity), *config.tags],
         config=dict(identity.config),
         id=_wandb_id(run_dir),
         dir=run_dir,
@@ -144,6 +150,23 @@ def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode
             finish_timeout=config.finish_timeout_s,
         ),
     )
+
+
+def wandb_tags(identity: RunIdentity) -> list[str]:
+    """Return what the runs of a project can be filtered by: stage, model, job and each of the
+    values that a sweep joins by + to the name of a job."""
+    varied = [] if identity.job is None else [identity.job, *identity.job.split("+")]
+    tags = (identity.stage, identity.model, *filter(None, varied))
+    return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
+
+
+def fitted(text: str, longest: int) -> str:
+    """Return `text` in at most `longest` characters; one that is cut ends with its checksum, so
+    that different texts stay different."""
+    if len(text) <= longest:
+        return text
+    checksum = f"-{zlib.crc32(text.encode()):08x}"
+    return text[: longest - len(checksum)] + checksum
 
 
 def _wandb_id(run_dir: Path) -> str:

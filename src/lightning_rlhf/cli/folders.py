@@ -38,6 +38,11 @@ def folder_of(settings: Settings, stage: str | None = None) -> Path:
     )
 
 
+def run_name(settings: Settings) -> str:
+    """Return run/model/stage, or run/model/job/stage: the run's name wherever people read it."""
+    return folder_of(settings).relative_to(settings.outputs).as_posix()
+
+
 def check_writable(outputs: Path, folder: Path) -> None:
     """Raise ConfigError where `folder` could not be made or written into."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))

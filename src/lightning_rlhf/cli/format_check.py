@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.fitness import fitting
 from lightning_rlhf.cli.folders import reward_role
@@ -40,7 +41,8 @@ def check_formats(ready: Prepared, reward: Reward) -> None:
             continue
         assert isinstance(source, LearnedReward | TextReward)
         key = reward_key(ready.settings, name)
-        result = check_format(ready, name, source)
+        with Working(f"checking the format of reward {name}"):
+            result = check_format(ready, name, source)
         if result is None:
             say(f"reward {name}: no held-out pairs to check its format with (data.preferences)")
             continue

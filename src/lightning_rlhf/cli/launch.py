@@ -20,8 +20,9 @@ from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_l
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say, say_lengths
-from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of
+from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
 from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
@@ -102,8 +103,9 @@ def tokenised(
     what: str,
 ) -> tuple[Tokenised[E], Tokenised[E]]:
     """The rows to train on and those held out, as tokens; says how many there are of `what`."""
-    train = tokenise(rows.train, ready.chat, ready.settings.data)
-    val = tokenise(rows.val, ready.chat, ready.settings.data)
+    with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
+        train = tokenise(rows.train, ready.chat, ready.settings.data)
+        val = tokenise(rows.val, ready.chat, ready.settings.data)
     say_lengths(what, rows.train, train)
     say_lengths(what, rows.val, val, to_validate=True)
     return train, val
@@ -112,10 +114,11 @@ def tokenised(
 def identity(settings: Settings) -> RunIdentity:
     """What a dashboard shows of the run."""
     return RunIdentity(
-        name=f"{settings.run}/{settings.model.name}/{settings.stage}",
-        stage=settings.stage,
+        name=run_name(settings),
+        run=settings.run,
         model=settings.model.name,
-        sweep=settings.run if settings.job else None,
+        job=settings.job,
+        stage=settings.stage,
         config=settings.tree,
     )
 
@@ -174,8 +177,9 @@ def fit(
             at_end(loggers, position(trainer, module))
         exit_code = 0
     finally:
-        close_loggers(loggers, exit_code)
-    say(f"curves: {draw_curves(ready.folder, settings.stage)}")
+        with Working("closing the loggers"):
+            close_loggers(loggers, exit_code)
+    say(f"curves: {draw_curves(ready.folder, settings.stage, run_name(settings))}")
     if saver.best_step is not None and saver.best_step != saver.evaluated:
         say(f"the best evaluation was that of step {saver.best_step}; final/ is the last step")
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
@@ -217,7 +221,8 @@ def hand_over(
         generation.eos_token_id = list(ready.chat.end_token_ids)
         generation.pad_token_id = ready.chat.pad_token_id
     folder = ready.folder / FINAL
-    write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
+    with Working(f"writing {folder}"):
+        write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
     if stands_on_random_weights(folder):
         say(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich import get_console
 from yaml import YAMLError
 
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import (
     FINAL,
@@ -105,9 +106,10 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
     }
     stages = {stage: read_settings(compose("config", list(o))) for stage, o in commands.items()}
-    for stage, settings in stages.items():  # a fault in the last stage's data must cost no training
-        if cfg.overwrite or not is_finished(settings):
-            LOAD[stage](settings.data, settings.seed)
+    with Working("looking through the data"):  # a fault in the last stage's costs no training
+        for stage, settings in stages.items():
+            if cfg.overwrite or not is_finished(settings):
+                LOAD[stage](settings.data, settings.seed)
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
         ran = run_stages(stages, commands, anew=cfg.overwrite)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks.checkpoint_files import path_of
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli import run_rm, run_sft
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import CHECKPOINTS, find_sft
@@ -94,7 +95,10 @@ def rebuilt(batch: LastBatch, settings: Settings) -> tuple[L.LightningModule, Pr
     assert isinstance(config, SFTConfig | RMConfig)
     sft = find_sft(settings) if isinstance(config, RMConfig) else None
     ready = make_ready(settings, {} if sft is None else {SFT: sft})
-    roles = start_from(settings.model, sft, trainable=config.finetune == "full", seed=settings.seed)
+    with Working("loading the model"):
+        roles = start_from(
+            settings.model, sft, trainable=config.finetune == "full", seed=settings.seed
+        )
     pad_id, examples = ready.chat.pad_token_id, cast(Any, batch.examples)
     if isinstance(config, SFTConfig):
         module: L.LightningModule = run_sft.build_module(ready, roles, config)

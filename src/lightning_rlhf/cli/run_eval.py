@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.build_rewards import build_reward, light_sources
 from lightning_rlhf.cli.console import say, say_problems
 from lightning_rlhf.cli.fitness import (
@@ -20,7 +21,7 @@ from lightning_rlhf.cli.fitness import (
     sft_samples,
     write_report,
 )
-from lightning_rlhf.cli.folders import FINAL, claim, find_parents
+from lightning_rlhf.cli.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, identity, make_ready
 from lightning_rlhf.cli.settings import Settings
@@ -46,13 +47,16 @@ from lightning_rlhf.rollout.replies import said
 def run_eval(settings: Settings, config: EvalConfig) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
     parents = find_parents(settings)
-    rows = load_preferences(settings.data, settings.seed)
-    problems = find_problems(rows.val, rows.train)
+    with Working("reading the data"):
+        rows = load_preferences(settings.data, settings.seed)
+    with Working("looking through the pairs"):
+        problems = find_problems(rows.val, rows.train)
     say_problems(problems)
     ready = make_ready(settings, parents)
     light = light_sources(ready, {"prompt", "messages"})
     pairs = held_out_pairs(rows.val, ready)
-    roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    with Working("loading the model"):
+        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
     longest, response = max(len(prompt) for prompt in prompts), settings.data.max_response_tokens
@@ -67,7 +71,9 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     rollouts = sft_samples(ready, roles, prompts, config.samples, config)
     texts = [prompt_row(pair.prompt) for pair in pairs]
     replies = [said(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
-    parts = torch.cat([reward(some) for some in replies])
+    with Working("scoring SFT samples", config.samples) as working:
+        shown = working.track(replies, lambda some: len(some.responses))
+        parts = torch.cat([reward(some) for some in shown])
     moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
     def paid(replies: Replies) -> Float[Tensor, " B"]:
@@ -82,7 +88,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             pairs,
             (scores, response_lengths(rollouts)),
             problems,
-            title=", ".join(settings.reward),
+            title=f"{run_name(settings)}: {', '.join(settings.reward)}",
             sampled_from="prompts of the held-out pairs",
             scale="The scores are what PPO would be paid at its start: weighted, normalised and "
             "clipped as the reward says; running moments are those of the SFT samples.",
@@ -95,7 +101,8 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         folder = claim(settings, parents)
         loggers = build_loggers(settings.logger, folder, identity(settings))
         log_fitness(page, numbers, loggers, 0)
-        close_loggers(loggers, 0)
+        with Working("closing the loggers"):
+            close_loggers(loggers, 0)
         final = folder / FINAL
         with written_whole(final) as whole:
             shutil.copytree(beside, whole)

@@ -14,6 +14,7 @@ from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
 from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import METRICS, find_parents
@@ -49,13 +50,15 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     parents = find_parents(settings)
     verdicts = check_fit(settings, parents)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
-    rows = load_prompts(settings.data, settings.seed)
+    with Working("reading the data"):
+        rows = load_prompts(settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
     train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
 
-    roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    with Working("loading the model"):
+        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
     check_positions(

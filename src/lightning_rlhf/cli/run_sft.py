@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics import SFTMetrics
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say_evaluation
 from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.settings import Settings
@@ -20,13 +21,15 @@ from lightning_rlhf.modules.sft import SFTModule
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
     """Supervised fine-tuning."""
-    rows = load_demonstrations(settings.data, settings.seed)
+    with Working("reading the data"):
+        rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
     train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
 
-    roles = start_from(
-        settings.model, None, trainable=config.finetune == "full", seed=settings.seed
-    )
+    with Working("loading the model"):
+        roles = start_from(
+            settings.model, None, trainable=config.finetune == "full", seed=settings.seed
+        )
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(e.prompt) + len(e.response) for e in train.examples)
     check_positions(roles, longest, "the longest demonstration")

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.main import CONF
 from lightning_rlhf.cli.reward_section import read_reward
 from lightning_rlhf.cli.settings import read_model
@@ -180,7 +181,8 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
             "none, stored: to a server every request is the first")  # fmt: skip
     check_text_reward(config, "reward", final)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    reward = text_reward(config, "reward", final, device)
+    with Working("loading the reward model"):
+        reward = text_reward(config, "reward", final, device)
 
     def score(prompts: list[Messages], responses: list[str], columns: Columns) -> list[float]:
         rows = [prompt_row(turns(prompt)) for prompt in prompts]

@@ -133,6 +133,8 @@ def _length_gap(fitness: Fitness) -> Finding:
         words = f"chosen is longer in {counts[0]} pairs and shorter in {counts[1]}; "
         return untested(LENGTH_GAP, length.gap, words + f"{MIN_COUNT} of each are needed")
     low, high = length.gap_interval
+    assert length.model_prefers_longer is not None  # as there is a gap
+    assert length.people_prefer_longer is not None
     taste = "longer" if length.gap > 0 else "shorter"
     words = (
         f"accuracy where chosen is longer less where it is shorter is {length.gap:+z.2f}, interval "

@@ -71,7 +71,7 @@ def write_fitness(
     findings = find(fitness, probes)
     in_pairs = () if problems is None else find_in_pairs(problems)
     pairs = None if problems is None else about_pairs(in_pairs)
-    pictures = draw_fitness(folder / PICTURES, fitness, probes)
+    pictures = draw_fitness(folder / PICTURES, title, fitness, probes)
     judged = judgement(findings)
     sections = [
         f"# Is this reward fit to be maximised? {plain(title, CHARACTERS)}",
