@@ -71,7 +71,9 @@ def fit_ppo(folder: Path, fit: Fit, *loggers: Logger) -> None:
             PPOMetrics(),
             Evaluation(None, folder),
             Samples(every_n_iterations=1, count=2, characters=9, run_dir=folder),
-            Checkpoints(folder / "checkpoints", config(checkpoint_every=2, val_every=3), ORIGIN, Stop()),
+            Checkpoints(
+                folder / "checkpoints", config(checkpoint_every=2, val_every=3), ORIGIN, Stop()
+            ),
         ],
         [MetricsFile(folder), *loggers],
         batches=6,
@@ -109,9 +111,7 @@ def test_events_of_tensorboard_are_too(
     assert sizes == sorted(set(sizes)), "each has more"
 
 
-def test_supervised_rows_are_too(
-    tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervised_rows_are_too(tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
     saver = Checkpoints(tmp_path / "checkpoints", config(checkpoint_every=3), ORIGIN, Stop())
     fit(
@@ -154,9 +154,10 @@ def test_deletions_that_were_cut_off_are_done_at_the_next_save(tmp_path: Path) -
         gone.append(path)
         unlink(path)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "unlink", pull)
-        keep_newest(tmp_path, 2)
+        with pytest.raises(KeyboardInterrupt):
+            keep_newest(tmp_path, 2)
     assert len(numbered(tmp_path)) == 5
     keep_newest(tmp_path, 2)
     assert [path.stem for path in numbered(tmp_path)] == ["000005", "000006"]

@@ -76,7 +76,6 @@ class RunTensorBoard(TensorBoardLogger):
         start = SessionLog(status=SessionLog.START)
         self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
 
-
     @rank_zero_only
     def flush(self) -> None:
         """Return once all events would survive a kill and a loss of power."""

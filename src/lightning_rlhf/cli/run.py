@@ -10,15 +10,16 @@ import lightning as L
 import torch
 
 from lightning_rlhf.cli.console import quiet_libraries
-from lightning_rlhf.cli.folders import folder_of
+from lightning_rlhf.cli.folders import FINAL, folder_of
+from lightning_rlhf.cli.gaps import check_rows
 from lightning_rlhf.cli.launch import check_accelerator
 from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
-from lightning_rlhf.cli.resume import check_resumable, held, resume_point
+from lightning_rlhf.cli.resume import check_resumable, decide, held, resume_point
 from lightning_rlhf.cli.run_eval import run_eval
 from lightning_rlhf.cli.run_ppo import run_ppo
 from lightning_rlhf.cli.run_rm import run_rm
 from lightning_rlhf.cli.run_sft import run_sft
-from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.cli.settings import AUTO, Settings
 from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.ppo_config import PPOConfig
 
@@ -31,8 +32,13 @@ def run_stage(settings: Settings) -> Path:
     quiet_libraries()
     check_accelerator(settings)
     with held(settings, folder_of(settings)):
+        if settings.resume == AUTO:
+            if (decided := decide(settings)) is None:
+                return folder_of(settings) / FINAL
+            settings = decided
         if (checkpoint := resume_point(settings)) is not None:  # refuse before anything is read
             check_resumable(checkpoint, settings)
+            check_rows(checkpoint, settings)
         return run_in_folder(settings)
 
 
