@@ -220,7 +220,7 @@ def test_numbers_name_a_run_and_a_job(kitchen: Kitchen) -> None:
 
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
     folder = done.folder("ppo").parent
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
+    with FileLock(folder / ".lock"):
         error = done.cook().error
     assert "outputs/default/mini is being written by another process" in error
     assert done.ran == []

@@ -297,7 +297,7 @@ def test_a_command_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_what_a_kill_left_of_an_overwritten_run_is_no_part_of_the_next(finished: Workplace) -> None:
-    left = finished.stage("sft").with_name(".sft.deleted")
+    left = finished.stage("sft") / ".deleted"
     (left / "checkpoints").mkdir(parents=True)
     (left / "checkpoints" / "000050.ckpt").touch()
     finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
+from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
@@ -35,11 +36,11 @@ class Evaluation(Callback):
         self.first: dict[str, float] | None = None
         self.last: dict[str, float] | None = None
         self._judge = judge
-        self._folder = run_dir / "samples"
+        self._run_dir = run_dir
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run evaluates later policies again."""
-        for path in self._folder.glob("eval_*.jsonl"):
+        for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
             is_later = int(path.stem.removeprefix("eval_")) > ppo_view(pl_module).iteration
             if trainer.is_global_zero and is_later:
                 path.unlink()
@@ -69,10 +70,10 @@ class Evaluation(Callback):
         self.first = self.first or metrics
         self.last = metrics
         if trainer.is_global_zero:
-            make_folder(self._folder)
-            name = f"eval_{ppo_view(pl_module).iteration:06d}.jsonl"
+            path = eval_samples(self._run_dir, ppo_view(pl_module).iteration)
+            make_folder(path.parent)
             lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
-            with written_whole(self._folder / name) as beside:
+            with written_whole(path) as beside:
                 beside.write_text("".join(lines), encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 Sample = dict[str, Any]
 
+SAMPLES = "samples"
+"""Name of the folder in that of a run."""
+COUNT = 4
+"""Responses that are kept of an iteration."""
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample; kl in nats, summed over the response."""
 
@@ -47,7 +51,7 @@ class Samples(Callback):
         self._every_n_iterations = every_n_iterations
         self._count = count
         self._characters = characters
-        self._path = run_dir / "samples" / "train.jsonl"
+        self._path = train_samples(run_dir)
         self._wandb_table: wandb.Table | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,6 +101,16 @@ class Samples(Callback):
         for sample in samples:
             self._wandb_table.add_data(*(sample[column] for column in COLUMNS))
         return self._wandb_table
+
+
+def train_samples(run_dir: Path) -> Path:
+    """Return where the samples of training are."""
+    return run_dir / SAMPLES / "train.jsonl"
+
+
+def eval_samples(run_dir: Path, iteration: int) -> Path:
+    """Return where the samples of the evaluation after an iteration are."""
+    return run_dir / SAMPLES / f"eval_{iteration:06d}.jsonl"
 
 
 def training_samples(module: PPOView, experience: Experience) -> list[Sample]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,7 @@ from lightning_rlhf.cli.changes import changes, listed
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import UNFINISHED, delete, make_folder, written_whole
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
@@ -24,6 +23,8 @@ from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
 RUN_ID = "run_id.txt"
+LOCK, DELETED = ".lock", ".deleted"
+"""Names in a run's folder: what its process holds, and a folder for what is deleted."""
 
 
 def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
@@ -46,8 +47,11 @@ def run_name(settings: Settings) -> str:
 def check_writable(outputs: Path, folder: Path) -> None:
     """Raise ConfigError where `folder` could not be made or written into."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"outputs={outputs}: {there} is not a folder that can be written into")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        link = f", a symbolic link to {os.readlink(there)}," if there.is_symlink() else ""
+        raise ConfigError(
+            f"outputs={outputs}: {there}{link} is not a folder that can be written into"
+        )
 
 
 def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
@@ -60,13 +64,11 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     folder = folder_of(settings)
     digests = {role: digest(final.path) for role, final in parents.items()}
     try:
-        aside = folder.with_name(f".{folder.name}.deleted")  # where a kill may leave a part of it
-        if aside.exists():
-            shutil.rmtree(aside)
-        if folder.exists() and (settings.overwrite or (is_unbegun(folder) and not settings.resume)):
-            os.replace(folder, aside)
-            shutil.rmtree(aside)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        delete(folder / DELETED)  # where a kill may leave a part of it
+        if settings.overwrite or (is_unbegun(folder) and not settings.resume):
+            clear(folder)
+        delete_unfinished(folder)
         if not settings.resume:
             with written_whole(folder / RUN_ID) as beside:
                 beside.write_text(secrets.token_hex(8))
@@ -77,6 +79,30 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     except OSError as error:
         raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
     return folder
+
+
+def clear(folder: Path) -> None:
+    """Delete what is in a run's folder, but for its lock; the folder may be a symbolic link.
+
+    It is moved aside first, the configuration last, so that a kill leaves no half of a run that
+    could be taken for another one.
+    """
+    aside = folder / DELETED
+    aside.mkdir()
+    names = set(os.listdir(folder)) - {LOCK, DELETED}
+    for name in sorted(names, key=CONFIG.__eq__):
+        os.replace(folder / name, aside / name)
+    delete(aside)
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Delete what a kill left half written."""
+    from lightning_rlhf.callbacks.samples import SAMPLES  # which takes seconds to import
+    from lightning_rlhf.data.rollouts import FOLDER as ROLLOUTS
+
+    for place in (folder, *(folder / name for name in (CHECKPOINTS, SAMPLES, ROLLOUTS))):
+        for path in place.glob(f"*{UNFINISHED}"):
+            delete(path)
 
 
 def is_used(folder: Path) -> bool:

@@ -132,7 +132,7 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """How to go on with what was stopped; nothing where the command had not come that far."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
     from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
-    from lightning_rlhf.cli.settings import read_settings
+    from lightning_rlhf.cli.settings import AUTO, read_settings
     from lightning_rlhf.core.config import EvalConfig
 
     if in_sweep or cfg.recipe is not None:
@@ -142,6 +142,8 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
         folder = folder_of(settings)
         if not is_used(folder) or (folder / FINAL).is_dir():
             return []
+        if settings.resume == AUTO:
+            return ["the same command goes on"]
         if numbered(folder / CHECKPOINTS):
             return ["resume=true goes on from the last checkpoint"]
         if is_unbegun(folder) or isinstance(settings.config, EvalConfig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -18,10 +19,12 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     step_named,
 )
 from lightning_rlhf.cli.changes import changes, listed
+from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
+    LOCK,
     METRICS,
     RUN_ID,
     check_writable,
@@ -33,40 +36,41 @@ from lightning_rlhf.cli.folders import (
 )
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.storage import make_folder
 
 
 @contextmanager
 def held(settings: Settings, folder: Path) -> Iterator[None]:
     """`folder` is written by no other process; the system lets go of it with this one.
 
-    The lock is a file beside the folder, which overwrite=true deletes. Only a process that is
-    killed leaves it behind, unlocked.
-    Raises ConfigError where another process holds it.
+    The lock is a file in the folder, so that all paths that lead to it find the same one. Only a
+    process that is killed leaves it behind, unlocked.
+    Raises ConfigError where another process holds it, or where the folder cannot be written.
     """
     check_writable(settings.outputs, folder)
-    parents = (folder.parent, *folder.parent.parents)
-    made = [parent for parent in parents if not parent.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FileLock(folder / LOCK, timeout=0)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
-    file = folder.with_name(f"{folder.name}.lock")
-    lock = FileLock(file, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            f"{folder} is being written by another process, which holds {file}. Wait until it "
-            f"ends, or give {name_beside(settings)} to write beside it"
-        ) from None
-    try:
-        yield
+        try:
+            make_folder(folder)
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{folder} is being written by another process, which holds {folder / LOCK}. Wait "
+                f"until it ends, or give {name_beside(settings)} to write beside it"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
+        try:
+            yield
+        finally:
+            # by who holds it: another one finds that the name is gone
+            (folder / LOCK).unlink(missing_ok=True)
+            lock.release()
     finally:
-        file.unlink(missing_ok=True)  # by who holds it: another one finds that the name is gone
-        lock.release()
-        for parent in made:
+        for path in made:
             with suppress(OSError):  # a run is in it
-                parent.rmdir()
+                path.rmdir()
 
 
 def resume_point(settings: Settings) -> Path | None:
@@ -79,7 +83,7 @@ def resume_point(settings: Settings) -> Path | None:
     if settings.overwrite:
         check_apart(settings, folder)
         return None
-    finished, there = (folder / FINAL).is_dir(), numbered(folder / CHECKPOINTS)
+    finished, there = (folder / FINAL).is_dir(), saved(folder)
     if not is_used(folder):
         if settings.resume:
             raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
@@ -89,12 +93,7 @@ def resume_point(settings: Settings) -> Path | None:
     if finished:
         raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
     if settings.resume and there:
-        check_same_config(settings, folder)
-        if is_stale(settings):
-            raise ConfigError(
-                f"{folder} cannot be resumed: the models it was started from are others now. "
-                f"Give {anew}"
-            )
+        check_same_run(settings, folder)
         return there[-1] if settings.resume is True else named(folder, settings.resume)
     if settings.resume:
         raise ConfigError(f"{folder} has no checkpoint to go on from. Give {anew}")
@@ -102,6 +101,44 @@ def resume_point(settings: Settings) -> Path | None:
         return None
     go_on = "resume=true to go on, " if there else ""
     raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
+
+
+def saved(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, the one to go on from at the end, the best one first."""
+    best = folder / CHECKPOINTS / f"{BEST}{SUFFIX}"
+    return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
+
+
+def decide(settings: Settings) -> Settings | None:
+    """Return what resume=auto comes to: a run that goes on or starts; None where it has finished.
+
+    Raises ConfigError where the folder holds another run, and CheckpointError where the run has
+    checkpoints and cannot go on from any of them: it is never started anew then.
+    """
+    from lightning_rlhf.cli.gaps import check_rows  # which takes seconds to import
+
+    folder = folder_of(settings)
+    if not is_used(folder) or is_unbegun(folder):
+        return replace(settings, resume=False)
+    check_same_run(settings, folder)
+    if (folder / FINAL).is_dir():
+        say(f"{settings.stage}: finished already, {folder / FINAL}")
+        return None
+    if not saved(folder):
+        say(f"{folder} holds a run that was cut off before its first checkpoint; it starts anew")
+        return replace(settings, resume=False, overwrite=True)
+    failures = []
+    for path in reversed(saved(folder)):
+        try:
+            check_resumable(path, settings)
+            check_rows(path, settings)
+        except CheckpointError as error:
+            failures.append(error)
+            continue
+        for failure in failures:
+            say(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
+        return replace(settings, resume=path.stem)
+    raise failures[0]
 
 
 def name_beside(settings: Settings) -> str:
@@ -117,6 +154,16 @@ def check_apart(settings: Settings, folder: Path) -> None:
                 f"overwrite=true would delete {folder}, and with it {final.path}, which the run "
                 f"starts from. Give {name_beside(settings)} to keep both"
             )
+
+
+def check_same_run(settings: Settings, folder: Path) -> None:
+    """Raise ConfigError unless the run in `folder` is of this configuration and these models."""
+    check_same_config(settings, folder)
+    if is_stale(settings):
+        raise ConfigError(
+            f"{folder} cannot be resumed: the models it was started from are others now. Give "
+            f"overwrite=true to delete it and start anew, or {name_beside(settings)} to keep both"
+        )
 
 
 def check_same_config(settings: Settings, folder: Path) -> None:

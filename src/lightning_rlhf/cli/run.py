@@ -10,6 +10,7 @@ import lightning as L
 import torch
 
 from lightning_rlhf.cli.console import quiet_libraries
+from lightning_rlhf.cli.gaps import check_rows
 from lightning_rlhf.cli.launch import check_accelerator
 from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
 from lightning_rlhf.cli.resume import check_resumable
@@ -34,6 +35,7 @@ def run_in_folder(settings: Settings, checkpoint: Path | None) -> Path:
     check_accelerator(settings)
     if checkpoint is not None:  # refuse before anything is read
         check_resumable(checkpoint, settings)
+        check_rows(checkpoint, settings)
     with computing(settings):
         match settings.config:
             case SFTConfig():

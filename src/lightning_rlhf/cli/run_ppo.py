@@ -13,7 +13,7 @@ from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
-from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.callbacks.samples import COUNT, Samples
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
 from lightning_rlhf.cli.console import say
@@ -86,7 +86,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     module = build_module(ready, roles, reward, config, texts, microbatch)
     evaluation = Evaluation(judge, ready.folder)
     samples = Samples(
-        every_n_iterations=config.samples_every, count=4, characters=160, run_dir=ready.folder
+        every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=ready.folder
     )
     last_words = LastWords(ready.folder)
     recorders = [last_words, *([Recorder(ready.folder)] if settings.record else [])]

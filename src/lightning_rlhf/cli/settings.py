@@ -44,6 +44,8 @@ EXAMPLES = {
     "reward.url": "http://127.0.0.1:8000/score",
 }
 """Key of a value that must be given -> one that may be."""
+AUTO = "auto"
+"""Value of `resume` with which a run goes on if it can, and starts where there is none."""
 STAGES: Mapping[str, type] = {
     "sft": SFTConfig,
     "rm": RMConfig,
@@ -102,7 +104,7 @@ class Settings:
     seed: int
     outputs: Path
     resume: bool | str
-    """Of the newest checkpoint, or of the one of this name."""
+    """From the newest checkpoint, from the one of this name, or AUTO."""
     overwrite: bool
     record: bool
     """Whether PPO writes its rollouts; the other stages have none."""
@@ -127,7 +129,8 @@ def read_settings(cfg: DictConfig) -> Settings:
     tree |= _folder_names(tree)
     require_text("outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
-        raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
+        given = "true" if tree["resume"] is True else tree["resume"]
+        raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
     config: Any = build(STAGES[stage], frozen_lists(tree[stage]), stage)
     if isinstance(config, PPOConfig):
@@ -189,12 +192,12 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def read_resume(given: Any) -> bool | str:
-    """Whether to resume, or the name of the checkpoint to resume from: 10 -> "000010"."""
-    if isinstance(given, bool):
-        return given
+    """Return whether to resume, AUTO, or the name of a checkpoint: 10 -> "000010"."""
+    if isinstance(given, bool) or given == AUTO:
+        return given  # type: ignore[no-any-return]
     name = str(given)
     is_name = isinstance(given, int | str) and re.fullmatch(r"[0-9]+|best", name) is not None
-    require(is_name, "resume", given, "true, false, the step of a checkpoint, best")
+    require(is_name, "resume", given, "true, false, auto, the step of a checkpoint, best")
     return name if name == "best" else f"{int(name):06d}"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_rlhf.cli.folders import find_parents, folder_of
-from lightning_rlhf.cli.resume import held, resume_point
-from lightning_rlhf.cli.settings import Settings, reward_key
+from lightning_rlhf.cli.folders import FINAL, find_parents, folder_of
+from lightning_rlhf.cli.resume import decide, held, resume_point
+from lightning_rlhf.cli.settings import AUTO, Settings, reward_key
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import check_function_file
 from lightning_rlhf.data.splits import Kind, check_sources
@@ -26,6 +26,10 @@ READ: dict[str, Kind] = {
 def run_stage(settings: Settings) -> Path:
     """Run the stage and return the path of its `final/` folder."""
     with held(settings, folder_of(settings)):
+        if settings.resume == AUTO:
+            if (decided := decide(settings)) is None:
+                return folder_of(settings) / FINAL
+            settings = decided
         checkpoint = resume_point(settings)
         check_inputs(settings)
         # Lightning, transformers and torch take ten seconds of processor time to import.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydra.core.utils import JobReturn
@@ -65,10 +67,11 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     if not isinstance(cfg.outputs, str):
         return reason
     folder = _folder(cfg)
-    is_inside = folder.resolve().is_relative_to(Path(cfg.outputs).resolve())
+    is_inside = Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(cfg.outputs))
     if is_inside and not (folder / FINAL).is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAILED).write_text(reason + "\n")
+        with suppress(OSError):  # a folder that cannot be written may be the reason itself
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FAILED).write_text(reason + "\n")
     return reason
 
 
