@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -122,6 +123,13 @@ class StageConfig:
     checkpoints_kept: int
     """The latest; the best one is kept besides."""
     max_nonfinite: int
+
+    def validation_interval(self, steps: int) -> int:
+        """Return the steps between validations of a run of `steps`.
+
+        val_every, or a tenth of a run that is shorter, rounded up.
+        """
+        return self.val_every if self.val_every <= steps else math.ceil(steps / 10)
 
     def check(self, stage: str) -> None:
         """Raise ConfigError naming `stage.key` where a value is out of bounds."""
