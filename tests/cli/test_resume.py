@@ -141,7 +141,7 @@ class TestWhatIsRefused:
 
 # Signals and locks, in processes.
 
-SLOW = ("stage=sft", "sft.epochs=100", "sft.val_every=1000", "sft.checkpoint_every=1000")
+SLOW = ("stage=sft", "sft.epochs=100", "sft.val_every=800", "sft.checkpoint_every=1000")
 """800 steps, of which a signal leaves some, and nothing is saved but for it."""
 
 
@@ -217,7 +217,7 @@ def test_a_recipe_passes_a_signal_on_and_waits(
 ) -> None:
     """One message for both processes; the same command goes on."""
     place = make_workplace(tmp_path / "work")
-    own = ("sft.epochs=25", "sft.val_every=1000", "sft.checkpoint_every=1000",
+    own = ("sft.epochs=25", "sft.val_every=200", "sft.checkpoint_every=1000",
            "rm.epochs=0.25", "ppo.iterations=1", "trainer.log_every_n_steps=1")  # fmt: skip
     process = start(place, *MINI, "recipe=quickstart", *own)
     folder = place.outputs / "default" / "mini" / "sft"

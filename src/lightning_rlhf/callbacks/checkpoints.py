@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
@@ -24,17 +25,23 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     stamp,
 )
 from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Stage, StageConfig
 from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.finite import require_finite_metrics
 from lightning_rlhf.core.storage import readable
 
-GOAL: Mapping[Stage, tuple[str, int]] = {
-    "sft": ("eval/loss", -1),
-    "rm": ("eval/accuracy", 1),
-    "ppo": ("eval/reward_mean", 1),
+GOAL: Mapping[Stage, tuple[tuple[str, int], ...]] = {
+    "sft": (("eval/loss", -1),),
+    "rm": (("eval/accuracy", 1), ("eval/rm_loss", -1)),
+    "ppo": (("eval/reward_mean", 1),),
 }
-"""Stage -> the metric that tells which checkpoint is the best, and 1 where higher is better."""
+"""Stage -> the metrics that tell which evaluation is the best, with 1 where higher is better.
+
+A later metric decides where the ones before it are equal; of evaluations that are equal in all, the
+earliest is the best.
+"""
 
 
 class Checkpoints(Callback):
@@ -59,8 +66,8 @@ class Checkpoints(Callback):
         self.config = config
         self.origin = origin
         self.stop = stop
-        self.best: float | None = None
-        """The metric at the best evaluation so far."""
+        self.best: tuple[float, ...] | None = None
+        """The metrics of GOAL at the best evaluation so far."""
         self.best_step: int | None = None
         self.evaluated: int | None = None
         """The step of the latest evaluation."""
@@ -76,7 +83,11 @@ class Checkpoints(Callback):
         return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+        best = state_dict["best"]
+        if isinstance(best, float):  # of a checkpoint without what decides between equal ones
+            best = best, *(-sign * math.inf for _, sign in GOAL[self.origin.stage][1:])
+        self.best = best
+        self.best_step = state_dict["best_step"]
         self.evaluated = state_dict["evaluated"]
 
     def on_save_checkpoint(
@@ -133,12 +144,27 @@ class Checkpoints(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        step = self.evaluated = trained(trainer)
-        metric, sign = GOAL[self.origin.stage]
-        found = float(trainer.callback_metrics[metric])
-        if found == found and (self.best is None or sign * found > sign * self.best):
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        step = trained(trainer)
+        # Before the evaluation counts as done: a run that goes on from here is told once more.
+        require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
+        self.evaluated = step
+        found = tuple(metrics[name] for name, _ in GOAL[self.origin.stage])
+        if self.best is None or self.signed(found) > self.signed(self.best):
             self.best, self.best_step = found, step
             link_best(self.folder, step)
+
+    def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the metrics of GOAL so that the larger tuple is the better one."""
+        return tuple(sign * x for (_, sign), x in zip(GOAL[self.origin.stage], found, strict=True))
+
+    def best_text(self) -> str:
+        """Return the metrics of GOAL at the best evaluation, in words."""
+        assert self.best is not None
+        return ", then ".join(
+            f"{name} {number_text(x)} ({'higher' if sign > 0 else 'lower'} is better)"
+            for (name, sign), x in zip(GOAL[self.origin.stage], self.best, strict=True)
+        )
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say, say_lengths
 from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
+from lightning_rlhf.cli.learned import check_learned
 from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
@@ -133,6 +134,7 @@ def fit(
     """Train over the whole schedule, validate at the end, draw the curves; the last metrics.
 
     at_end: is given the loggers and the last step before the loggers close.
+    Raises TrainingError where the model has diverged, or where no update was made.
     """
     settings, config = ready.settings, ready.settings.config
     assert not isinstance(config, EvalConfig)  # which fits nothing
@@ -140,16 +142,25 @@ def fit(
     resume_from = resume_point(settings)
     claim(settings, ready.parents)
     is_ppo = isinstance(config, PPOConfig)
+    steps = len(data.schedule)
+    val_every = config.validation_interval(steps)
+    if val_every != config.val_every:
+        say(
+            f"validating every {val_every} of the {steps} steps, a tenth: "
+            f"{settings.stage}.val_every is {config.val_every}, more than the run has"
+        )
     loggers = build_loggers(settings.logger, ready.folder, identity(settings))
     stop = Stop()
-    saver = Checkpoints(ready.folder / CHECKPOINTS, config, origin(settings), stop)
+    saver = Checkpoints(
+        ready.folder / CHECKPOINTS, replace(config, val_every=val_every), origin(settings), stop
+    )
     trainer = L.Trainer(
         accelerator=settings.trainer.accelerator,
         devices=settings.trainer.devices,
         precision=settings.trainer.precision,  # type: ignore[arg-type]
         log_every_n_steps=settings.trainer.log_every_n_steps,
         max_epochs=1,
-        val_check_interval=config.val_every,
+        val_check_interval=val_every,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1 if is_ppo else 0,
         logger=loggers,
@@ -169,9 +180,9 @@ def fit(
     try:
         with deferred_signals(stop):
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+            check_learned(settings.stage, ready.folder, trainer, module)
             # The last checkpoint is written before the evaluation of the same step.
-            resumed_at_the_end = data.schedule.start == len(data.schedule)
-            if len(data.schedule) % config.val_every or resumed_at_the_end:
+            if steps % val_every or data.schedule.start == steps:
                 trainer.validate(module, datamodule=data, verbose=False)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
@@ -181,7 +192,10 @@ def fit(
             close_loggers(loggers, exit_code)
     say(f"curves: {draw_curves(ready.folder, settings.stage, run_name(settings))}")
     if saver.best_step is not None and saver.best_step != saver.evaluated:
-        say(f"the best evaluation was that of step {saver.best_step}; final/ is the last step")
+        say(
+            f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
+            "is the last step"
+        )
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
 
 

@@ -58,6 +58,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     say_problems(problems)
     ready = make_ready(settings, parents)
     train, val = tokenised(ready, rows, tokenise_preferences, "preference pair")
+    data = supervised_data(ready, config, train, val, collate_preferences)
 
     with Working("loading the model"):
         roles = start_from(
@@ -77,7 +78,6 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     prompts = [e.prompt for e in train.examples]
     samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
     module = build_module(ready, roles, config)
-    data = supervised_data(ready, config, train, val, collate_preferences)
     with TemporaryDirectory() as more:
         report = partial(
             report_fitness, ready, roles, rows.val, problems, samples, Path(more), config

@@ -25,6 +25,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
         rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
     train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
+    data = supervised_data(ready, config, train, val, collate_demonstrations)
 
     with Working("loading the model"):
         roles = start_from(
@@ -34,7 +35,6 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     longest = max(len(e.prompt) + len(e.response) for e in train.examples)
     check_positions(roles, longest, "the longest demonstration")
     module = build_module(ready, roles, config)
-    data = supervised_data(ready, config, train, val, collate_demonstrations)
     metrics = fit_supervised(ready, "sft", module, data, rows.train, train, SFTMetrics())
     say_evaluation(metrics)
     return hand_over(ready, roles, SFT, metrics, head=None)
