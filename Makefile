@@ -17,7 +17,7 @@ quickstart: $(BIN)/.installed  ## SFT -> reward model -> PPO on the embedded mod
 test: $(BIN)/.installed-dev  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: $(BIN)/.installed  ## kill runs at random moments, go on, and compare with runs never stopped: docs/reliability.md; ten minutes
+soak: $(BIN)/.installed  ## kill runs at random moments, go on, and compare with runs never stopped: docs/reliability.md; a quarter of an hour
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
