@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
+from lightning_rlhf.cli.replay_plan import settings_of
+from lightning_rlhf.core.ppo_config import PPOConfig
+
 from .conftest import Workplace, given
 
 
@@ -17,3 +22,13 @@ def test_a_constant_reward_and_a_large_kl(finished: Workplace) -> None:
     same = "warning: all responses of an iteration got the same reward, 3 iterations in a row"
     assert out.count(same) == out.count("warning: kl_divergence is ") == 1
     assert out.index(same) < out.index("ppo 4/4")
+
+
+def test_a_run_whose_configuration_lacks_the_bound_can_be_replayed(finished: Workplace) -> None:
+    file = finished.stage("ppo") / "config.json"
+    tree = json.loads(file.read_text())
+    del tree["ppo"]["kl_warning"]
+    file.write_text(json.dumps(tree))
+    config = settings_of(file.parent).config
+    assert isinstance(config, PPOConfig)
+    assert config.kl_warning is None
