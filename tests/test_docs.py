@@ -37,7 +37,7 @@ PAGES = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
 PPO = (HOME / "docs" / "ppo.md").read_text()
 KEYS: dict[str, Any] = get_type_hints(PPOConfig)
 NOT_THE_ALGORITHM = (
-    "val_every", "val_samples_per_prompt", "samples_every",
+    "val_every", "val_samples_per_prompt", "samples_every", "kl_warning",
     "checkpoint_every", "checkpoint_minutes", "checkpoints_kept",
 )  # fmt: skip
 REWARDS = (HOME / "docs" / "rewards.md").read_text()

@@ -189,9 +189,9 @@ class Checkpoints(Callback):
         tell(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
 
 
-def tell(line: str) -> None:
-    """One line on the console, as it is."""
-    get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+def tell(line: str, style: str = "") -> None:
+    """Print one line on the console as it is, in a colour of Rich."""
+    get_console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def trained(trainer: L.Trainer) -> int:

@@ -68,7 +68,7 @@ METRICS: dict[str, Metric] = {
         "score",
         "rollout",
         PPO,
-        "above 0; at 0 there is nothing to learn from",
+        "above 0; at 0 there is nothing to learn from, told after three iterations",
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),

@@ -17,7 +17,8 @@ SAVING = tuple(
     for key in ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
 )
 VOLATILE = (
-    "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs", *SAVING,
+    "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
+    "ppo.kl_warning", *SAVING,
 )  # fmt: skip
 """Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
 UNREAD: Mapping[str, tuple[str, ...]] = {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
@@ -162,8 +163,12 @@ def settings_of(folder: Path) -> Settings:
         raise CheckpointError(f"{file} is damaged: {error!r}") from error
     if stage not in ("ppo", "sft", "rm"):
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo, sft, rm")
-    # Nothing is logged, so that a logger that asks for a key is none's business.
-    settings = read_settings(OmegaConf.create(tree | {"logger": {"kind": "csv"}}))
+    # Nothing is logged, so that a logger that asks for a key is none's business; and nothing is
+    # warned of, so that a run whose configuration lacks the bound can be replayed.
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}}
+    if stage == "ppo" and isinstance(tree.get("ppo"), dict):
+        unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
+    settings = read_settings(OmegaConf.create(tree | unread))
     parts = folder.resolve().parts
     own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
     if parts[-len(own) :] != own:  # it was moved: its parents are where the run found them

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import get_console
 
+from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import read_rows
@@ -91,7 +92,8 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     last_words = LastWords(ready.folder)
     recorders = [last_words, *([Recorder(ready.folder)] if settings.record else [])]
     try:
-        fit(ready, module, data, [PPOMetrics(), evaluation, samples, *recorders])
+        diagnosis = Diagnosis(config.kl_warning)
+        fit(ready, module, data, [PPOMetrics(), diagnosis, evaluation, samples, *recorders])
     except NotFiniteError:
         if last_words.kept is not None:
             say_kept(ready.folder, last_words.kept)

@@ -84,6 +84,8 @@ class PPOConfig(StageConfig):
     # what is looked at
     val_samples_per_prompt: int
     samples_every: int
+    kl_warning: float | None
+    """Nats a response of kl_divergence above which a run warns."""
 
     @property
     def has_critic(self) -> bool:
@@ -114,7 +116,7 @@ class PPOConfig(StageConfig):
             require_number(f"ppo.{key}", getattr(self, key), at_least=0)
         for key in ("gamma", "gae_lambda"):
             require_number(f"ppo.{key}", getattr(self, key), at_least=0, at_most=1)
-        for key in ("score_clip", "clip_range_high", "clip_range_vf", "target_kl"):
+        for key in ("score_clip", "clip_range_high", "clip_range_vf", "target_kl", "kl_warning"):
             if getattr(self, key) is not None:
                 require_number(f"ppo.{key}", getattr(self, key), above=0)
         for key in ("dual_clip", "max_ratio"):
