@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 
 from lightning_rlhf.callbacks.checkpoint_files import (
@@ -23,7 +22,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, is_stale, run_folder
 from lightning_rlhf.cli.resume import origin
-from lightning_rlhf.cli.settings import Settings, read_settings
+from lightning_rlhf.cli.settings import Settings, read_tree
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.data.rollouts import (
     FOLDER,
@@ -33,6 +32,7 @@ from lightning_rlhf.data.rollouts import (
     recorded_iterations,
     weights_of,
 )
+from lightning_rlhf.models.weights import attention_of_the_hub
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Plan:
         return range(self.start + 1, self.iteration + 1)
 
 
-def plan_replay(folder: Path, iteration: int | None) -> Plan:
+def plan_replay(folder: Path, iteration: int | None, *, trust_remote_code: bool = False) -> Plan:
     """What to do for this iteration of the run in `folder`; for the newest recorded one if None.
 
     Raises:
         ConfigError, CheckpointError: the folder holds no run of PPO, or not what it starts from.
         DataError: an iteration that is needed is not recorded, or its file is damaged.
     """
-    settings = settings_of(folder)
+    settings = settings_of(folder, trust_remote_code=trust_remote_code)
     recorded = recorded_iterations(folder)
     if not recorded:
         raise DataError(
@@ -142,10 +142,13 @@ def not_recorded(folder: Path, start: int, iteration: int) -> list[int]:
     return [i for i in range(start + 1, iteration) if i not in recorded]
 
 
-def settings_of(folder: Path) -> Settings:
+def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     """What the run in `folder` was told; earlier stages are looked for beside it.
 
-    Raises ConfigError where there is no run that learns, CheckpointError where its file is damaged.
+    trust_remote_code: whether code may run that the run's configuration asks for.
+
+    Raises ConfigError where there is no run that learns, or one with such code that may not run;
+    CheckpointError where its file is damaged.
     """
     file = folder / CONFIG
     if not file.is_file():
@@ -168,12 +171,32 @@ def settings_of(folder: Path) -> Settings:
     unread: dict[str, Any] = {"logger": {"kind": "csv"}}
     if stage == "ppo" and isinstance(tree.get("ppo"), dict):
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
-    settings = read_settings(OmegaConf.create(tree | unread))
+    if not trust_remote_code:
+        refuse_code(tree, file)
+    settings = read_tree(tree | unread)
     parts = folder.resolve().parts
     own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
     if parts[-len(own) :] != own:  # it was moved: its parents are where the run found them
         return settings
     return replace(settings, outputs=Path(*parts[: -len(own)]))
+
+
+def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError where the configuration of a run asks for code that a model brings."""
+    for key, value in [*trusting(tree), *attention_of_the_hub(tree)]:
+        raise ConfigError(
+            f"{file} asks for code that a model brings: {key} is {value!r}. Replay runs it with "
+            "--trust-remote-code alone, which is for folders that you trust"
+        )
+
+
+def trusting(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys named trust_remote_code, nested ones too, that are not false."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from trusting(value, f"{prefix}{key}.")
+        elif key == "trust_remote_code" and value is not False:
+            yield f"{prefix}{key}", value
 
 
 def ranges(numbers: Sequence[int]) -> str:

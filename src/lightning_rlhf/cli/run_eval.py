@@ -35,7 +35,12 @@ from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.data.splits import load_preferences
-from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.handover import (
+    check_positions,
+    check_room,
+    check_vocabulary,
+    start_from,
+)
 from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
@@ -64,6 +69,9 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         roles, longest + response,
         f"the longest prompt ({longest} tokens) with data.max_response_tokens ({response})",
     )  # fmt: skip
+    check_room(
+        roles, config.batch_size, longest, response, "data.max_response_tokens", ready.device
+    )
     reward = build_reward(ready, roles, light, BatchSize("eval.batch_size", config.batch_size))
     roles.to(ready.device)
     check_formats(ready, reward)

@@ -36,6 +36,7 @@ from lightning_rlhf.data.splits import load_prompts
 from lightning_rlhf.models.handover import (
     add_policy,
     check_positions,
+    check_room,
     check_vocabulary,
     start_from,
 )
@@ -67,6 +68,10 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         f"the longest prompt ({longest} tokens) with ppo.max_response_tokens "
         f"({config.max_response_tokens})",
         lower="ppo.max_response_tokens or data.max_prompt_tokens",
+    )  # fmt: skip
+    check_room(
+        roles, config.rollout_batch_size, longest, config.max_response_tokens,
+        "ppo.max_response_tokens", ready.device,
     )  # fmt: skip
     microbatch = BatchSize("ppo.microbatch_size", config.microbatch_size)
     reward = build_reward(ready, roles, light, microbatch)

@@ -36,7 +36,12 @@ from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference
 from lightning_rlhf.data.splits import load_preferences
-from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.handover import (
+    check_positions,
+    check_room,
+    check_vocabulary,
+    start_from,
+)
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.modules.reward import RewardModule
@@ -73,6 +78,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         roles, prompt + response,
         f"the longest prompt ({prompt} tokens) with data.max_response_tokens ({response})",
     )  # fmt: skip
+    check_room(roles, config.batch_size, prompt, response, "data.max_response_tokens", ready.device)
     roles.to(ready.device)
     below = roles.probe(REFERENCE)
     prompts = [e.prompt for e in train.examples]

@@ -116,7 +116,12 @@ class Settings:
 def read_settings(cfg: DictConfig) -> Settings:
     """Check the composed configuration. Raises ConfigError naming the key."""
     check_components(OmegaConf.to_container(cfg))
-    tree = plain(cfg)
+    return read_tree(plain(cfg))
+
+
+def read_tree(tree: dict[str, Any]) -> Settings:
+    """Check a configuration of plain types, as a run writes it. Raises ConfigError as above."""
+    tree = dict(tree)
     known = {f.name for f in dataclasses.fields(Settings)} - {"config", "tree"}
     stage = _stage(tree)
     refuse_unknown(tree, known | {"recipe", stage}, "")

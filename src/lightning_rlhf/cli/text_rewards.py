@@ -15,15 +15,17 @@ from torch import Tensor
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.main import CONF
 from lightning_rlhf.cli.reward_section import read_reward
+from lightning_rlhf.cli.sections import section
 from lightning_rlhf.cli.settings import read_model
 from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, MANIFEST, Final, find
 from lightning_rlhf.models.classifier_loading import check_classifier, load_classifier, positions
+from lightning_rlhf.models.config import ModelConfig as LMConfig
 from lightning_rlhf.models.handover import load_reward, warn_of_one_head
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
@@ -99,6 +101,7 @@ def check_own(final: Final, config: ModelConfig, key: str) -> None:
                 "its own; allowed: null"
             )
     manifest = final.require_manifest("rm")
+    trained_as(final)
     require(config.quantization == "none" or manifest.base != FROM_CONFIG, f"{key}.quantization",
             config.quantization, f"none, since {final.path} stands on model.from_config, which has "
             "no weights to quantise")  # fmt: skip
@@ -129,8 +132,7 @@ def own_model(
 
     Returns: the model, and how many tokens it has positions for, where it says that.
     """
-    manifest = final.require_manifest("rm")
-    trained = read_model(manifest.config)
+    trained, template_kwargs = trained_as(final)
     base = replace(
         trained,
         # Full fine-tuning keeps float32 weights whatever model.dtype says.
@@ -142,7 +144,7 @@ def own_model(
     roles = load_reward(final, base).to(device)
     warn_of_one_head(roles, REWARD, config.uncertainty_coef, key)
     tokenizer = load_tokenizer(base, final.path)
-    chat = ChatFormat(tokenizer, manifest.config["data"]["chat_template_kwargs"])
+    chat = ChatFormat(tokenizer, template_kwargs)
 
     def encode(row: Mapping[str, Any], response: str) -> Features:
         prompt = chat.prompt_tokens(turns(row["messages"]))
@@ -154,6 +156,22 @@ def own_model(
             return roles.rewards(tokens.to(device), mask.to(device))
 
     return TextModel(encode, read, chat.show), positions(roles.causal_lm.config)
+
+
+def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
+    """The model and the arguments of the chat template that the manifest of stage=rm says.
+
+    Raises CheckpointError where it lacks them, or has values that are not allowed there.
+    """
+    config = final.require_manifest("rm").config
+    key = "chat_template_kwargs"
+    try:
+        arguments = section(config, "data", key)[key]
+        is_mapping = isinstance(arguments, Mapping)
+        require(is_mapping, f"data.{key}", arguments, "a mapping of names to values")
+        return read_model(config), arguments
+    except ConfigError as error:
+        raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:

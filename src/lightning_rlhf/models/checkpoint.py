@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import typing
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.verdict import Verdict
+from lightning_rlhf.models.adapter import check_adapter
 from lightning_rlhf.models.weights import (
     ADAPTER,
     PICKLES,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FROM_CONFIG = "from_config"
 """Base of what was trained from random weights."""
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
 
 
@@ -71,6 +72,8 @@ class Manifest:
             kind = dict if typing.get_origin(kind) is dict else kind
             if not isinstance(getattr(self, key), kind):
                 raise TypeError(f"{key} is {getattr(self, key)!r}")
+        if not 0 <= self.base_seed < 2**32:
+            raise TypeError(f"base_seed is {self.base_seed!r}")
         for role, source in self.parents.items():
             if not isinstance(source, str):
                 raise TypeError(f"parents.{role} is {source!r}")
@@ -93,12 +96,7 @@ class Final:
     @property
     def base_folder(self) -> str | None:
         """The folder of the weights that the adapter stands on; None where that is no folder."""
-        file = self.path / ADAPTER
-        config = json_object(file)
-        for key in ("base_model_name_or_path", "peft_type"):
-            if key not in config or not isinstance(config[key], str | None):
-                raise CheckpointError(f"{file} does not describe an adapter: it lacks {key}")
-        base: str | None = config["base_model_name_or_path"]
+        base: str | None = json_object(self.path / ADAPTER)["base_model_name_or_path"]
         return base if base and os.path.isdir(base) else None
 
     def require_manifest(self, stage: str) -> Manifest:
@@ -128,8 +126,8 @@ class Final:
         manifest = self.require_manifest("rm")
         mean, std = manifest.reward_mean, manifest.reward_std
         for key, value, allowed in (
-            ("reward_mean", mean, mean is not None and math.isfinite(mean)),
-            ("reward_std", std, std is not None and math.isfinite(std) and std > 0),
+            ("reward_mean", mean, mean is not None and abs(mean) <= FLOAT32_MAX),
+            ("reward_std", std, std is not None and 0 < std <= FLOAT32_MAX),
         ):
             if not allowed:
                 raise CheckpointError(
@@ -153,6 +151,8 @@ def find(source: str, key: str) -> Final:
 
         with naming(source, key):
             path = Path(snapshot_download(source, ignore_patterns=[f"*{p}" for p in PICKLES]))
+    if (path / ADAPTER).is_file():
+        check_adapter(path)
     file = path / MANIFEST
     if file.is_file():
         return Final(path, read_manifest(file))
