@@ -28,6 +28,7 @@ from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Stage, StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.storage import readable
+from lightning_rlhf.core.visible import visible_line
 
 GOAL: Mapping[Stage, tuple[str, int]] = {
     "sft": ("eval/loss", -1),
@@ -161,8 +162,8 @@ class Checkpoints(Callback):
 
 
 def tell(line: str) -> None:
-    """One line on the console, as it is."""
-    get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    """Print one line on the console, without markup."""
+    get_console().print(visible_line(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def trained(trainer: L.Trainer) -> int:
