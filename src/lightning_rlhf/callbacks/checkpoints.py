@@ -31,6 +31,7 @@ from lightning_rlhf.core.config import Stage, StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.finite import require_finite_metrics
 from lightning_rlhf.core.storage import readable
+from lightning_rlhf.core.visible import visible_line
 
 GOAL: Mapping[Stage, tuple[tuple[str, int], ...]] = {
     "sft": (("eval/loss", -1),),
@@ -191,6 +192,7 @@ class Checkpoints(Callback):
 
 def tell(line: str, style: str = "") -> None:
     """Print one line on the console as it is, in a colour of Rich."""
+    line = visible_line(line)
     get_console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

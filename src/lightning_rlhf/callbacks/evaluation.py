@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +18,7 @@ from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.core.storage import make_folder, written_whole
 from lightning_rlhf.core.types import Replies, Scores
+from lightning_rlhf.core.visible import json_line, visible_line
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 """(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""
@@ -72,7 +72,7 @@ class Evaluation(Callback):
         if trainer.is_global_zero:
             path = eval_samples(self._run_dir, ppo_view(pl_module).iteration)
             make_folder(path.parent)
-            lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
+            lines = [json_line(sample) + "\n" for sample in samples]
             with written_whole(path) as beside:
                 beside.write_text("".join(lines), encoding="utf-8")
 
@@ -154,7 +154,9 @@ def _checked(judge: Judge, source: str) -> Judge:
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
             verdict = judge(row, response, ended)
-            return {part: x if x is None else float(x) for part, x in verdict.items()}
+            return {
+                visible_line(str(part)): x if x is None else float(x) for part, x in verdict.items()
+            }
         except Exception as error:
             raise ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "

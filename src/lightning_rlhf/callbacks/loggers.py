@@ -24,6 +24,7 @@ from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb, forget, gone
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.storage import flush, written_whole
+from lightning_rlhf.core.visible import visible_line
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -124,7 +125,8 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
     run.define_metric("*", step_metric=AXIS)
     if run.offline:
         reason = f", as {why}" if mode == "online" or not wandb_key_present() else ""
-        print(f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`")
+        line = f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`"
+        print(visible_line(line))
     return run
 
 

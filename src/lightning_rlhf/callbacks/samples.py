@@ -24,6 +24,7 @@ from lightning_rlhf.core.storage import (
     written_whole,
 )
 from lightning_rlhf.core.types import Experience
+from lightning_rlhf.core.visible import json_line, visible
 
 if TYPE_CHECKING:
     import wandb
@@ -90,7 +91,7 @@ class Samples(Callback):
     def _append(self, samples: Sequence[Sample]) -> None:
         make_folder(self._path.parent)
         with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+            file.writelines(json_line(sample) + "\n" for sample in samples)
 
     def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
         """One table for the whole run; W&B uploads only the rows added since it was last logged."""
@@ -148,8 +149,8 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
     table.add_column("ended", justify="right")
     for sample in samples:
         table.add_row(
-            Text(_cut(sample["prompt"], characters)),
-            Text(_cut(sample["response"], characters)),
+            Text(visible(_cut(sample["prompt"], characters))),
+            Text(visible(_cut(sample["response"], characters))),
             f"{sample['score']:z.2f}",
             f"{sample['kl']:z.2f}",
             "yes" if sample["ended"] else "no",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich import get_console
 
 import lightning_rlhf
+from lightning_rlhf.core.visible import visible, visible_line
 
 if TYPE_CHECKING:
     from lightning_rlhf.data.lengths import Tokenised
@@ -41,8 +43,15 @@ FEW = 20
 
 
 def say(message: str, style: str = "") -> None:
-    """One line for the user, printed as it is."""
-    get_console().print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print a line for the user: no markup, and nothing in it that a terminal would obey."""
+    get_console().print(
+        visible(message), style=style, markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def say_error(message: str) -> None:
+    """Print why the command ends, in one line on the standard error."""
+    print(f"error: {visible_line(message)}", file=sys.stderr)
 
 
 def say_lengths(
@@ -95,5 +104,5 @@ def shown_warning(
 ) -> str:
     """One of ours as one line without its place in the source; a library's as Python shows it."""
     if Path(filename).is_relative_to(PACKAGE):
-        return f"warning: {message}\n"
-    return PYTHONS_FORMAT(message, category, filename, lineno, line)
+        return f"warning: {visible_line(str(message))}\n"
+    return visible(PYTHONS_FORMAT(message, category, filename, lineno, line))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
@@ -32,7 +33,7 @@ def replay(arguments: Sequence[str]) -> None:
                 Path(given.run), given.iteration, given.responses, given.trust_remote_code
             )
     except RLHFError as error:
-        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
+        say_error(without_secrets(str(error)))
         sys.exit(1)
     if not same:
         sys.exit(1)

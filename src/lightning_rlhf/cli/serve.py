@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.rewards.serve import Score, serve
@@ -21,7 +22,7 @@ def serve_reward(arguments: Sequence[str]) -> None:
     except KeyboardInterrupt:
         pass
     except RLHFError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(str(error))
         sys.exit(1)
     print("stopped")
 

@@ -46,6 +46,10 @@ EXAMPLES = {
 """Key of a value that must be given -> one that may be."""
 AUTO = "auto"
 """Value of `resume` with which a run goes on if it can, and starts where there is none."""
+FOLDER_NAME = (
+    "a folder name of characters that can be seen, without slashes; it begins with a letter or "
+    "digit and does not end with a dot or space"
+)
 STAGES: Mapping[str, type] = {
     "sft": SFTConfig,
     "rm": RMConfig,
@@ -131,7 +135,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     for key in ("overwrite", "record", "debug"):
         require_flag(key, tree[key])
     tree["resume"] = read_resume(tree["resume"])
-    tree |= _folder_names(tree)
+    tree |= folder_names(tree)
     require_text("outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         given = "true" if tree["resume"] is True else tree["resume"]
@@ -162,8 +166,11 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     )
 
 
-def _folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that name a folder of the run, with their names as text."""
+def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections that name a folder of the run, with their names as text.
+
+    Raises ConfigError where one is no name that a person can read and every file system takes.
+    """
     model = section(tree, "model", "name")
     names = {"run": tree["run"], "model.name": model["name"]}
     if tree["job"] is not None:
@@ -172,8 +179,8 @@ def _folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
         is_word = isinstance(name, str | int) and not isinstance(name, bool)
         is_other = isinstance(name, bool | float)
         require(not is_other, key, name, f"text; quote what reads as no text: \"{key}='NAME'\"")
-        is_name = is_word and re.fullmatch(r"\w[^/\\]*", str(name)) is not None
-        require(is_name, key, name, "a folder name without slashes")
+        is_name = is_word and re.fullmatch(r"\w[^/\\]*(?<![. ])", str(name)) is not None
+        require(is_name and str(name).isprintable(), key, name, FOLDER_NAME)
         require_text(key, str(name), "a folder name of at most 255 bytes, no line breaks")
         require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
     model_name = str(names.pop("model.name"))

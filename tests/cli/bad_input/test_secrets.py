@@ -168,6 +168,59 @@ def test_a_sweep_over_an_address_with_secrets(refused: Refusals, word: str) -> N
     assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
 
 
+SHOWN = (
+    ["--cfg", "job"],
+    ["--cfg", "all"],
+    ["--cfg", "hydra"],
+    ["-c", "job", "--resolve"],
+    ["--cfg", "job", "--package", "reward"],
+    ["--cfg", "job", "--package", "reward.url", "--resolve"],
+    ["--info"],
+    ["--info", "all"],
+    ["--info", "config"],
+    ["-i", "defaults"],
+)
+
+
+@pytest.mark.parametrize("options", SHOWN, ids=" ".join)
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_configuration_that_is_printed(
+    refused: Refusals, monkeypatch: pytest.MonkeyPatch, options: list[str], typed: bool
+) -> None:
+    """With an address on the command line, or in a variable of the environment."""
+    url = f"http://{USER}:{PASSWORD}/x@127.0.0.1:9/?key={QUERY}&a=b"
+    monkeypatch.setenv("JUDGE_URL", url)
+    given = f"reward.url='{url}'" if typed else "reward.url=${oc.env:JUDGE_URL}"
+    outcome = refused.place.mini("stage=ppo", *options, "reward=http", given, "ppo.kl_coef=0.1")
+    assert outcome.status == 0, outcome.err
+    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+    assert outcome.out
+    assert "++" not in outcome.out.replace("reinforce++", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hydra.output_subdir=kept", "{}"],
+        ["--cfg", "{}"],
+        ["--nothing", "{}"],
+        ["hydra.verbose=true", "{}"],
+        ["{}", "reward.nothing=1"],
+        ["{}", "nothing"],
+        ["{}", "--resolve"],
+    ],
+    ids=" ".join,
+)
+def test_where_hydra_would_write_or_repeat_an_address(refused: Refusals, words: list[str]) -> None:
+    address = f"reward.url=http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}"
+    outcome = refused.place.mini(
+        "stage=ppo", "reward=http", "policy.checkpoint=base",
+        *(word.format(address) for word in words),
+    )  # fmt: skip
+    assert outcome.status != 0
+    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+
+
 def test_a_mistake_in_an_address_with_secrets(models: Refusals) -> None:
     """Told by us and told by Hydra."""
     for wrong in (
