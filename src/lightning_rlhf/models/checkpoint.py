@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import math
 import os
+import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,11 @@ class Manifest:
             kind = dict if typing.get_origin(kind) is dict else kind
             if not isinstance(getattr(self, key), kind):
                 raise TypeError(f"{key} is {getattr(self, key)!r}")
+        for name, value in self.metrics.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"metrics.{name} is {value!r}")
+            if isinstance(value, int) and abs(value) > sys.float_info.max:
+                raise TypeError(f"metrics.{name} is a number of {len(str(value))} digits")
         for role, source in self.parents.items():
             if not isinstance(source, str):
                 raise TypeError(f"parents.{role} is {source!r}")
