@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from lightning_rlhf.core.storage import UNFINISHED, written_whole
 
 RUN = "lightning_rlhf"
 """Key of a checkpoint under which its origin and its step are."""
+OUTLINE = "outline"
+"""Key of a checkpoint under which `outline` of the rest of it is."""
 BEST = "best"
 SUFFIX = ".ckpt"
 
@@ -38,7 +43,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 def numbered(folder: Path) -> list[Path]:
     """The checkpoints of steps, the oldest first."""
-    return sorted((f for f in folder.glob(f"*{SUFFIX}") if f.stem.isdigit()), key=step_named)
+    found = (f for f in folder.glob(f"*{SUFFIX}") if re.fullmatch("[0-9]{6,}", f.stem))
+    return sorted(found, key=step_named)
 
 
 def step_named(path: Path) -> int:
@@ -113,12 +119,27 @@ def read_run(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError where the file cannot be read, or is of another program.
     """
+    return run_of(path, load(path))
+
+
+def load(path: Path) -> Any:
+    """Return what a checkpoint holds; its tensors are read where they are used.
+
+    Raises CheckpointError where the file cannot be read.
+    """
     import torch  # which takes seconds: the names alone are read without it
 
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what damaged bytes raise is anybody's guess
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def run_of(path: Path, found: Any) -> dict[str, Any]:
+    """Return what `found`, the content of `path`, holds under RUN.
+
+    Raises CheckpointError where it is of another program.
+    """
     run: Any = found.get(RUN) if isinstance(found, dict) and "state_dict" in found else None
     keys = {*Origin.__dataclass_fields__, "step"}
     if not isinstance(run, dict) or run.keys() != keys or not isinstance(run["step"], int):
@@ -126,19 +147,49 @@ def read_run(path: Path) -> dict[str, Any]:
     return run
 
 
-def check_checkpoint(path: Path, origin: Origin) -> None:
-    """Raise CheckpointError unless the checkpoint is whole and of `origin`; reads it once."""
+def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
+    """Return what the checkpoint holds; its tensors are read where they are used.
+
+    Raises CheckpointError unless it is whole, of `origin`, and as it was written.
+    """
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # as above
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
-    found = read_run(path)
+    content = load(path)
+    found = run_of(path, content)
     for key, value in asdict(origin).items():
         if found[key] != value:
             what = "lightning-rlhf" if key == "version" else key
             raise CheckpointError(f"{path} is foreign: of {what} {found[key]}, not {value}")
     if path.stem.isdigit() and found["step"] != step_named(path):
         raise CheckpointError(f"{path} is foreign: of step {found['step']}, whatever its name")
+    if OUTLINE not in content or content[OUTLINE] != outline(content):
+        raise CheckpointError(f"{path} is foreign: it does not hold what this program wrote")
+    return content
+
+
+def outline(checkpoint: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all that a checkpoint holds but the numbers in its tensors.
+
+    Keys, plain values, shapes and types: a file that was edited and saved again has another one.
+    What damages the numbers does not fit the checksums that torch.save writes.
+    """
+    rest = {key: value for key, value in checkpoint.items() if key != OUTLINE}
+    return hashlib.sha256(repr(described(rest)).encode()).hexdigest()
+
+
+def described(tree: Any) -> Any:
+    """Return nested dictionaries and lists with the shape and type of each tensor in its place."""
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        return tuple(tree.shape), tree.dtype
+    if isinstance(tree, dict):
+        return [(key, described(value)) for key, value in tree.items()]
+    if isinstance(tree, list | tuple):
+        return [described(value) for value in tree]
+    return tree

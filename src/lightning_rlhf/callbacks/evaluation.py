@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -41,7 +42,8 @@ class Evaluation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run evaluates later policies again."""
         for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
-            is_later = int(path.stem.removeprefix("eval_")) > ppo_view(pl_module).iteration
+            found = re.fullmatch("eval_([0-9]+)", path.stem)
+            is_later = found is not None and int(found[1]) > ppo_view(pl_module).iteration
             if trainer.is_global_zero and is_later:
                 path.unlink()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from lightning_rlhf.core.config import require, require_number, require_one_of, require_text
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.reading import read_text
 
 Kind = Literal["csv", "tensorboard", "wandb"]
 WandbMode = Literal["auto", "online", "offline", "disabled"]
+WANDB_ID = "wandb_id.txt"
+"""File of a run folder with the id of the run in W&B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +92,14 @@ def wandb_key_present() -> bool:
     url = os.getenv("WANDB_BASE_URL", "https://api.wandb.ai")
     path = Path(os.getenv("NETRC", "~/.netrc")).expanduser()
     return path.exists() and netrc.netrc(path).authenticators(urlsplit(url).netloc) is not None
+
+
+def read_wandb_id(path: Path) -> str:
+    """Return the id of the W&B run. Raises CheckpointError where the file holds none."""
+    found = read_text(path)
+    if re.fullmatch(r"[\w-]{1,64}", found) is None:
+        raise CheckpointError(
+            f"{path} is damaged: found {found[:40]!r}; allowed: the id of a W&B run. Delete it to "
+            "go on as a new run of W&B"
+        )
+    return found

@@ -15,8 +15,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.logger_config import (
+    WANDB_ID,
     LoggerConfig,
     WandbConfig,
+    read_wandb_id,
     wandb_key_present,
     wandb_mode,
 )
@@ -173,8 +175,8 @@ def fitted(text: str, longest: int) -> str:
 
 def _wandb_id(run_dir: Path) -> str:
     """One id a run folder, so that a resumed run continues its curves."""
-    path = run_dir / "wandb_id.txt"
+    path = run_dir / WANDB_ID
     if not path.exists():
         with written_whole(path) as beside:
             beside.write_text(secrets.token_hex(4))
-    return path.read_text()
+    return read_wandb_id(path)

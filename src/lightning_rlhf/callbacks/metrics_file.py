@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.reading import read_text
 from lightning_rlhf.core.storage import flush, full_disk_told, written_whole
 
 STEP = "step"
@@ -93,19 +95,28 @@ def read_rows(path: Path) -> dict[int, Row]:
     A last line without its end is left out: of a row that was cut off, "1" is what there is of 12.
     Raises CheckpointError, with the line, where a whole one is no row.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
+    text = read_text(path)
     try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is damaged: byte {error.start + 1} is no UTF-8") from error
-    header, *lines = list(csv.reader(text[: text.rfind("\n") + 1].splitlines())) or [[STEP]]
+        header, *lines = list(csv.reader(text[: text.rfind("\n") + 1].splitlines())) or [[STEP]]
+    except csv.Error as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if header[0] != STEP or len({*header}) != len(header) or not all(header):
+        raise CheckpointError(
+            f"{path}, line 1, is damaged: found {','.join(header)[:60]!r}; allowed: {STEP}, and "
+            "names that are all different"
+        )
     rows: dict[int, Row] = {}
     for number, cells in enumerate(lines, start=2):
-        if header[:1] != [STEP] or len(cells) != len(header) or not is_row(cells):
+        if len(cells) != len(header) or not is_row(cells):
             raise CheckpointError(
                 f"{path}, line {number}, is damaged: found {','.join(cells)[:60]!r}; allowed: a "
                 f"step and {len(header) - 1} numbers or empty cells. Delete that line, or mend it"
+            )
+        if rows and int(cells[0]) <= (last := max(rows)):
+            raise CheckpointError(
+                f"{path}, line {number}, is damaged: step {int(cells[0])} stands behind step {last}"
             )
         rows[int(cells[0])] = {name: x for name, x in zip(header[1:], cells[1:], strict=True) if x}
     return rows

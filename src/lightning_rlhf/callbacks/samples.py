@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.reading import damaged_line, json_lines
 from lightning_rlhf.core.storage import (
     flush,
     flush_entry,
@@ -167,11 +167,23 @@ def markdown(samples: Sequence[Sample]) -> str:
 
 def keep_until(path: Path, iteration: int) -> None:
     """Drop the samples of later iterations, which a resumed run draws again, or one cut off."""
-    with path.open(encoding="utf-8") as file:
-        whole = [line for line in file if line.endswith("\n")]
-    kept = [line for line in whole if json.loads(line)["iteration"] <= iteration]
+    kept = [f"{line}\n" for line, drawn in read_samples(path) if drawn <= iteration]
     with written_whole(path) as beside:
-        beside.write_text("".join(kept), encoding="utf-8")
+        beside.write_bytes("".join(kept).encode())
+
+
+def read_samples(path: Path) -> list[tuple[str, int]]:
+    """Return the lines of a file of samples, each with the iteration that drew it.
+
+    Raises CheckpointError, with the line, where the file is damaged.
+    """
+    found = []
+    for number, (line, sample) in enumerate(json_lines(path), start=1):
+        iteration = sample.get("iteration")
+        if type(iteration) is not int or iteration < 0:
+            raise damaged_line(path, number, "it does not say its iteration")
+        found.append((line, iteration))
+    return found
 
 
 def _cut(text: str, characters: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from lightning_rlhf.callbacks.checkpoint_files import OUTLINE, outline
 from lightning_rlhf.core.storage import make_folder, written_whole
 
 
@@ -22,7 +23,7 @@ class WholeFiles(TorchCheckpointIO):
         make_folder(target.parent)
         needed = sum(tensor.nbytes for tensor in tensors(checkpoint))
         with written_whole(target, needed) as beside, beside.open("wb") as file:
-            torch.save(checkpoint, file)
+            torch.save(checkpoint | {OUTLINE: outline(checkpoint)}, file)
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:

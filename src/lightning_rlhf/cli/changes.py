@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models.weights import json_object
 
 SAVING = tuple(
     f"{stage}.{key}"
@@ -39,17 +40,29 @@ LISTED = 6
 def changes(tree: dict[str, Any], file: Path) -> list[str]:
     """Each key in which `tree` differs from the one in `file`, its value then and now."""
     ignored = (*VOLATILE, *UNREAD[tree["stage"]])
-    try:
-        then = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file} is damaged: {error}. Give overwrite=true to start anew"
-        ) from error
+    then = read_config(file, "overwrite=true starts anew")
     before, now = flatten(then), flatten(tree)
     return [
         "{} was {}, is {}".format(key, *abridged(value_in(before, key), value_in(now, key)))
         for key in differing_keys(then, tree, ignored)
     ]
+
+
+def read_config(file: Path, way: str) -> dict[str, Any]:
+    """Return the object in a JSON file of a run folder.
+
+    way: what to do about a damaged one, behind the reason.
+    Raises CheckpointError where it is missing, damaged or nested deeper than a configuration is.
+    """
+    try:
+        tree = json_object(file)
+        flatten(tree)
+    except CheckpointError as error:
+        reason = str(error).removeprefix(f"{file} ")
+        raise CheckpointError(f"{file} is damaged: it {reason}; {way}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{file} is damaged: it is nested too deep; {way}") from error
+    return tree
 
 
 def value_in(flat: Mapping[str, Any], key: str) -> str:

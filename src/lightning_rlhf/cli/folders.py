@@ -6,11 +6,13 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
-from lightning_rlhf.cli.changes import changes, listed
+from lightning_rlhf.callbacks.logger_config import WANDB_ID
+from lightning_rlhf.cli.changes import changes, listed, read_config
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
@@ -25,6 +27,14 @@ CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
 RUN_ID = "run_id.txt"
 LOCK, DELETED = ".lock", ".deleted"
 """Names in a run's folder: what its process holds, and a folder for what is deleted."""
+FILES = (
+    CONFIG, PARENTS, METRICS, RUN_ID, FAILED, WANDB_ID, "last_batch.parquet", "curves.png",
+    "replay_*.html",
+    "checkpoints/*.ckpt*", "samples/*.jsonl", "rollouts/*.parquet", "rollouts/*.safetensors",
+)  # fmt: skip
+"""Patterns of the files that a run writes or reads in its folder."""
+FOLDERS = (CHECKPOINTS, FINAL, "rollouts", "samples", "tensorboard", "wandb")
+"""Names of the folders there."""
 
 
 def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
@@ -106,8 +116,28 @@ def delete_unfinished(folder: Path) -> None:
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a run was started in `folder`."""
+    """Whether a run was started in `folder`.
+
+    Raises CheckpointError where something else stands in the place of a file or folder of a run.
+    """
+    check_kinds(folder)
     return (folder / CONFIG).is_file()
+
+
+def check_kinds(folder: Path) -> None:
+    """Raise CheckpointError unless each file of a run that is in `folder` is a file, and each
+    folder a folder; a link counts as what it leads to."""
+    for path in (*folder.glob("*"), *folder.glob("*/*")):
+        name = path.relative_to(folder).as_posix()
+        for kind, names, is_one in (
+            ("file", FILES, path.is_file),
+            ("folder", FOLDERS, path.is_dir),
+        ):
+            if any(fnmatch(name, wanted) for wanted in names) and not is_one():
+                raise CheckpointError(
+                    f"{path} is no {kind}, in the place of one that a run writes or reads. Move it "
+                    "away"
+                )
 
 
 def is_unbegun(folder: Path) -> bool:
@@ -159,11 +189,11 @@ def is_stale(settings: Settings) -> bool:
     One that is gone is none of them: what was made of it is still good.
     """
     file = folder_of(settings) / PARENTS
+    then = read_config(file, "delete it to go on") if file.is_file() else {}
+    if not all(isinstance(was, str) for was in then.values()):
+        raise CheckpointError(f"{file} is damaged: it names no digest; delete it to go on")
     try:
-        then = json.loads(file.read_text()) if file.is_file() else {}
         now = {role: digest(final.path) for role, final in find_parents(settings).items()}
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file} is damaged: {error}. Delete it to go on") from error
     except (CheckpointError, HubError):
         return False
     return any(now[role] != was for role, was in then.items() if role in now)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_of
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.samples import COUNT, eval_samples, train_samples
+from lightning_rlhf.callbacks.samples import COUNT, eval_samples, read_samples, train_samples
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import METRICS, folder_of
 from lightning_rlhf.cli.settings import AUTO, Settings
@@ -55,28 +54,11 @@ def gaps(settings: Settings, step: int) -> Iterator[str]:
     if not isinstance(config, PPOConfig):
         return
     file, count = train_samples(folder), min(COUNT, config.rollout_batch_size)
-    found = sampled(file)
+    lines = read_samples(file) if file.is_file() else []
+    found = Counter(iteration for _, iteration in lines)
     for iteration in range(config.samples_every, step + 1, config.samples_every):
         if found[iteration] < count:
             yield f"{file} lacks samples of iteration {iteration}"
     for iteration in (0, *evaluated):
         if not eval_samples(folder, iteration).is_file():
             yield f"{eval_samples(folder, iteration)} is missing"
-
-
-def sampled(path: Path) -> Counter[int]:
-    """Return how many samples of each iteration are whole in a file that may be missing.
-
-    Raises CheckpointError, with the line, where a whole one is no sample.
-    """
-    found: Counter[int] = Counter()
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        if line.endswith(b"\n"):
-            try:
-                found[int(json.loads(line)["iteration"])] += 1
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{path}, line {number}, is damaged: {error}. Delete that line, or mend it"
-                ) from error
-    return found

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.callbacks.checkpoint_files import load
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
@@ -27,7 +28,7 @@ from lightning_rlhf.cli.learned import check_learned
 from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.chat import ChatFormat
@@ -140,6 +141,8 @@ def fit(
     assert not isinstance(config, EvalConfig)  # which fits nothing
     assert settings.stage != "eval"
     resume_from = resume_point(settings)
+    if resume_from is not None:
+        check_fits(resume_from, module, data)
     claim(settings, ready.parents)
     is_ppo = isinstance(config, PPOConfig)
     steps = len(data.schedule)
@@ -197,6 +200,19 @@ def fit(
             "is the last step"
         )
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
+
+
+def check_fits(checkpoint: Path, module: L.LightningModule, data: StageData[Any]) -> None:
+    """Raise CheckpointError unless the checkpoint is of these parameters and these data.
+
+    Before anything in the run's folder is written or removed; Lightning reads it once more.
+    """
+    found = load(checkpoint)
+    try:
+        data.load_state_dict(found[type(data).__qualname__])
+        module.on_load_checkpoint(found)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
 def hand_over(

@@ -32,11 +32,11 @@ from lightning_rlhf.cli.resume import held
 from lightning_rlhf.cli.sections import build
 from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
 from lightning_rlhf.core.config import require, require_one_of
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
-from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 
 LISTS = ("stages", "overrides", "promises", "next")
@@ -209,9 +209,17 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
             verdicts = {name: Verdict(**verdict) for name, verdict in said.items()}
             console.print(before_after_table(before, after, verdicts))
         evaluations = sorted((folder / "samples").glob("eval_*.jsonl"))
+        if not evaluations:
+            raise CheckpointError(
+                f"{folder / 'samples'} holds no eval_*.jsonl, which a finished stage=ppo leaves. "
+                "overwrite=true does the recipe again"
+            )
         console.print(side_by_side(evaluations[0], evaluations[-1], n=5))
     for settings in stages.values():
         say(f"picture: {folder_of(settings) / 'curves.png'}")
+    for stage, final in finals.items():
+        if "time/stage_s" not in metrics[stage]:
+            raise CheckpointError(f"{final.path / MANIFEST} is damaged: it lacks time/stage_s")
     minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
     say(f"time: {minutes:.1f} minutes in all stages")
     return metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,10 +19,12 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     step_named,
     step_of,
 )
-from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, is_stale, run_folder
+from lightning_rlhf.cli.changes import read_config
+from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.cli.resume import origin
 from lightning_rlhf.cli.settings import Settings, read_tree
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.rollouts import (
     FOLDER,
     UPDATES,
@@ -81,7 +82,7 @@ def plan_replay(folder: Path, iteration: int | None, *, trust_remote_code: bool 
     if missing and weights.is_file():
         check_origin(folder, None, settings)
         updates_before(weights)
-        read_recorded(file_of(folder, iteration))
+        check_recorded(folder, iteration, settings)
         return Plan(folder, settings, iteration, iteration - 1, None, weights)
     if missing:
         begin = "the start" if checkpoint is None else str(checkpoint)
@@ -92,17 +93,35 @@ def plan_replay(folder: Path, iteration: int | None, *, trust_remote_code: bool 
     plan = Plan(folder, settings, iteration, start, checkpoint)
     check_origin(folder, checkpoint, settings)
     for number in plan.iterations:
-        read_recorded(file_of(folder, number))
+        check_recorded(folder, number, settings)
     return plan
+
+
+def check_recorded(folder: Path, iteration: int, settings: Settings) -> None:
+    """Raise DataError unless the iteration's file is whole, and of it and such a run."""
+    path, config = file_of(folder, iteration), settings.config
+    assert isinstance(config, PPOConfig)
+    found = read_recorded(path)
+    for what, is_, was in (
+        ("iteration", found.iteration, iteration),
+        ("number of responses", len(found.responses), config.rollout_batch_size),
+        ("critic", found.has_critic, config.has_critic),
+        ("reward's components", [*found.components], [*settings.reward]),
+    ):
+        if is_ != was:
+            raise DataError(f"{path} is not of this run: its {what} is {is_}, the run's {was}")
 
 
 def updates_before(weights: Path) -> int:
     """How many updates of its iteration led to the weights. Raises CheckpointError."""
     try:
         with safe_open(weights, "pt") as file:
-            return int(file.metadata()[UPDATES])
+            updates = int(file.metadata()[UPDATES])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{weights} cannot be read: {error}") from error
+        raise CheckpointError(f"{weights} cannot be read: {error!r}") from error
+    if updates < 1:
+        raise CheckpointError(f"{weights} cannot be read: it is of {updates} updates")
+    return updates
 
 
 def check_origin(folder: Path, checkpoint: Path | None, settings: Settings) -> None:
@@ -151,6 +170,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     CheckpointError where its file is damaged.
     """
     file = folder / CONFIG
+    check_kinds(folder)
     if not file.is_file():
         found = f"is no run: it has no {CONFIG}" if folder.is_dir() else "does not exist"
         beside = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
@@ -159,11 +179,10 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
             f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
             f"outputs/<run>/<model>/ppo{runs}"
         )
-    try:
-        tree = json.loads(file.read_text())
-        stage = tree["stage"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r}") from error
+    tree = read_config(file, "replay has to know what the run was told")
+    if "stage" not in tree:
+        raise CheckpointError(f"{file} is damaged: it names no stage")
+    stage = tree["stage"]
     if stage not in ("ppo", "sft", "rm"):
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo, sft, rm")
     # Nothing is logged, so that a logger that asks for a key is none's business; and nothing is
@@ -173,7 +192,10 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
     if not trust_remote_code:
         refuse_code(tree, file)
-    settings = read_tree(tree | unread)
+    try:
+        settings = read_tree(tree | unread)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
     parts = folder.resolve().parts
     own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
     if parts[-len(own) :] != own:  # it was moved: its parents are where the run found them

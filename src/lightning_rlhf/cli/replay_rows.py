@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
+import torch
 from rich import get_console
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -22,12 +23,18 @@ from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import CHECKPOINTS, find_sft
 from lightning_rlhf.cli.launch import Prepared, make_ready
 from lightning_rlhf.cli.replay_plan import check_origin
-from lightning_rlhf.cli.replay_run import quiet_trainer, same
+from lightning_rlhf.cli.replay_run import check_tokens, quiet_trainer, same
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError
 from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
-from lightning_rlhf.data.last_batch import ROW_FACTS, LastBatch, last_batch_of, read_last_batch
+from lightning_rlhf.data.last_batch import (
+    ROW_FACTS,
+    TEXTS,
+    LastBatch,
+    last_batch_of,
+    read_last_batch,
+)
 from lightning_rlhf.data.rollouts import machine
 from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import SFT
@@ -65,7 +72,7 @@ def plan_rows(folder: Path, settings: Settings, step: int | None) -> tuple[LastB
 def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int) -> bool:
     """Compute the rows once more and show them; whether the run computed the same of each."""
     say(f"step {batch.step} once more, row by row, with the weights of {checkpoint}")
-    module, ready, data = rebuilt(batch, settings)
+    module, ready, data = rebuilt(batch, settings, checkpoint.parents[1])
     trainer = quiet_trainer(settings, [])
     predicted = trainer.predict(
         module, DataLoader(data, batch_size=None), ckpt_path=checkpoint, weights_only=True
@@ -89,7 +96,9 @@ def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int
     return not found
 
 
-def rebuilt(batch: LastBatch, settings: Settings) -> tuple[L.LightningModule, Prepared, Any]:
+def rebuilt(
+    batch: LastBatch, settings: Settings, folder: Path
+) -> tuple[L.LightningModule, Prepared, Any]:
     """The module before its first step, and the batch as it was trained on."""
     config = settings.config
     assert isinstance(config, SFTConfig | RMConfig)
@@ -99,6 +108,9 @@ def rebuilt(batch: LastBatch, settings: Settings) -> tuple[L.LightningModule, Pr
         roles = start_from(
             settings.model, sft, trainable=config.finetune == "full", seed=settings.seed
         )
+    ids = [token for row in batch.examples for name in TEXTS[batch.stage] for token in
+           getattr(row, name)]  # fmt: skip
+    check_tokens(last_batch_of(folder), torch.tensor(ids), roles)
     pad_id, examples = ready.chat.pad_token_id, cast(Any, batch.examples)
     if isinstance(config, SFTConfig):
         module: L.LightningModule = run_sft.build_module(ready, roles, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,7 +21,7 @@ from lightning_rlhf.cli.replay_plan import Plan, updates_before
 from lightning_rlhf.cli.run_ppo import build_module
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.digest import parameters_digest
-from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.errors import CheckpointError, DataError, TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rollouts import (
@@ -32,7 +33,7 @@ from lightning_rlhf.data.rollouts import (
     stats,
 )
 from lightning_rlhf.models.handover import start_from
-from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.optim import check_resumable
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward
@@ -142,6 +143,9 @@ def run_once_more(plan: Plan) -> Replayed:
     """Run the plan's updates on the models that the run started from, or take its weights."""
     settings = plan.settings
     module, ready = rebuilt(settings)
+    shown = plan.iterations if plan.weights is None else [plan.iteration]
+    for path in (file_of(plan.folder, number) for number in shown):
+        check_tokens(path, read_recorded(path).experience.tokens, module.roles)
     comparison = Comparison()
     ended = made = None
     if plan.weights is None:
@@ -153,7 +157,10 @@ def run_once_more(plan: Plan) -> Replayed:
     else:
         made = updates_before(plan.weights)
         weights = load_file(plan.weights)
-        check_resumable(module, {"state_dict": weights})
+        try:
+            check_resumable(module, {"state_dict": weights})
+        except CheckpointError as error:
+            raise CheckpointError(f"{plan.weights}: {error}") from error
         module.load_state_dict(weights, strict=False)
     recorded = read_recorded(file_of(plan.folder, plan.iteration))
     found = comparison.differences
@@ -175,6 +182,16 @@ def run_once_more(plan: Plan) -> Replayed:
         values=None if now["values"] is None else now["values"].cpu(),
         chat=ready.chat,
     )
+
+
+def check_tokens(path: Path, tokens: Tensor, roles: Roles) -> None:
+    """Raise DataError where one of the token ids in a file is none of the model's."""
+    largest = int(tokens.max())
+    if largest >= roles.vocab_size:
+        raise DataError(
+            f"{path} is not of this run: a token id is {largest}, the model's largest is "
+            f"{roles.vocab_size - 1}"
+        )
 
 
 def rebuilt(settings: Settings) -> tuple[PPOModule, Prepared]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     numbered,
     step_named,
 )
+from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.cli.changes import changes, listed
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import (
@@ -36,6 +38,7 @@ from lightning_rlhf.cli.folders import (
 )
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.reading import read_text
 from lightning_rlhf.core.storage import make_folder
 
 
@@ -188,14 +191,26 @@ def named(folder: Path, name: str) -> Path:
 def check_resumable(path: Path, settings: Settings) -> None:
     """Raise CheckpointError, with the way on, where the checkpoint is damaged or foreign.
 
-    Or where metrics.csv is damaged, which the run goes on writing.
+    Or where another file is damaged that the run goes on writing.
     """
-    from lightning_rlhf.callbacks.metrics_file import read_rows  # which takes seconds to import
+    # Imported here, since it takes seconds: what the names alone tell is said before.
+    from lightning_rlhf.callbacks.metrics_file import read_rows
+    from lightning_rlhf.callbacks.samples import read_samples, train_samples
 
     assert settings.stage != "eval"  # which has none
-    read_rows(folder_of(settings) / METRICS)
+    folder = folder_of(settings)
+    read_rows(folder / METRICS)
+    for file, read in ((train_samples(folder), read_samples), (folder / WANDB_ID, read_wandb_id)):
+        if file.exists():
+            read(file)
+    of_run = origin(settings)
     try:
-        check_checkpoint(path, origin(settings))
+        state = check_checkpoint(path, of_run)["state_dict"]
+        if spoiled := [name for name, x in state.items() if not x.isfinite().all()]:
+            raise CheckpointError(
+                f"{path} cannot be resumed: {len(spoiled)} of its weights hold numbers that are "
+                f"NaN or infinite, first {spoiled[0]}"
+            )
     except CheckpointError as error:
         others = [p for p in numbered(path.parent) if p != path]
         before = [p for p in others if not path.stem.isdigit() or step_named(p) < step_named(path)]
@@ -210,5 +225,10 @@ def origin(settings: Settings) -> Origin:
     assert settings.stage != "eval"
     version = lightning_rlhf.__version__
     file = folder_of(settings) / RUN_ID
-    run = file.read_text() if file.is_file() else ""
+    run = read_text(file)
+    if re.fullmatch("[0-9a-f]{16}", run) is None:
+        raise CheckpointError(
+            f"{file} is damaged: found {run[:40]!r}; allowed: the 16 digits that stand in the "
+            "run's checkpoints"
+        )
     return Origin(stage=settings.stage, model=settings.model.name, version=version, run=run)

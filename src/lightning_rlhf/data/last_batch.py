@@ -22,7 +22,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +33,16 @@ from torch import Tensor
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens
 from lightning_rlhf.data.sources import Unit
-from lightning_rlhf.data.tables import FACTS, entries, read_table, tensor, write_table
+from lightning_rlhf.data.tables import (
+    FACTS,
+    columns,
+    entries,
+    read_facts,
+    read_table,
+    tensor,
+    token_ids,
+    write_table,
+)
 
 NAME = "last_batch.parquet"
 Kind = Literal["sft", "rm"]
@@ -46,6 +56,10 @@ ROW_FACTS: Mapping[Kind, tuple[str, ...]] = {
     "rm": ("loss", "grad_norm", "chosen_score", "rejected_score"),
 }
 """Stage -> what is known of a row, one number each."""
+KINDS: Mapping[str, type | UnionType] = {
+    "stage": str, "step": int, "source": str, "unit": str, "machine": dict,
+}  # fmt: skip
+"""Key of the metadata -> type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,21 +129,28 @@ def read_last_batch(path: Path) -> LastBatch:
 
 def from_table(table: pa.Table) -> LastBatch:
     """Of the columns of the file. Raises KeyError, TypeError or ValueError."""
-    metadata = table.schema.metadata or {}
-    if FACTS not in metadata:
-        raise ValueError("no run wrote it")
-    facts = json.loads(metadata[FACTS])
+    facts = read_facts(table, KINDS, "no run wrote it")
     stage: Kind = facts["stage"]
-    column = {name: table[name].combine_chunks() for name in table.column_names}
-    sides = [
-        [array("i", tokens) for tokens in column[f"{name}_tokens"].to_pylist()]
-        for name in TEXTS[stage]
-    ]
+    if stage not in TEXTS or facts["unit"] not in get_args(Unit) or facts["step"] < 1:
+        raise ValueError(
+            f"its metadata are of stage {stage!r}, step {facts['step']} and unit {facts['unit']!r}"
+        )
+    texts = [f"{name}_tokens" for name in TEXTS[stage]]
+    types = {"number": pa.int64(), **dict.fromkeys(texts, pa.list_(pa.int64()))}
+    types |= {"margin": pa.float64()} if stage == "rm" else {}
+    known = {**dict.fromkeys(ROW_FACTS[stage], pa.float32()), "logprobs": pa.list_(pa.float32())}
+    types |= {name: x for name, x in known.items() if name in table.column_names}
+    column = columns(table, types)
+    for name in texts:
+        token_ids(column[name])
+    sides = [[array("i", tokens) for tokens in column[name].to_pylist()] for name in texts]
+    if not len(table) or not all(all(map(len, side)) for side in sides[1:]):
+        raise ValueError("it has no row, or one without a response")
     examples: list[Any]
     if stage == "sft":
         examples = [DemonstrationTokens(*row) for row in zip(*sides, strict=True)]
     else:
-        margins = column["margin"].to_pylist()
+        margins = tensor(column["margin"]).tolist()
         examples = [PreferenceTokens(*row) for row in zip(*sides, margins, strict=True)]
     found: dict[str, torch.Tensor] = {
         name: tensor(column[name]) for name in ROW_FACTS[stage] if name in column
@@ -141,7 +162,7 @@ def from_table(table: pa.Table) -> LastBatch:
         step=facts["step"],
         source=facts["source"],
         unit=facts["unit"],
-        numbers=column["number"].to_pylist(),
+        numbers=tensor(column["number"]).tolist(),
         examples=examples,
         facts=found,
         machine=facts["machine"],

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,16 @@ from torch import Tensor
 
 from lightning_rlhf.core.storage import make_folder
 from lightning_rlhf.core.types import Collected, Experience, UpdateStats
-from lightning_rlhf.data.tables import FACTS, entries, read_table, tensor, write_table
+from lightning_rlhf.data.tables import (
+    FACTS,
+    columns,
+    entries,
+    read_facts,
+    read_table,
+    tensor,
+    token_ids,
+    write_table,
+)
 
 FOLDER = "rollouts"
 UPDATES = "updates"
@@ -47,6 +58,29 @@ PER_TOKEN: Mapping[str, str] = {
     "returns": "returns",
 }
 """Column -> field of Experience."""
+TYPES: Mapping[str, pa.DataType] = {
+    "index": pa.int64(),
+    "prompt": pa.string(),
+    "response": pa.string(),
+    **dict.fromkeys(("prompt_tokens", "response_tokens", "padding_tokens"), pa.list_(pa.int64())),
+    **dict.fromkeys(PER_TOKEN, pa.list_(pa.float32())),
+    "score": pa.float32(),
+    "ended": pa.bool_(),
+}
+"""Column -> type; `parts` is a struct of float32."""
+KINDS: Mapping[str, type | UnionType] = {
+    "iteration": int,
+    "kl_coef": float | int,
+    "prompt_width": int,
+    "response_width": int,
+    "shuffle": str,
+    "updates": list | None,
+    "parameters": str | None,
+    "machine": dict,
+}
+"""Key of the metadata -> type."""
+LARGEST_STATE = 2**20
+"""Bytes of a generator's state that are unpacked at most; it has about 5000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +125,8 @@ def weights_of(run_dir: Path, iteration: int) -> Path:
 
 def recorded_iterations(run_dir: Path) -> list[int]:
     """Those that have a file, in their order."""
-    return sorted(int(p.stem) for p in (run_dir / FOLDER).glob("*.parquet") if p.stem.isdecimal())
+    files = (run_dir / FOLDER).glob("*.parquet")
+    return sorted(int(p.stem) for p in files if re.fullmatch("[0-9]{6,}", p.stem))
 
 
 def write_recorded(path: Path, recorded: Recorded) -> None:
@@ -155,21 +190,25 @@ def read_recorded(path: Path) -> Recorded:
 
 def from_table(table: pa.Table) -> Recorded:
     """What `as_table` and `facts_of` made of it. Raises KeyError, TypeError or ValueError."""
-    metadata = table.schema.metadata or {}
-    if FACTS not in metadata:
-        raise ValueError("it was not written by record=true")
-    facts = json.loads(metadata[FACTS])
-    column = {name: table[name].combine_chunks() for name in table.column_names}
+    facts = read_facts(table, KINDS, "it was not written by record=true")
+    has_critic = "values" in table.column_names
+    types = {name: x for name, x in TYPES.items() if name != "values" or has_critic}
+    column = columns(table, types)
+    parts = table["parts"].combine_chunks()
+    if not pa.types.is_struct(parts.type):
+        raise TypeError(f"parts is {parts.type}")
+    check_widths(column, facts["prompt_width"] + facts["response_width"])
+    check_updates(facts["updates"])
     prompt_mask = ragged_mask(column["prompt_tokens"], facts["prompt_width"]).flip(1)
     mask = ragged_mask(column["response_tokens"], facts["response_width"])
-    shuffle = bytearray(zlib.decompress(base64.b64decode(facts["shuffle"])))
+    packed = base64.b64decode(facts["shuffle"])
+    shuffle = bytearray(zlib.decompressobj().decompress(packed, LARGEST_STATE))
     whole = torch.cat([prompt_mask, mask], dim=1)
     tokens = torch.empty(whole.shape, dtype=torch.long)
     width = facts["prompt_width"]
-    tokens[:, :width][prompt_mask] = entries(column["prompt_tokens"])
-    tokens[:, width:][mask] = entries(column["response_tokens"])
-    tokens[~whole] = entries(column["padding_tokens"])
-    has_critic = "values" in column
+    tokens[:, :width][prompt_mask] = token_ids(column["prompt_tokens"])
+    tokens[:, width:][mask] = token_ids(column["response_tokens"])
+    tokens[~whole] = token_ids(column["padding_tokens"])
     per_token = {}
     for name, field in PER_TOKEN.items():
         per_token[field] = torch.zeros(mask.shape)
@@ -177,13 +216,12 @@ def from_table(table: pa.Table) -> Recorded:
             if not torch.equal(ragged_mask(column[name], mask.shape[1]), mask):
                 raise ValueError(f"{name} has not one number for each response token")
             per_token[field][mask] = entries(column[name])
-    parts = column["parts"]
-    return Recorded(
+    recorded = Recorded(
         experience=Experience(
             tokens=tokens,
             mask=whole,
             response_mask=mask,
-            parts=torch.stack([tensor(part) for part in parts.flatten()], dim=1),
+            parts=torch.stack([tensor(part.cast(pa.float32())) for part in parts.flatten()], dim=1),
             score=tensor(column["score"]),
             ended=tensor(column["ended"]),
             index=tensor(column["index"]),
@@ -200,6 +238,27 @@ def from_table(table: pa.Table) -> Recorded:
         parameters=facts["parameters"],
         machine=facts["machine"],
     )
+    recorded.generator()  # raises where `shuffle` is no state of one
+    return recorded
+
+
+def check_widths(column: Mapping[str, pa.ListArray], width: int) -> None:
+    """Raise ValueError unless each row has a response, and `width` tokens with its padding."""
+    names = ("prompt_tokens", "response_tokens", "padding_tokens")
+    lengths = [np.diff(column[name].offsets.to_numpy()) for name in names]
+    if not len(lengths[1]) or lengths[1].min() < 1:
+        raise ValueError("it has no response, or one without a token")
+    if any(column[name].null_count for name in ("prompt", "response")):
+        raise ValueError("a text is missing")
+    if (sum(lengths) != width).any():
+        raise ValueError(f"a row has not {width} tokens with its padding")
+
+
+def check_updates(updates: Any) -> None:
+    """Raise TypeError unless it is None, or what `stats` returns."""
+    for update in updates or ():
+        if not isinstance(update, dict) or not all(type(x) is float for x in update.values()):
+            raise TypeError(f"an update in its metadata is {update!r:.60}")
 
 
 def lists(x: Tensor, mask: Bool[Tensor, "B T"]) -> pa.ListArray:

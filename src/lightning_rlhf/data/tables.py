@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from types import UnionType
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,9 +47,51 @@ def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
         return convert(pq.read_table(path, page_checksum_verification=True))
     except KeyError as error:
         cause, reason = error, f"it has no {error.args[0]}"
-    except (pa.ArrowException, OSError, zlib.error, TypeError, ValueError, RuntimeError) as error:
+    except (
+        pa.ArrowException, OSError, zlib.error, TypeError, ValueError, OverflowError, RuntimeError,
+    ) as error:  # fmt: skip
         cause, reason = error, first_line(error)
     raise DataError(f"{path} cannot be read as {what}: {reason}") from cause
+
+
+def read_facts(
+    table: pa.Table, kinds: Mapping[str, type | UnionType], absent: str
+) -> dict[str, Any]:
+    """Return what the metadata say under FACTS: a value of its kind under each key of `kinds`.
+
+    absent: what to say where there is nothing.
+    Raises ValueError, KeyError or TypeError where that is not so.
+    """
+    metadata = table.schema.metadata or {}
+    if FACTS not in metadata:
+        raise ValueError(absent)
+    found = json.loads(metadata[FACTS])
+    if not isinstance(found, dict):
+        raise TypeError(f"its metadata are no object, but a {type(found).__name__}")
+    for key, kind in kinds.items():
+        if isinstance(found[key], bool) or not isinstance(found[key], kind):
+            raise TypeError(f"{key} in its metadata is {found[key]!r:.60}")
+    return found
+
+
+def columns(table: pa.Table, types: Mapping[str, pa.DataType]) -> dict[str, pa.Array]:
+    """Return the columns that are named, each of its type.
+
+    Raises KeyError where one is missing, pa.ArrowException where one holds something else.
+    """
+    chosen = table.select(list(types)).cast(pa.schema(types))
+    return {name: chosen[name].combine_chunks() for name in types}
+
+
+def token_ids(column: pa.ListArray) -> Tensor:
+    """Return all that stands in lists of token ids, one behind the other.
+
+    Raises ValueError where one is negative or missing.
+    """
+    ids = entries(column)
+    if ids.numel() and int(ids.min()) < 0:
+        raise ValueError(f"a token id is {int(ids.min())}")
+    return ids
 
 
 def entries(column: pa.ListArray) -> Tensor:

@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,11 @@ class Manifest:
                 raise TypeError(f"{key} is {getattr(self, key)!r}")
         if not 0 <= self.base_seed < 2**32:
             raise TypeError(f"base_seed is {self.base_seed!r}")
+        for name, value in self.metrics.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"metrics.{name} is {value!r}")
+            if isinstance(value, int) and abs(value) > sys.float_info.max:
+                raise TypeError(f"metrics.{name} is a number of {len(str(value))} digits")
         for role, source in self.parents.items():
             if not isinstance(source, str):
                 raise TypeError(f"parents.{role} is {source!r}")

@@ -100,8 +100,20 @@ def advance_schedule(module: L.LightningModule) -> None:
 
 
 def check_resumable(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless `checkpoint` holds just the parameters that are trained."""
-    held, trained = set(checkpoint["state_dict"]), set(trainable_names(module))
+    """Raise CheckpointError unless `checkpoint` holds just the parameters that are trained.
+
+    By name, shape and type.
+    """
+    state, parameters = checkpoint["state_dict"], trainable_state(module)
+    held, trained = set(state), set(parameters)
+    for name in sorted(held & trained):
+        found, own = state[name], parameters[name]
+        if (found.shape, found.dtype) != (own.shape, own.dtype):
+            raise CheckpointError(
+                f"the checkpoint cannot be resumed: its {name} is {list(found.shape)} of "
+                f"{found.dtype}, the model's {list(own.shape)} of {own.dtype}. Start anew with "
+                "overwrite=true"
+            )
     if held != trained:
         raise CheckpointError(
             f"the checkpoint cannot be resumed: it lacks {len(trained - held)} of the trained "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlhf.core.config import LARGEST
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.core.reading import damaged_line, json_lines
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.core.visible import visible, visible_line
 
@@ -77,7 +79,12 @@ def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
     The choice depends on the two files alone: spread evenly over the prompts whose responses
     differ, or over all where none do; of several responses to a prompt the first that differs.
     """
-    pairs = list(zip(_read(before_jsonl), _read(after_jsonl), strict=True))
+    before, after = _read(before_jsonl), _read(after_jsonl)
+    if len(before) != len(after):
+        raise CheckpointError(
+            f"{after_jsonl} is damaged: it has {len(after)} samples, {before_jsonl} {len(before)}"
+        )
+    pairs = list(zip(before, after, strict=True))
     differing = [pair for pair in pairs if pair[0]["response"] != pair[1]["response"]]
     chosen = spread(_one_a_prompt(differing), n) or spread(_one_a_prompt(pairs), n)
     table = Table(title="The same prompts", title_justify="left", show_header=False)
@@ -138,10 +145,30 @@ def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) 
 
 
 def _read(path: Path) -> list[Sample]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """The samples of an evaluation. Raises CheckpointError where a line is none."""
+    samples: list[Sample] = []
+    for number, (_, sample) in enumerate(json_lines(path), start=1):
+        if not _is_sample(sample):
+            raise damaged_line(path, number, "it is no sample of an evaluation")
+        samples.append(sample)
+    return samples
+
+
+def _is_sample(found: Sample) -> bool:
+    """Whether it has what is shown of a sample."""
+    match found:
+        case {"prompt": str(), "response": str(), "score": score, "judge": {**parts}}:
+            return _is_number(score) and all(x is None or _is_number(x) for x in parts.values())
+    return False
+
+
+def _is_number(found: object) -> bool:
+    is_whole = isinstance(found, int) and not isinstance(found, bool) and abs(found) <= LARGEST
+    return is_whole or isinstance(found, float)
 
 
 def _numbers(sample: Sample) -> str:
-    gold = f"gold {sample['judge']['gold']:+z.2f}, " if "gold" in sample["judge"] else ""
+    parts = sample["judge"]
+    is_judged = "gold" in parts and parts["gold"] is not None
+    gold = f"gold {parts['gold']:+z.2f}, " if is_judged else ""
     return f"{gold}reward {sample['score']:+z.2f}"

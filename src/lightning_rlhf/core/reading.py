@@ -1,0 +1,46 @@
+"""Text and JSON lines of a run folder, read with one error that names file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.core.errors import CheckpointError
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, its line ends as they are.
+
+    Raises CheckpointError where it cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: byte {error.start + 1} is no UTF-8") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of a JSONL file and the object in it.
+
+    A last line without its end is left out: the process that wrote it was cut off.
+    Raises CheckpointError, with the line, where a whole one is no JSON object.
+    """
+    for number, line in enumerate(read_text(path).split("\n")[:-1], start=1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise damaged_line(path, number, str(error)) from error
+        if not isinstance(found, dict):
+            raise damaged_line(path, number, f"it holds no object, but a {type(found).__name__}")
+        yield line, found
+
+
+def damaged_line(path: Path, number: int, reason: str) -> CheckpointError:
+    """Return the error about a line, from 1."""
+    return CheckpointError(
+        f"{path}, line {number}, is damaged: {reason}. Delete that line, or mend it"
+    )
