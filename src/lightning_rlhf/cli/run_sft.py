@@ -29,7 +29,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
         )
     rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
-    train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
+    _, train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
 
     roles = start_from(
         settings.model, None, trainable=config.finetune == "full", seed=settings.seed

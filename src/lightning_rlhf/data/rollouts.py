@@ -31,7 +31,14 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lightning_rlhf.core.types import Collected, Experience, UpdateStats
-from lightning_rlhf.data.tables import FACTS, entries, read_table, tensor, write_table
+from lightning_rlhf.data.tables import (
+    FACTS,
+    entries,
+    read_table,
+    require_lists,
+    tensor,
+    write_table,
+)
 
 FOLDER = "rollouts"
 UPDATES = "updates"
@@ -208,7 +215,11 @@ def lists(x: Tensor, mask: Bool[Tensor, "B T"]) -> pa.ListArray:
 
 
 def ragged_mask(column: pa.ListArray, width: int) -> Bool[Tensor, "B T"]:
-    """True in the first columns of each row, as many as its list has entries."""
+    """True in the first columns of each row, as many as its list has entries.
+
+    Raises ValueError where the column is not of lists, or a list has more entries than `width`.
+    """
+    require_lists(column)
     lengths = torch.from_numpy(np.diff(column.offsets.to_numpy()))
     if lengths.numel() and int(lengths.max()) > width:
         raise ValueError(f"a list has {int(lengths.max())} entries, {width} at most")

@@ -45,14 +45,24 @@ def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
         return convert(pq.read_table(path, page_checksum_verification=True))
     except KeyError as error:
         cause, reason = error, f"it has no {error.args[0]}"
-    except (pa.ArrowException, OSError, zlib.error, TypeError, ValueError, RuntimeError) as error:
+    except (
+        pa.ArrowException, OSError, zlib.error, AttributeError, OverflowError, TypeError,
+        ValueError, RuntimeError,
+    ) as error:  # fmt: skip
         cause, reason = error, first_line(error)
     raise DataError(f"{path} cannot be read as {what}: {reason}") from cause
 
 
 def entries(column: pa.ListArray) -> Tensor:
-    """All that stands in the lists, one behind the other."""
+    """All that stands in the lists, one behind the other. Raises ValueError as `tensor`."""
+    require_lists(column)
     return tensor(column.flatten())
+
+
+def require_lists(column: pa.Array) -> None:
+    """Raise ValueError where a column is not of lists."""
+    if not pa.types.is_list(column.type):
+        raise ValueError(f"a column of lists is of {column.type}")
 
 
 def tensor(column: pa.Array) -> Tensor:
