@@ -44,15 +44,15 @@ ScoreTexts = Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[float]]
 """(rows of the prompts, responses) -> what the reward says of each."""
 
 
-def fitting(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> list[Preference]:
-    """The pairs that no rule of length drops or cuts."""
+def fitting(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> Rows[Preference]:
+    """Return the pairs that no rule of length drops or cuts."""
 
     def fits(row: Preference) -> bool:
         longest = max(len(chat.response_tokens(side)) for side in (row.chosen, row.rejected))
         prompt = len(chat.prompt_tokens(row.prompt))
         return longest <= config.max_response_tokens and prompt <= config.max_prompt_tokens
 
-    return [row for row in rows.rows if fits(row)]
+    return rows.only([i for i, row in enumerate(rows.rows) if fits(row)])
 
 
 def write_report(

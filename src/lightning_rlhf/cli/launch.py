@@ -37,7 +37,7 @@ from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
-from lightning_rlhf.data.splits import TrainVal
+from lightning_rlhf.data.splits import TrainVal, sample
 from lightning_rlhf.models.checkpoint import (
     FROM_CONFIG,
     Final,
@@ -103,14 +103,24 @@ def tokenised(
     rows: TrainVal[R],
     tokenise: Callable[[Rows[R], ChatFormat, DataConfig], Tokenised[E]],
     what: str,
-) -> tuple[Tokenised[E], Tokenised[E]]:
-    """The rows to train on and those held out, as tokens; says how many there are of `what`."""
+) -> tuple[Rows[R], Tokenised[E], Tokenised[E]]:
+    """Return the rows to validate on, those to train on as tokens, and the first as tokens.
+
+    data.max_val_rows of the rows that fit are validated on. Says how many there are of `what`.
+    """
+    data = ready.settings.data
     with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
-        train = tokenise(rows.train, ready.chat, ready.settings.data)
-        val = tokenise(rows.val, ready.chat, ready.settings.data)
+        train = tokenise(rows.train, ready.chat, data)
+        val = tokenise(rows.val, ready.chat, data)
+    held_out = rows.val
+    if data.max_val_rows is not None and len(val.examples) > data.max_val_rows:
+        fitting = set(val.numbers)
+        fits = [i for i, number in enumerate(rows.val.numbers) if number in fitting]
+        held_out = sample(rows.val.only(fits), data.max_val_rows, ready.settings.seed)
+        val = replace(tokenise(held_out, ready.chat, data), dropped=val.dropped)
     say_lengths(what, rows.train, train)
-    say_lengths(what, rows.val, val, to_validate=True)
-    return train, val
+    say_lengths(what, held_out, val, to_validate=True)
+    return held_out, train, val
 
 
 def identity(settings: Settings) -> RunIdentity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,7 +35,7 @@ from lightning_rlhf.core.types import Replies
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
-from lightning_rlhf.data.splits import load_preferences
+from lightning_rlhf.data.splits import load_preferences, sample
 from lightning_rlhf.models.handover import (
     check_positions,
     check_room,
@@ -118,13 +119,14 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     return final
 
 
-def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> list[Preference]:
-    """The pairs that no rule of length drops or cuts, one or more.
+def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preference]:
+    """The pairs that no rule of length drops or cuts, one to data.max_val_rows.
 
     Raises DataError where there is none.
     """
     data = ready.settings.data
-    pairs = fitting(rows, ready.chat, data)
+    fits = fitting(rows, ready.chat, data)
+    pairs = sample(fits, data.max_val_rows, ready.settings.seed).rows
     if not pairs:
         raise DataError(
             f"no held-out pair of {rows.source} is within data.max_prompt_tokens "

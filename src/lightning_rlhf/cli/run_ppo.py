@@ -57,7 +57,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
-    train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
+    held_out, train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
 
     with Working("loading the model"):
         roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
@@ -77,7 +77,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     reward = build_reward(ready, roles, light, microbatch)
     roles.to(ready.device)
     check_formats(ready, reward)
-    texts = {"train": _texts(rows.train), "val": _texts(rows.val)}
+    texts = {"train": _texts(rows.train), "val": _texts(held_out)}
     data = StageData(
         train=train.examples,
         val=val.examples * config.val_samples_per_prompt,

@@ -62,7 +62,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         problems = find_problems(rows.val, rows.train)
     say_problems(problems)
     ready = make_ready(settings, parents)
-    train, val = tokenised(ready, rows, tokenise_preferences, "preference pair")
+    held_out, train, val = tokenised(ready, rows, tokenise_preferences, "preference pair")
     data = supervised_data(ready, config, train, val, collate_preferences)
 
     with Working("loading the model"):
@@ -86,7 +86,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     module = build_module(ready, roles, config)
     with TemporaryDirectory() as more:
         report = partial(
-            report_fitness, ready, roles, rows.val, problems, samples, Path(more), config
+            report_fitness, ready, roles, held_out, problems, samples, Path(more), config
         )
         metrics = fit_supervised(
             ready, "rm", module, data, rows.train, train, RewardMetrics(), report
@@ -127,7 +127,7 @@ def report_fitness(
 ) -> None:
     """What `final/` says of the reward model besides its weights, in `folder` and the loggers."""
     settings, chat = ready.settings, ready.chat
-    pairs = fitting(held_out, chat, settings.data)
+    pairs = fitting(held_out, chat, settings.data).rows
     if not pairs:
         say("no held-out pair is within the limits of length: no fitness report")
         return

@@ -24,7 +24,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     with Working("reading the data"):
         rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
-    train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
+    _, train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
     data = supervised_data(ready, config, train, val, collate_demonstrations)
 
     with Working("loading the model"):

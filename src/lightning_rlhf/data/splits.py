@@ -42,6 +42,7 @@ def load_demonstrations(config: DataConfig, seed: int) -> TrainVal[Demonstration
 
     Where no validation source is named, `val_fraction` of the different prompts (at least one),
     drawn by `seed`, are held out with all their rows, so that no prompt is on both sides.
+    Rows to validate on are all there; `sample` draws `max_val_rows` of those that fit.
 
     Raises:
         ConfigError: no source is set.
@@ -72,7 +73,7 @@ def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
     for part, source in (("train", split.train), ("val", split.val)):
         try:
             if source is not None:
-                open_source(source)
+                open_source(source, None)
         except DataError as error:
             raise DataError(f"{key}.{part}: {error}") from error
     return split.train, split.val
@@ -84,13 +85,17 @@ def _load(
     train, val = check_sources(config, kind)
     rows = read(train, config.on_bad_row)
     if val is None:
-        split = _hold_out(rows, config.val_fraction, seed)
-    else:
-        split = TrainVal(rows, read(val, config.on_bad_row))
-    if config.max_val_rows is None or len(split.val) <= config.max_val_rows:
-        return split
-    kept = sorted(random.Random(seed).sample(range(len(split.val)), config.max_val_rows))
-    return replace(split, val=split.val.only(kept))
+        return _hold_out(rows, config.val_fraction, seed)
+    return TrainVal(rows, read(val, config.on_bad_row))
+
+
+def sample(rows: Rows[T], limit: int | None, seed: int) -> Rows[T]:
+    """Return `limit` of the rows, drawn by `seed`, in their order; None returns all."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    kept = sorted(random.Random(seed).sample(range(len(rows)), limit))
+    left_out = rows.left_out + Counter({"over data.max_val_rows": len(rows) - limit})
+    return replace(rows.only(kept), left_out=left_out)
 
 
 def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:
