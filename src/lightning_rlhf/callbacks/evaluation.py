@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.core.functions import FAULTS, load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.core.types import Replies, Scores
 
@@ -152,7 +152,7 @@ def _checked(judge: Judge, source: str) -> Judge:
         try:
             verdict = judge(row, response, ended)
             return {part: x if x is None else float(x) for part, x in verdict.items()}
-        except Exception as error:
+        except FAULTS as error:
             raise ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
                 "allowed: a dictionary of numbers or None"
