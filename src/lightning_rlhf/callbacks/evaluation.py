@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.core.functions import FAULTS, load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.core.storage import make_folder, written_whole
 from lightning_rlhf.core.types import Replies, Scores
@@ -159,7 +159,7 @@ def _checked(judge: Judge, source: str) -> Judge:
             return {
                 visible_line(str(part)): x if x is None else float(x) for part, x in verdict.items()
             }
-        except Exception as error:
+        except FAULTS as error:
             raise ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
                 "allowed: a dictionary of numbers or None"

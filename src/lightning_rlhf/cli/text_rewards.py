@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -30,9 +30,10 @@ from lightning_rlhf.models.handover import load_reward, warn_of_one_head
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
-from lightning_rlhf.rewards.protocol import Columns, Messages
-from lightning_rlhf.rewards.serve import Score
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
+
+if TYPE_CHECKING:  # the extra "serve" has what it imports
+    from lightning_rlhf.rewards.protocol import Columns, Messages, Score
 
 ASKER = "give it to the run that asks, with reward=http"
 NOT_SERVED = {

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,9 @@ from typing import Any
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError
 
+FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
+"""What a user's own code may raise that is a fault of it: all but Ctrl-C. `sys.exit()` there would
+end a run with status 0."""
 ALLOWED = "'path/to/file.py:function' or 'package.module:function'"
 
 
@@ -75,7 +79,7 @@ def _file(path: str, told: str) -> ModuleType:
     sys.modules[name] = module  # where dataclasses look for the names of their annotations
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         del sys.modules[name]
         raise ConfigError(f"{told}{path} fails: {error!r}") from error
     return module
@@ -84,7 +88,7 @@ def _file(path: str, told: str) -> ModuleType:
 def _module(name: str, told: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except FAULTS as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(

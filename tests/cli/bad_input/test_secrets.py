@@ -6,10 +6,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
 
 from lightning_rlhf.cli import secrecy
 from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.rewards.serve import RewardServer
+from lightning_rlhf.rewards.serve import RewardServer, bound
 
 from .conftest import Refusals
 
@@ -52,15 +55,16 @@ def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, b
     def score(prompts: list[object], responses: list[str], columns: object) -> list[float]:
         return [float(len(response)) for response in responses]
 
-    server = RewardServer(score, "127.0.0.1", 0)
-    handle = server.RequestHandlerClass.do_POST
+    server = RewardServer(score, bound("127.0.0.1", 0))
+    answer = server._post
 
-    def watch(self: object) -> None:
-        seen.append(self.path + str(self.headers))  # type: ignore[attr-defined]
-        handle(self)
+    async def watch(request: Request) -> Response:
+        seen.append(f"{request.url.query} {dict(request.headers)}")
+        return await answer(request)
 
-    monkeypatch.setattr(server.RequestHandlerClass, "do_POST", watch)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(server.app.routes[0], "app", request_response(watch))
+    thread = threading.Thread(target=server.run)
+    thread.start()
     user = f"{USER}:{PASSWORD}@" if by == "password" else ""
     url = server.url.replace("//", f"//{user}") + f"?key={QUERY}"
     token = ["reward.token_env=JUDGE_TOKEN"] if by == "token" else []
@@ -70,8 +74,8 @@ def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, b
             "ppo.iterations=1", "logger=wandb", "logger.mode=offline", *token,
         ).succeeded  # fmt: skip
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()
+        thread.join()
     assert QUERY in seen[0]
     assert (SECRETS["JUDGE_TOKEN"] if by == "token" else "Basic ") in seen[0]
     secrets = [*SECRETS.values(), USER, PASSWORD, QUERY]
