@@ -227,6 +227,12 @@ def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
     done.cook().succeeded  # noqa: B018
 
 
+def test_resume_auto_changes_nothing_in_a_recipe(done: Kitchen) -> None:
+    """It goes on by itself."""
+    done.cook("resume=auto").succeeded  # noqa: B018
+    assert done.ran == []
+
+
 def test_a_stage_that_was_cut_off_is_resumed(done: Kitchen) -> None:
     before = weights(done.folder("ppo"))
     shutil.rmtree(done.folder("ppo") / "final")
