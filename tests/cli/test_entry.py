@@ -42,6 +42,65 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
         assert model in help_text
 
 
+@pytest.mark.parametrize(
+    ("door", "name"),
+    [(CONSOLE, "lightning-rlhf"), (TRAIN_PY, "python train.py"),
+     (MODULE, "python -m lightning_rlhf")],
+)  # fmt: skip
+def test_help_shows_the_name_it_was_called_by(
+    workplace: Workplace, door: list[str], name: str
+) -> None:
+    shown = workplace.process(door, "-h").succeeded.out
+    assert f"\n{name} ..." in shown
+    assert f"{name} -sc install=bash" in shown
+    others = {"lightning-rlhf", "train.py", "lightning_rlhf"} - {name.split()[-1]}
+    assert not [other for other in others if other in shown]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("stage=", {"stage=eval", "stage=ppo", "stage=rm", "stage=sft"}),
+        ("stage=ppo ppo.clip_range_h", {"ppo.clip_range_high="}),
+    ],
+)
+def test_the_shell_completes(workplace: Workplace, line: str, words: set[str]) -> None:
+    """`eval "$(python train.py -sc install=bash)"`, then Tab; of the console command too."""
+    (workplace.folder / "train.py").symlink_to(HOME / "train.py")
+    folder = Path(sys.executable).parent
+    for command in ("python train.py", "lightning-rlhf"):
+        typed = f"{command} {line}"
+        script = (
+            f'PATH="{folder}:$PATH"; eval "$({command} -sc install=bash)"; '
+            f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD={len(typed.split()) - 1}; "
+            'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        outcome = workplace.process(["bash", "-c", script]).succeeded
+        assert set(outcome.out.split()) == words, outcome
+
+
+def test_a_configuration_of_ones_own(workplace: Workplace) -> None:
+    """A choice in a group, and a whole file, which a recipe hands to its stages."""
+    own = workplace.folder / "own"
+    (own / "model").mkdir(parents=True)
+    (own / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
+    (own / "my.yaml").write_text(
+        "defaults: [config, _self_]\nseed: 7\ndata: {demonstrations: {train: none.jsonl}}\n"
+    )
+    shown = workplace.call("--config-dir", "own", "stage=sft", "model=mine", "--cfg", "job")
+    assert "  name: mine" in shown.succeeded.out
+    shown = workplace.call(
+        "--config-dir", "own", "--config-name", "my", "stage=sft", "--cfg", "job"
+    )
+    assert "seed: 7" in shown.succeeded.out
+    for word in ("stage=sft", "recipe=quickstart"):
+        outcome = workplace.call("--config-dir", "own", "--config-name", "my", word)
+        assert "none.jsonl does not exist" in outcome.error
+    path = "hydra.searchpath=[file://own]"
+    shown = workplace.call(path, "model=mine", "stage=sft", "--cfg", "job", "-p", "model.name")
+    assert shown.succeeded.out == "mine\n"
+
+
 def test_help_says_how_to_begin(help_text: str) -> None:
     assert "recipe=quickstart" in help_text
     assert "stage=sft" in help_text
