@@ -23,7 +23,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 from lightning_rlhf.cli.changes import read_tree
 from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.cli.resume import origin
-from lightning_rlhf.cli.settings import Settings, read_settings
+from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError, first_line
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.rollouts import (
@@ -177,11 +177,13 @@ def settings_of(folder: Path) -> Settings:
             f"outputs/<run>/<model>/ppo{runs}"
         )
     tree = read_tree(file, "replay has to know what the run was told")
-    if "stage" not in tree:
+    if "stage" not in tree or tree["stage"] not in [*STAGES]:
         raise CheckpointError(f"{file} is damaged: it names no stage")
     stage = tree["stage"]
     if stage not in ("ppo", "sft", "rm"):
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo, sft, rm")
+    if stage not in tree:
+        raise CheckpointError(f"{file} is damaged: it lacks {stage}")
     # Nothing is logged, so that a logger that asks for a key is none's business.
     try:
         settings = read_settings(OmegaConf.create(tree | {"logger": {"kind": "csv"}}))
