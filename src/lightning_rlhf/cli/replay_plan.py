@@ -22,7 +22,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 from lightning_rlhf.cli.changes import read_config
 from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.cli.resume import origin
-from lightning_rlhf.cli.settings import Settings, read_tree
+from lightning_rlhf.cli.settings import STAGES, Settings, read_tree
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.rollouts import (
@@ -180,7 +180,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
             f"outputs/<run>/<model>/ppo{runs}"
         )
     tree = read_config(file, "replay has to know what the run was told")
-    if "stage" not in tree:
+    if "stage" not in tree or tree["stage"] not in [*STAGES]:
         raise CheckpointError(f"{file} is damaged: it names no stage")
     stage = tree["stage"]
     if stage not in ("ppo", "sft", "rm"):
@@ -192,6 +192,8 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
     if not trust_remote_code:
         refuse_code(tree, file)
+    if stage not in tree:
+        raise CheckpointError(f"{file} is damaged: it lacks {stage}")
     try:
         settings = read_tree(tree | unread)
     except ConfigError as error:

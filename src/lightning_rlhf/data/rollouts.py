@@ -70,9 +70,9 @@ TYPES: Mapping[str, pa.DataType] = {
 """Column -> type; `parts` is a struct of float32."""
 KINDS: Mapping[str, type | UnionType] = {
     "iteration": int,
-    "kl_coef": float | int,
     "prompt_width": int,
     "response_width": int,
+    "kl_coef": float | int,
     "shuffle": str,
     "updates": list | None,
     "parameters": str | None,

@@ -80,6 +80,9 @@ def columns(table: pa.Table, types: Mapping[str, pa.DataType]) -> dict[str, pa.A
 
     Raises KeyError where one is missing, pa.ArrowException where one holds something else.
     """
+    for name in types:
+        if name not in table.column_names:
+            raise KeyError(name)
     chosen = table.select(list(types)).cast(pa.schema(types))
     return {name: chosen[name].combine_chunks() for name in types}
 
