@@ -158,6 +158,8 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
 
 
 def test_the_jobs_of_a_sweep_have_tags_and_names_of_their_own() -> None:
+    short = replace(IDENTITY, job="kl_coef=0.1,seed=1")
+    assert wandb_tags(short) == ["ppo", "tiny", "kl_coef=0.1,seed=1", "kl_coef=0.1", "seed=1"]
     one = replace(IDENTITY, job="ppo.kl_coef-0.1+seed-1")
     assert wandb_tags(one) == ["ppo", "tiny", "ppo.kl_coef-0.1+seed-1", "ppo.kl_coef-0.1", "seed-1"]
     assert wandb_tags(replace(IDENTITY, job=None)) == ["ppo", "tiny"]

@@ -98,18 +98,28 @@ def test_on_a_terminal_a_known_total_is_a_bar_that_goes(monkeypatch: pytest.Monk
     assert shown.endswith("\x1b[2K"), "its line is erased"
 
 
-def test_an_evaluation_without_a_bar_is_counted_by_batches(
+def test_training_and_evaluations_without_a_bar_are_counted(
     fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, within training, and of Trainer.validate alike."""
+    """Before the first step, within training, and of Trainer.validate alike; none goes on after."""
     shown: list[str] = []
+    started: list[Working] = []
 
     class Noted(Working):
         def stop(self) -> None:
             shown.append(self.line.partition("  ")[0])
             super().stop()
+            started.remove(self)
+
+        def start(self) -> None:
+            started.append(self)
+            super().start()
 
     monkeypatch.setattr("lightning_rlhf.callbacks.progress.Working", Noted)
     fit(FakePPO(), [Progress("ppo")], [], batches=4, enable_progress_bar=True, val_check_interval=2)
-    assert shown
-    assert set(shown) == {"ppo evaluation, batches 2/2"}
+    evaluated = "ppo evaluation, batches 2/2"
+    assert [line for line in shown if line != evaluated] == [
+        "ppo iterations 2/4", "ppo iterations 4/4", "ppo iterations 4/4",
+    ]  # fmt: skip
+    assert evaluated in shown
+    assert started == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import zlib
 from collections.abc import Mapping, Sequence
@@ -158,8 +159,8 @@ def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode
 
 def wandb_tags(identity: RunIdentity) -> list[str]:
     """Return what the runs of a project can be filtered by: stage, model, job and each of the
-    values that a sweep joins by + to the name of a job."""
-    varied = [] if identity.job is None else [identity.job, *identity.job.split("+")]
+    values that a sweep joins by , or + to the name of a job."""
+    varied = [] if identity.job is None else [identity.job, *re.split("[,+]", identity.job)]
     tags = (identity.stage, identity.model, *filter(None, varied))
     return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from rich import get_console
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
@@ -27,8 +28,10 @@ HEADLINES: dict[Stage, tuple[str, ...]] = {
 }
 """Metrics shown while a stage runs."""
 
+STEPS: dict[Stage, str] = {"sft": "steps", "rm": "steps", "ppo": "iterations"}
+"""Names of what the progress counts."""
 LINES = 10
-"""Plain lines in a run, besides the first."""
+"""Plain lines with metrics in a run, besides the first; every ten seconds others say where it is."""
 
 
 class Progress(ProgressBar):
@@ -43,7 +46,8 @@ class Progress(ProgressBar):
         self._stage = stage
         self._enabled = True
         self._bar: _Bar | None = None
-        self._evaluating: Working | None = None
+        self._working: Working | None = None
+        """The lines of a training or an evaluation without a bar."""
         self._pace = Pace()
         self._mark = monotonic()
         self._evaluations = 0
@@ -65,6 +69,7 @@ class Progress(ProgressBar):
         if self._enabled and get_console().is_terminal:
             self._bar = _Bar(self._stage, self._done, self._total)
             self._bar.start()
+        self._tell_training()
 
     def on_train_batch_end(
         self,
@@ -79,6 +84,8 @@ class Progress(ProgressBar):
             return
         now = monotonic()
         self._pace.add_iteration(now - self._mark)
+        if self._working is not None:
+            self._working.advance(done - self._done)
         self._done, self._mark = done, now
         self._show(trainer)
 
@@ -91,8 +98,7 @@ class Progress(ProgressBar):
             batches = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
             total = sum(batches)
             known = int(total) if math.isfinite(total) else None
-            self._evaluating = Working(f"{self._stage} evaluation, batches", known)
-            self._evaluating.start()
+            self._work(f"{self._stage} evaluation, batches", known)
 
     def on_validation_batch_end(
         self,
@@ -103,17 +109,19 @@ class Progress(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._evaluating is not None:
-            self._evaluating.advance()
+        if self._working is not None:
+            self._working.advance()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation()
+        self._end_work()
         if not is_evaluation(trainer):
             return
         seconds = monotonic() - self._evaluation_start
         self._pace.add_evaluation(seconds)
         self._mark += seconds
         self._evaluations = max(0, self._evaluations - 1)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._tell_training()
         if self._bar is not None:
             self._bar.describe(self._stage)
             self._show(trainer)
@@ -126,13 +134,23 @@ class Progress(ProgressBar):
     ) -> None:
         self._stop()
 
-    def _end_evaluation(self) -> None:
-        if self._evaluating is not None:
-            self._evaluating.stop()
-            self._evaluating = None
+    def _tell_training(self) -> None:
+        if self._enabled and self._bar is None:
+            self._work(f"{self._stage} {STEPS[self._stage]}", self._total, self._done)
+
+    def _work(self, what: str, total: int | None, done: int = 0) -> None:
+        self._end_work()
+        self._working = Working(what, total)
+        self._working.advance(done)
+        self._working.start()
+
+    def _end_work(self) -> None:
+        if self._working is not None:
+            self._working.stop()
+            self._working = None
 
     def _stop(self) -> None:
-        self._end_evaluation()
+        self._end_work()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -152,7 +152,7 @@ def fit(
     assert settings.stage != "eval"
     resume_from = resume_point(settings)
     if resume_from is not None:
-        check_fits(resume_from, module, data)
+        check_state(resume_from, module, data)
     claim(settings, ready.parents)
     is_ppo = isinstance(config, PPOConfig)
     steps = len(data.schedule)
@@ -212,7 +212,7 @@ def fit(
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
 
 
-def check_fits(checkpoint: Path, module: L.LightningModule, data: StageData[Any]) -> None:
+def check_state(checkpoint: Path, module: L.LightningModule, data: StageData[Any]) -> None:
     """Raise CheckpointError unless the checkpoint is of these parameters and these data.
 
     Before anything in the run's folder is written or removed; Lightning reads it once more.

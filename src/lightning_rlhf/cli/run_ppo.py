@@ -23,7 +23,7 @@ from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.replay_plan import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.cli.unfit import check_fit
+from lightning_rlhf.cli.unfit import say_verdicts, verdicts_on
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -50,7 +50,9 @@ from lightning_rlhf.rewards.weighted import Reward
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     """Proximal policy optimization."""
     parents = find_parents(settings)
-    verdicts = check_fit(settings, parents)
+    found = verdicts_on(settings, parents)
+    say_verdicts(found)
+    verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
         rows = load_prompts(settings.data, settings.seed)

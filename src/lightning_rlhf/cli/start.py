@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning_rlhf.cli.folders import FINAL, find_parents, folder_of
 from lightning_rlhf.cli.resume import decide, held, resume_point
 from lightning_rlhf.cli.settings import AUTO, Settings, reward_key
+from lightning_rlhf.cli.unfit import verdicts_on
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import check_function_file
 from lightning_rlhf.data.splits import Kind, check_sources
@@ -45,7 +46,10 @@ def check_inputs(settings: Settings) -> None:
             f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage=sft starts from "
             "model.name_or_path; set that instead"
         )
-    if SFT not in find_parents(settings):
+    parents = find_parents(settings)
+    if settings.stage == "ppo":
+        verdicts_on(settings, parents)
+    if SFT not in parents:
         for name in ("name_or_path", "tokenizer"):
             if (source := getattr(settings.model, name)) is not None:
                 refuse_missing_folder(source, f"model.{name}")

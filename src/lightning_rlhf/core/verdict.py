@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PAGE = "report.md"
+"""Name of the file that a fitness report is written to."""
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.percent import percent
-from lightning_rlhf.core.verdict import Verdict
+from lightning_rlhf.core.verdict import PAGE, Verdict
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.report.advice import for_ppo
 from lightning_rlhf.report.checks import CHECKS, PAIR_CHECKS, Finding
@@ -22,7 +22,7 @@ from lightning_rlhf.report.markdown import counted, plain, table
 from lightning_rlhf.report.probing import ProbeResult
 from lightning_rlhf.rewards.probes import PROBES
 
-PAGE, NUMBERS, PICTURES = "report.md", "fitness.json", "report"
+NUMBERS, PICTURES = "fitness.json", "report"
 CHARACTERS = 200
 """Of a text that is shown as an example."""
 
