@@ -104,7 +104,7 @@ class TestBeforeAModelLoads:
             (
                 ["stage=ppo", "policy.checkpoint=base", "reward=http", "reward.retries=0",
                  "reward.url=http://127.0.0.1:9/score"],
-                ["reward: the server http://127.0.0.1:9/score did not answer for 1 try ("],
+                ["reward: the server http://127.0.0.1:9/score is away: "],
             ),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -44,7 +44,8 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         if not host.strip():
             raise OSError("an empty host is every address of this machine: 0.0.0.0 or :: says so")
-        made = socket.socket(family)
+        # Only of a socket that names TCP does asyncio switch Nagle's algorithm off.
+        made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
     except (OSError, OverflowError, ValueError, TypeError) as error:
