@@ -45,8 +45,8 @@ EXAMPLES = {
 }
 """Key of a value that must be given -> one that may be."""
 FOLDER_NAME = (
-    "a folder name of characters that can be seen, without slashes; it begins with a letter or "
-    "digit and does not end with a dot or space"
+    "a folder name of characters that can be seen, without slashes and line breaks, which begins "
+    "with a letter or digit and does not end with a dot or space"
 )
 STAGES: Mapping[str, type] = {
     "sft": SFTConfig,
