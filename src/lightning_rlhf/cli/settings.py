@@ -47,8 +47,8 @@ EXAMPLES = {
 AUTO = "auto"
 """Value of `resume` with which a run goes on if it can, and starts where there is none."""
 FOLDER_NAME = (
-    "a folder name of characters that can be seen, without slashes; it begins with a letter or "
-    "digit and does not end with a dot or space"
+    "a folder name of characters that can be seen, without slashes and line breaks, which begins "
+    "with a letter or digit and does not end with a dot or space"
 )
 STAGES: Mapping[str, type] = {
     "sft": SFTConfig,

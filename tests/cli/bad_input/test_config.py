@@ -58,7 +58,7 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     ),
     (SFT, "run", 1.5, ["run is 1.5; allowed: text; quote"]),
     (SFT, "run", "a\\b", [r"run is 'a\\b'", "slashes"]),
-    (SFT, "run", "a\nb", [r"run is 'a\nb'", "no line breaks"]),
+    (SFT, "run", "a\nb", [r"run is 'a\nb'", "line breaks"]),
     (SFT, "run", "a" * 256, ["run is 'aaa", "255 bytes"]),
     (SFT, "debug", "yes", ["debug is 'yes'", "true, false"]),
     (SFT, "resume", "last", ["resume is 'last'", "true, false", "best"]),
