@@ -6,7 +6,7 @@ PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test soak parity bench lint types lock clean
+.PHONY: help quickstart test soak malformed parity bench lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -17,8 +17,11 @@ quickstart: $(BIN)/.installed  ## SFT -> reward model -> PPO on the embedded mod
 test: $(BIN)/.installed-dev  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: $(BIN)/.installed  ## kill runs at random moments, go on, and compare with runs never stopped: docs/reliability.md; ten minutes
+soak: $(BIN)/.installed  ## kill runs at random moments, go on, and compare with runs never stopped: docs/reliability.md; a quarter of an hour
 	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+malformed: $(BIN)/.installed  ## give every command malformed input and count how it answers: docs/reliability.md; a quarter of an hour
+	$(BIN)/python benchmarks/malformed.py $(ARGS)
 
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
 	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)

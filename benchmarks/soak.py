@@ -1,11 +1,14 @@
 """Kill runs with SIGKILL at random moments, go on each time, and compare with runs never stopped.
 
-python benchmarks/soak.py [--kills 60] [--seed 0] [--out benchmarks/results]
+python benchmarks/soak.py [--kills 100] [--seed 0] [--out benchmarks/results]
 
-Every stage is cut again and again, in all its phases, at a moment drawn at random after the phase
-began; the command that goes on is cut likewise. Then it is left alone until it ends, and its
-weights, metrics and samples are held against those of a run that nobody touched. The recipe is
-killed, its stage's process with it, at moments drawn from its whole duration.
+Every variant of a stage is cut again and again, in all its phases, at a moment drawn at random
+after the phase began; the command that goes on is cut likewise. Half of the kills are followed by
+a loss of power: what had not been flushed to the disk is cut off the files. Half of the commands
+that go on say resume=auto, the others resume=true or overwrite=true, as the folder demands. Then
+the run is left alone until it ends, and its weights, metrics, samples and the names of its
+checkpoints are held against those of a run that nobody touched. The recipe is killed, its stage's
+process with it, at moments drawn from its whole duration.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import Any
 from unittest.mock import patch
 
 from common import commit, markdown_table, processor
+from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.cli import launch
 from lightning_rlhf.cli.main import main as command_line
@@ -43,22 +47,36 @@ from lightning_rlhf.modules.sft import SFTModule
 
 STAGES = ("sft", "rm", "ppo")
 SMALL = {
-    "sft": ["sft.epochs=0.05", "sft.val_every=16", "sft.checkpoint_every=12"],
-    "rm": ["rm.epochs=0.1", "rm.val_every=16", "rm.checkpoint_every=12",
+    "sft": ["sft.epochs=0.03", "sft.val_every=8", "sft.checkpoint_every=6"],
+    "rm": ["rm.epochs=0.05", "rm.val_every=8", "rm.checkpoint_every=6",
            "rm.calibration_samples=16"],
-    "ppo": ["ppo.iterations=12", "ppo.val_every=5", "ppo.checkpoint_every=3",
+    "ppo": ["ppo.iterations=8", "ppo.val_every=5", "ppo.checkpoint_every=3",
             "ppo.rollout_batch_size=32", "ppo.kl_control=adaptive", "ppo.samples_every=2",
-            "ppo.score_normalization=running", "ppo.val_samples_per_prompt=1"],
+            "ppo.score_normalization=running", "ppo.val_samples_per_prompt=1",
+            "reward.unfit=warn"],  # a reward model that saw a tenth of its data
 }  # fmt: skip
 """Numbers of a run of a few seconds, with every part of the state in use."""
+VARIANTS = {
+    "sft": ("sft", SMALL["sft"]),
+    "rm": ("rm", SMALL["rm"]),
+    "ppo": ("ppo", SMALL["ppo"]),
+    "sft, adapter, TensorBoard": (
+        "sft", [*SMALL["sft"], "sft.finetune=lora", "logger=tensorboard"],
+    ),
+    "ppo, rloo, recorded": (
+        "ppo", ["advantage=rloo", *SMALL["ppo"], "ppo.samples_per_prompt=4", "record=true"],
+    ),
+}  # fmt: skip
+"""Name -> stage and overrides. The stages that others start from come first."""
 PHASES = ("start", "generation", "scoring", "update", "training", "evaluation",
-          "checkpoint", "export", "end")  # fmt: skip
+          "checkpoint", "deletion", "export", "end")  # fmt: skip
 """What a process is at, in the order of the bytes by which it says so."""
 OWN = {
-    "sft": ("start", "training", "evaluation", "checkpoint", "export"),
-    "rm": ("start", "training", "evaluation", "checkpoint", "export"),
-    "ppo": ("start", "generation", "scoring", "update", "evaluation", "checkpoint", "export"),
-}
+    "sft": ("start", "training", "evaluation", "checkpoint", "deletion", "export"),
+    "rm": ("start", "training", "evaluation", "checkpoint", "deletion", "export"),
+    "ppo": ("start", "generation", "scoring", "update", "evaluation", "checkpoint", "deletion",
+            "export"),
+}  # fmt: skip
 """Phases of each stage."""
 MARKED = [
     (PPOModule, "generate", "generation"),
@@ -70,12 +88,13 @@ MARKED = [
     (RewardModule, "training_step", "training"),
     (RewardModule, "validation_step", "evaluation"),
     (Checkpoints, "save", "checkpoint"),
+    (checkpoints, "keep_newest", "deletion"),
     (launch, "write_final", "export"),
 ]
 """(owner, function, phase)."""
-RECIPE_SHARE = 0.2
+RECIPE_SHARE = 0.06
 """Of the kills."""
-LONGEST = {"export": 0.15, "checkpoint": 0.02, "start": 3.0}
+LONGEST = {"export": 0.15, "checkpoint": 0.02, "deletion": 0.0005, "start": 3.0}
 """Seconds after the beginning of a phase within which it is killed; of others 0.1."""
 
 
@@ -89,6 +108,10 @@ class Outcome:
     """Runs that came to their end and were compared."""
     anew: int = 0
     """Times that a run had no checkpoint yet and was begun again."""
+    unpowered: int = 0
+    """Kills after which what had not been flushed was lost."""
+    auto: int = 0
+    """Commands that went on, or began again, with resume=auto."""
     lost: list[int] = dataclasses.field(default_factory=list)
     """Steps done again after each kill."""
     failures: list[str] = dataclasses.field(default_factory=list)
@@ -128,7 +151,59 @@ class Phase:
         return within
 
 
-def fork(words: Sequence[str], phase: Phase, log: Path) -> int:
+class Disk:
+    """What would survive a loss of power: the size of each file at its latest fsync.
+
+    A child writes what it flushes and renames into a journal, line by line; its parent reads it.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self.journal = journal
+        self.journal.touch()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Write down every fsync and every rename."""
+        fsync, replace = os.fsync, os.replace
+        journal = os.open(self.journal, os.O_WRONLY | os.O_APPEND)
+
+        def note_fsync(descriptor: int) -> None:
+            fsync(descriptor)
+            path, size = os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size
+            os.write(journal, f"{json.dumps([path, size])}\n".encode())
+
+        def note_replace(source: Any, target: Any) -> None:
+            replace(source, target)
+            paths = [os.path.abspath(source), os.path.abspath(target)]
+            os.write(journal, f"{json.dumps(paths)}\n".encode())
+
+        with patch.object(os, "fsync", note_fsync), patch.object(os, "replace", note_replace):
+            yield
+
+    def synced(self) -> dict[str, int]:
+        """File -> the bytes of it that are on the disk."""
+        sizes: dict[str, int] = {}
+        for line in self.journal.read_text().splitlines():
+            path, what = json.loads(line)
+            if isinstance(what, int):
+                sizes[path] = what
+                continue
+            moved = {p: n for p, n in sizes.items() if p == path or p.startswith(f"{path}/")}
+            gone = [p for p in sizes if p == what or p.startswith(f"{what}/")]
+            for old in (*moved, *gone):
+                del sizes[old]
+            sizes |= {what + old.removeprefix(path): size for old, size in moved.items()}
+        return sizes
+
+    def lose_power(self, folder: Path) -> None:
+        """Cut the files of a run back to what is on the disk."""
+        sizes = self.synced()
+        for file in folder.rglob("*"):
+            if file.is_file() and file.stat().st_size > (on_disk := sizes.get(str(file), 0)):
+                os.truncate(file, on_disk)
+
+
+def fork(words: Sequence[str], phase: Phase, disk: Disk, log: Path) -> int:
     """The command in a process that has all libraries loaded already; its number."""
     phase.set("start")
     child = os.fork()
@@ -141,6 +216,7 @@ def fork(words: Sequence[str], phase: Phase, log: Path) -> int:
         os.dup2(descriptor, 2)
         sys.argv = ["train.py", *words]
         with contextlib.ExitStack() as patches:
+            patches.enter_context(disk.noting())
             for owner, name, what in MARKED:
                 marked = phase.marking(getattr(owner, name), what)
                 patches.enter_context(patch.object(owner, name, marked))
@@ -174,12 +250,15 @@ def cut(child: int, phase: Phase, target: str, entry: int, delay: float) -> int:
     return status
 
 
-def command(stage: str, run: str, outputs: Path) -> list[str]:
-    """The words of a stage that start a run or go on with it."""
+def command(variant: str, run: str, outputs: Path, *, auto: bool = False) -> list[str]:
+    """The words that start a run of a variant or go on with it."""
+    stage, own = VARIANTS[variant]
     folder = outputs / run / "tiny" / stage
-    parents = [f"policy.checkpoint={outputs}/whole/tiny/sft/final"] * (stage != "sft")
-    parents += [f"reward.checkpoint={outputs}/whole/tiny/rm/final"] * (stage == "ppo")
-    words = [f"stage={stage}", f"run={run}", f"outputs={outputs}", *SMALL[stage], *parents]
+    parents = [f"policy.checkpoint={outputs}/whole_sft/tiny/sft/final"] * (stage != "sft")
+    parents += [f"reward.checkpoint={outputs}/whole_rm/tiny/rm/final"] * (stage == "ppo")
+    words = [f"stage={stage}", f"run={run}", f"outputs={outputs}", *own, *parents]
+    if auto:
+        return [*words, "resume=auto"]
     if saved(folder):
         return [*words, "resume=true"]
     return [*words, "overwrite=true"] if folder.exists() else words
@@ -206,12 +285,16 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def content(folder: Path) -> dict[str, object]:
-    """What must be the same: weights and tokenizer in final/, samples, and rows of metrics."""
+    """What must be the same: weights in final/, samples, rows of metrics, names of checkpoints."""
     kept = [*(folder / "final").rglob("*"), *(folder / "samples").rglob("*")]
     files = [f for f in kept if f.is_file() and f.suffix in (".safetensors", ".jsonl")]
     found: dict[str, object] = {
         str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files
     }
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    found["names of checkpoints"] = names
+    found["names half written"] = sorted(path.name for path in folder.rglob("*.tmp"))
+    found["iterations recorded"] = sorted(path.name for path in folder.glob("rollouts/*"))
     return found | {"metrics.csv": read_rows(folder / "metrics.csv")}
 
 
@@ -221,27 +304,34 @@ def differences(folder: Path, whole: Path) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
-def soak_stage(stage: str, kills: int, outputs: Path, dice: random.Random) -> Outcome:
-    """Kill runs of the stage so many times, and let the last one end."""
+def soak_stage(variant: str, kills: int, outputs: Path, dice: random.Random) -> Outcome:
+    """Kill runs of a variant so many times, and let the last one end."""
+    stage = VARIANTS[variant][0]
     outcome, phase, log = Outcome(), Phase(), outputs / f"{stage}.log"
-    whole = outputs / "whole" / "tiny" / stage
-    folder, run = outputs / "cut" / "tiny" / stage, "cut"
+    whole, folder = (outputs / run / "tiny" / stage for run in (untouched(variant), "cut"))
+    disk = Disk(outputs / "journal")
     tried = Counter(dict.fromkeys(OWN[stage], 0))
     while True:
         is_last = outcome.kills.total() >= kills
         before = steps_done(folder, stage)
-        words = command(stage, run, outputs)
-        outcome.anew += "overwrite=true" in words
-        child = fork(words, phase, log)
+        is_auto = dice.random() < 0.5
+        words = command(variant, "cut", outputs, auto=is_auto)
+        is_begun = (folder / "config.json").exists()
+        outcome.auto += is_auto and is_begun
+        outcome.anew += is_begun and not saved(folder)
+        child = fork(words, phase, disk, log)
         target = dice.choice([p for p, n in tried.items() if n == min(tried.values())])
         tried[target] += 1
-        entry = 1 if target in ("export", "start") else dice.randint(1, 4)
+        entry = 1 if target in ("export", "start", "deletion") else dice.randint(1, 4)
         delay = dice.uniform(0, LONGEST.get(target, 0.1))
         status = cut(child, phase, "none" if is_last else target, entry, delay)
         if status == -signal.SIGKILL:
             outcome.kills[phase.now[0]] += 1
             point = max(saved(folder), default=0)
             outcome.lost.append(max(0, steps_done(folder, stage) - point))
+            if dice.random() < 0.5:
+                disk.lose_power(folder)
+                outcome.unpowered += 1
         elif status != 0:
             outcome.failures.append(f"exit status {status} of {' '.join(words)}, after {before}")
             return outcome
@@ -249,8 +339,14 @@ def soak_stage(stage: str, kills: int, outputs: Path, dice: random.Random) -> Ou
             outcome.finished += 1
             outcome.failures += [f"{name} differs" for name in differences(folder, whole)]
             shutil.rmtree(folder)
+            disk.journal.write_text("")
             if is_last:
                 return outcome
+
+
+def untouched(variant: str) -> str:
+    """The name of the run of a variant that nobody touches."""
+    return f"whole_{variant.replace(', ', '_')}"
 
 
 def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
@@ -325,35 +421,45 @@ def table(found: dict[str, Outcome]) -> str:
     for name, outcome in found.items():
         died = ", ".join(f"{n} in {phase}" for phase, n in sorted(outcome.kills.items()))
         rows.append([
-            name, f"{outcome.kills.total()}: {died}", str(outcome.finished), str(outcome.anew),
+            name, f"{outcome.kills.total()}: {died}", str(outcome.unpowered), str(outcome.auto),
+            str(outcome.finished), str(outcome.anew),
             str(max(outcome.lost, default=0)) if outcome.lost else "", str(len(outcome.failures)),
         ])  # fmt: skip
     total = sum(outcome.kills.total() for outcome in found.values())
     failed = sum(len(outcome.failures) for outcome in found.values())
     ended_well = sum(outcome.finished for outcome in found.values())
-    rows.append(["all", str(total), str(ended_well), "", "", str(failed)])
-    header = ["", "killed", "runs compared", "begun anew", "steps lost at most", "differences"]
+    unpowered = sum(outcome.unpowered for outcome in found.values())
+    auto = sum(outcome.auto for outcome in found.values())
+    rows.append(
+        ["all", str(total), str(unpowered), str(auto), str(ended_well), "", "", str(failed)]
+    )
+    header = [
+        "", "killed", "with a loss of power", "resume=auto", "runs compared", "begun anew",
+        "steps lost at most", "differences",
+    ]  # fmt: skip
     return markdown_table(header, rows)
 
 
 def main() -> None:
     """Soak every stage and the recipe; exit status 1 where anything differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of phases and moments")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     dice, began = random.Random(args.seed), time.monotonic()
     outputs = Path(tempfile.mkdtemp(prefix="soak-"))
     of_recipe = max(1, round(RECIPE_SHARE * args.kills))
-    of_stage = -(-(args.kills - of_recipe) // len(STAGES))
+    of_variant = -(-(args.kills - of_recipe) // len(VARIANTS))
     found: dict[str, Outcome] = {}
-    for stage in STAGES:
-        child = fork(command(stage, "whole", outputs), Phase(), outputs / "whole.log")
+    for variant in VARIANTS:
+        words, log = command(variant, untouched(variant), outputs), outputs / "whole.log"
+        child = fork(words, Phase(), Disk(outputs / "journal"), log)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-            sys.exit(f"{stage} fails uncut: {(outputs / 'whole.log').read_text()[-2000:]}")
-        found[stage] = soak_stage(stage, of_stage, outputs, dice)
-        print(f"{stage}: {found[stage]}", flush=True)
+            sys.exit(f"{variant} fails uncut: {log.read_text()[-2000:]}")
+        (outputs / "journal").write_text("")
+        found[variant] = soak_stage(variant, of_variant, outputs, dice)
+        print(f"{variant}: {found[variant]}", flush=True)
     found["recipe"] = soak_recipe(of_recipe, outputs, dice)
     print(f"recipe: {found['recipe']}", flush=True)
     minutes = (time.monotonic() - began) / 60

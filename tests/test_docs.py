@@ -16,14 +16,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from lightning_rlhf.cli.main import CONF, OPEN, RECIPES, register_resolvers
+from lightning_rlhf.cli.main import CONF, RECIPES, register_resolvers
+from lightning_rlhf.cli.names import opened
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser
 from lightning_rlhf.cli.reward_section import REWARDS as REWARD_KINDS
 from lightning_rlhf.cli.reward_section import SUM
 from lightning_rlhf.cli.settings import STAGES, read_settings
+from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.shaping import Normalization
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS
 from lightning_rlhf.data.rollouts import PER_TOKEN
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
@@ -37,7 +38,7 @@ PAGES = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
 PPO = (HOME / "docs" / "ppo.md").read_text()
 KEYS: dict[str, Any] = get_type_hints(PPOConfig)
 NOT_THE_ALGORITHM = (
-    "val_every", "val_samples_per_prompt", "samples_every",
+    "val_every", "val_samples_per_prompt", "samples_every", "kl_warning",
     "checkpoint_every", "checkpoint_minutes", "checkpoints_kept",
 )  # fmt: skip
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
@@ -146,7 +147,7 @@ def test_commands_are_accepted(command: str) -> None:
     given = shlex.split(command)[2:]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         # As the entry point does, for keys that are not there yet.
-        cfg = compose("config", [re.sub(rf"^({OPEN})\.", r"++\1.", word) for word in given])
+        cfg = compose("config", [opened(word) for word in given])
         if cfg.recipe is not None:
             recipe = read_recipe(cfg.recipe, RECIPES)
             for stage in recipe.stages or ("ppo",):

@@ -21,7 +21,6 @@ from lightning.pytorch import Callback, LightningModule
 
 from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
-    WholeFiles,
     check_checkpoint,
     link_best,
     numbered,
@@ -34,8 +33,9 @@ from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
+from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.core.errors import CheckpointError, RewardError, StorageError
+from lightning_rlhf.core.errors import CheckpointError, DivergedError, RewardError, StorageError
 
 from .conftest import FakePPO, Fit
 
@@ -138,7 +138,7 @@ def test_minutes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 class Judged(FakePPO):
     """Its evaluations after iteration k give a mean reward of rewards[k]."""
 
-    rewards = (0.0, 1.0, 5.0, 3.0, float("nan"), 5.0, 4.0)
+    rewards = (0.0, 1.0, 5.0, 3.0, -9.0, 5.0, 4.0)
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         out = super().validation_step(batch, batch_idx)
@@ -147,26 +147,73 @@ class Judged(FakePPO):
 
 
 def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
-    """The first of two equal ones; NaN is never better. Its own number is not kept."""
+    """The first of two equal ones. Its own number is not kept."""
     saver = run.train(module=Judged(), val_every=1)
-    assert (saver.best, saver.best_step) == (5.0, 2)
+    assert (saver.best, saver.best_step) == ((5.0,), 2)
     assert run.steps == [5, 6]
     assert step_of(run.checkpoints / "best.ckpt") == 2
 
 
+def evaluated(saver: Checkpoints, step: int, **metrics: float) -> None:
+    """Let the evaluation after `step` give eval/NAME for each of `metrics`."""
+    (saver.folder / f"{step:06d}.ckpt").write_text(str(step))
+    batches = SimpleNamespace(total=SimpleNamespace(processed=step))
+    trainer: Any = SimpleNamespace(
+        sanity_checking=False,
+        global_step=step,
+        callback_metrics={f"eval/{name}": torch.tensor(x) for name, x in metrics.items()},
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches)),
+    )
+    saver.on_validation_end(trainer, FakePPO())
+
+
+def saver_of(stage: Any, folder: Path) -> Checkpoints:
+    return Checkpoints(folder, config(), replace(ORIGIN, stage=stage), Stop())
+
+
 def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:
-    saver = Checkpoints(tmp_path, config(), replace(ORIGIN, stage="sft"), Stop())
-    for step, loss in enumerate((3.0, 2.0, 2.5)):
-        (tmp_path / f"{step:06d}.ckpt").write_text(str(step))
-        batches = SimpleNamespace(total=SimpleNamespace(processed=step))
-        trainer: Any = SimpleNamespace(
-            sanity_checking=False,
-            callback_metrics={"eval/loss": torch.tensor(loss)},
-            fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches)),
-        )
-        saver.on_validation_end(trainer, FakePPO())
-    assert (saver.best, saver.best_step) == (2.0, 1)
+    saver = saver_of("sft", tmp_path)
+    for step, loss in enumerate((3.0, 2.0, 2.5, 2.0)):
+        evaluated(saver, step, loss=loss)
+    assert (saver.best, saver.best_step) == ((2.0,), 1)
+    assert saver.best_text() == "eval/loss 2.000 (lower is better)"
     assert (tmp_path / "best.ckpt").read_text() == "1"
+
+
+def test_of_equally_accurate_reward_models_the_one_of_the_lower_loss_is_best(
+    tmp_path: Path,
+) -> None:
+    """Of equals in both the earlier one; and as much is known after a resume."""
+    saver = saver_of("rm", tmp_path)
+    for step, (accuracy, loss) in enumerate([(0.5, 0.1), (0.75, 0.6), (0.75, 0.5), (0.75, 0.5)]):
+        evaluated(saver, step, accuracy=accuracy, rm_loss=loss)
+        state = saver.state_dict()
+        saver = saver_of("rm", tmp_path)
+        saver.load_state_dict(state)
+    assert (saver.best, saver.best_step) == ((0.75, 0.5), 2)
+    assert saver.best_text() == (
+        "eval/accuracy 0.750 (higher is better), then eval/rm_loss 0.500 (lower is better)"
+    )
+
+
+def test_a_checkpoint_that_knows_no_loss_of_the_best_one_loses_to_an_equal_one(
+    tmp_path: Path,
+) -> None:
+    saver = saver_of("rm", tmp_path)
+    saver.load_state_dict({"best": 0.75, "best_step": 1, "evaluated": 1})
+    evaluated(saver, 2, accuracy=0.5, rm_loss=0.1)
+    assert saver.best_step == 1
+    evaluated(saver, 3, accuracy=0.75, rm_loss=0.9)
+    assert saver.best_step == 3
+
+
+def test_an_evaluation_that_is_not_finite_is_refused_and_not_done(tmp_path: Path) -> None:
+    saver = saver_of("sft", tmp_path)
+    evaluated(saver, 1, loss=2.0, **{"judge/own": float("nan")})
+    said = r"^sft has diverged: after step 2, eval/perplexity is inf\. A learning rate .* sft\.lr"
+    with pytest.raises(DivergedError, match=said):
+        evaluated(saver, 2, loss=800.0, perplexity=float("inf"))
+    assert (saver.evaluated, saver.best_step) == (1, 1)
 
 
 def test_the_best_may_be_linked_again(tmp_path: Path) -> None:
@@ -217,7 +264,7 @@ def test_what_was_due_at_a_checkpoint_is_done_first(
     saver = run.train(resume=resume, val_every=2)
     assert left(run.folder) == left(whole.folder)
     assert run.steps == whole.steps
-    assert (saver.best, saver.best_step) == (expected.best, expected.best_step) == (6.5, 6)
+    assert (saver.best, saver.best_step) == (expected.best, expected.best_step) == ((6.5,), 6)
     assert step_of(run.checkpoints / "best.ckpt") == 6
 
 
@@ -235,7 +282,7 @@ def test_the_best_so_far_survives_a_resume(run: Run) -> None:
     with pytest.raises(Cut):
         run.train(At("on_train_batch_start", 6, throw(Cut())), module=Judged(), val_every=1)
     saver = run.train(module=Judged(), val_every=1, resume="000005")
-    assert (saver.best, saver.best_step) == (5.0, 2)
+    assert (saver.best, saver.best_step) == ((5.0,), 2)
     assert step_of(run.checkpoints / "best.ckpt") == 2
 
 
@@ -282,7 +329,7 @@ def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
 
     run.train(val_every=2, checkpoints_kept=9)
     saver = run.train(module=Bad(), val_every=2, resume="000004")
-    assert (saver.best, saver.best_step) == (-1.0, 4)
+    assert (saver.best, saver.best_step) == ((-1.0,), 4)
     assert step_of(run.checkpoints / "best.ckpt") == 4
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from lightning_rlhf.callbacks.loggers import (
     _wandb_id,
     build_loggers,
     close_loggers,
+    fitted,
+    wandb_tags,
 )
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.samples import Samples
@@ -32,7 +35,10 @@ from lightning_rlhf.core.errors import ConfigError
 from .conftest import FakePPO, Fit
 
 CONF = Path(__file__).parents[2] / "conf" / "logger"
-IDENTITY = RunIdentity(name="run", stage="ppo", model="tiny", sweep="lr", config={"seed": {"a": 1}})
+IDENTITY = RunIdentity(
+    name="lr/tiny/seed-1/ppo", run="lr", model="tiny", job="seed-1", stage="ppo",
+    config={"seed": {"a": 1}},
+)  # fmt: skip
 
 
 def options(kind: str) -> dict[str, Any]:
@@ -132,7 +138,8 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     records = _wandb_records(folder)
     run = next(r["run"] for r in records if r["type"] == "run")
     assert run["run_id"] == (tmp_path / "wandb_id.txt").read_text()
-    assert run["tags"] == ["ppo", "tiny"]
+    assert run["display_name"] == "lr/tiny/seed-1/ppo"
+    assert run["tags"] == ["ppo", "tiny", "seed-1"]
     assert run["run_group"] == "lr"
     assert run["config"]["update"]["seed"] == {"a": 1}
     axis = [r["metric"] for r in records if r["type"] == "metric"]
@@ -148,6 +155,18 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     resumed = build_loggers(config, tmp_path, IDENTITY)
     assert resumed[1].version == run["run_id"]
     close_loggers(resumed, exit_code=0)
+
+
+def test_the_jobs_of_a_sweep_have_tags_and_names_of_their_own() -> None:
+    one = replace(IDENTITY, job="ppo.kl_coef-0.1+seed-1")
+    assert wandb_tags(one) == ["ppo", "tiny", "ppo.kl_coef-0.1+seed-1", "ppo.kl_coef-0.1", "seed-1"]
+    assert wandb_tags(replace(IDENTITY, job=None)) == ["ppo", "tiny"]
+    low, high = (replace(IDENTITY, job=f"{'x' * 70}{i}") for i in (1, 2))
+    assert wandb_tags(low) != wandb_tags(high)
+    assert all(1 <= len(tag) <= 64 for tag in (*wandb_tags(low), *wandb_tags(high)))
+    assert fitted("x" * 128, 128) == "x" * 128
+    assert len(fitted("x" * 129, 128)) == 128
+    assert fitted("x" * 129, 128) != fitted("x" * 130, 128)
 
 
 def test_half_an_id_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -92,6 +92,27 @@ def test_sft_metrics_are_exact_over_the_batches_since_the_last_row(
     assert column(tmp_path, "eval/perplexity")[4] == pytest.approx(math.exp(2 / 3))
 
 
+@pytest.mark.parametrize("cut", [None, 3, 4])
+def test_the_last_row_covers_as_many_steps_as_the_others(
+    fit: Fit, tmp_path: Path, cut: int | None
+) -> None:
+    # Batch k has k + 1 tokens of loss k. Row 5 has batches 3 and 4: (4 * 3 + 5 * 4) / 9, where
+    # batch 4 alone says 4. So it has after a resume.
+    options = {"batches": 5, "log_every_n_steps": 2, "limit_val_batches": 0}
+    callbacks = [SFTMetrics(), SaveAt(cut or 5, tmp_path / "cut.ckpt")]
+    fit(FakeSFT(), callbacks, [MetricsFile(tmp_path)], **options)
+    if cut is not None:
+        resumed = {"ckpt_path": tmp_path / "cut.ckpt", **options}
+        fit(FakeSFT(), [SFTMetrics()], [MetricsFile(tmp_path)], **resumed)
+    assert column(tmp_path, "update/loss") == pytest.approx({2: 2 / 3, 4: 18 / 7, 5: 32 / 9})
+
+
+def test_a_run_of_fewer_steps_than_a_row_covers_has_all_of_them(fit: Fit, tmp_path: Path) -> None:
+    # Batches 0, 1 and 2: (0 + 2 + 6) / 6.
+    fit(FakeSFT(), [SFTMetrics()], [MetricsFile(tmp_path)], batches=3, log_every_n_steps=50)
+    assert column(tmp_path, "update/loss") == pytest.approx({3: 8 / 6})
+
+
 class Spoiled(FakeSFT):
     """Batches 1 and 2 give no number, and their updates are not made."""
 

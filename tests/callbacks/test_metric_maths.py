@@ -134,6 +134,14 @@ def test_sft_loss_is_the_mean_over_tokens_however_they_are_batched() -> None:
     assert metrics == pytest.approx({"eval/loss": 2.5, "eval/perplexity": math.exp(2.5)})
 
 
+@pytest.mark.parametrize("loss", [800.0, math.inf])
+def test_perplexity_is_infinite_where_a_float_holds_no_more(loss: float) -> None:
+    # e^709.78 is the largest float.
+    found = sft_metrics([2 * loss, 2.0], "update")
+    assert found == {"update/loss": loss, "update/perplexity": math.inf}
+    assert sft_metrics([709.0, 1.0], "update")["update/perplexity"] == math.exp(709)
+
+
 def test_reward_metrics_count_a_tie_as_half_right() -> None:
     # Pairs right by 2, wrong by 1 and tied: losses log(1 + e^-2), log(1 + e), log 2.
     outputs = {"chosen": torch.tensor([1.0, 0.0, 3.0]), "rejected": torch.tensor([-1.0, 1.0, 3.0])}

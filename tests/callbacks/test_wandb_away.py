@@ -34,7 +34,9 @@ from lightning_rlhf.callbacks.samples import Samples
 
 from .conftest import FakePPO, Fit
 
-IDENTITY = RunIdentity(name="run", stage="ppo", model="tiny", sweep=None, config={"seed": 1})
+IDENTITY = RunIdentity(
+    name="run/tiny/ppo", run="run", model="tiny", job=None, stage="ppo", config={"seed": 1}
+)
 CURVE = [(1, 1.5), (2, 2.5), (3, 3.5), (4, 4.5)]
 """FakePPO's reward_mean: its iteration + 0.5."""
 

@@ -42,6 +42,65 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
         assert model in help_text
 
 
+@pytest.mark.parametrize(
+    ("door", "name"),
+    [(CONSOLE, "lightning-rlhf"), (TRAIN_PY, "python train.py"),
+     (MODULE, "python -m lightning_rlhf")],
+)  # fmt: skip
+def test_help_shows_the_name_it_was_called_by(
+    workplace: Workplace, door: list[str], name: str
+) -> None:
+    shown = workplace.process(door, "-h").succeeded.out
+    assert f"\n{name} ..." in shown
+    assert f"{name} -sc install=bash" in shown
+    others = {"lightning-rlhf", "train.py", "lightning_rlhf"} - {name.split()[-1]}
+    assert not [other for other in others if other in shown]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("stage=", {"stage=eval", "stage=ppo", "stage=rm", "stage=sft"}),
+        ("stage=ppo ppo.clip_range_h", {"ppo.clip_range_high="}),
+    ],
+)
+def test_the_shell_completes(workplace: Workplace, line: str, words: set[str]) -> None:
+    """`eval "$(python train.py -sc install=bash)"`, then Tab; of the console command too."""
+    (workplace.folder / "train.py").symlink_to(HOME / "train.py")
+    folder = Path(sys.executable).parent
+    for command in ("python train.py", "lightning-rlhf"):
+        typed = f"{command} {line}"
+        script = (
+            f'PATH="{folder}:$PATH"; eval "$({command} -sc install=bash)"; '
+            f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD={len(typed.split()) - 1}; "
+            'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        outcome = workplace.process(["bash", "-c", script]).succeeded
+        assert set(outcome.out.split()) == words, outcome
+
+
+def test_a_configuration_of_ones_own(workplace: Workplace) -> None:
+    """A choice in a group, and a whole file, which a recipe hands to its stages."""
+    own = workplace.folder / "own"
+    (own / "model").mkdir(parents=True)
+    (own / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
+    (own / "my.yaml").write_text(
+        "defaults: [config, _self_]\nseed: 7\ndata: {demonstrations: {train: none.jsonl}}\n"
+    )
+    shown = workplace.call("--config-dir", "own", "stage=sft", "model=mine", "--cfg", "job")
+    assert "  name: mine" in shown.succeeded.out
+    shown = workplace.call(
+        "--config-dir", "own", "--config-name", "my", "stage=sft", "--cfg", "job"
+    )
+    assert "seed: 7" in shown.succeeded.out
+    for word in ("stage=sft", "recipe=quickstart"):
+        outcome = workplace.call("--config-dir", "own", "--config-name", "my", word)
+        assert "none.jsonl does not exist" in outcome.error
+    path = "hydra.searchpath=[file://own]"
+    shown = workplace.call(path, "model=mine", "stage=sft", "--cfg", "job", "-p", "model.name")
+    assert shown.succeeded.out == "mine\n"
+
+
 def test_help_says_how_to_begin(help_text: str) -> None:
     assert "recipe=quickstart" in help_text
     assert "stage=sft" in help_text
@@ -190,14 +249,62 @@ def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
     assert "word" not in outcome.out + outcome.err
 
 
-@pytest.mark.parametrize("word", ["data.nothing=1", "--help"])
-def test_what_trains_nothing_loads_no_library_for_training(workplace: Workplace, word: str) -> None:
-    """So that a wrong key is answered soon."""
-    code = (
-        "import sys; from lightning_rlhf.cli.main import main\n"
-        "try: main()\n"
-        "finally: print('loaded', {'lightning', 'transformers', 'peft'} & set(sys.modules))"
-    )
-    outcome = workplace.process([sys.executable, "-c", code, "stage=ppo", word])
-    assert outcome.status == (0 if word == "--help" else 1)
-    assert outcome.out.splitlines()[-1] == "loaded set()"
+ANSWERED = """
+import os, sys
+from lightning_rlhf.__main__ import main
+try:
+    main()
+finally:
+    print(sorted({"lightning", "transformers", "peft", "torch"} & set(sys.modules)))
+    print(sum(os.times()[:2]))
+"""
+FUNCTION = ("reward=function", "policy.checkpoint=base")
+SOON: dict[str, tuple[list[str], str]] = {
+    "a key that is not known": (["stage=ppo", "data.nothing=1"], "data.nothing"),
+    "help": (["--help"], ""),
+    "the configuration": (["stage=ppo", "--cfg", "job"], ""),
+    "no SFT model": (["stage=ppo"], "outputs/default/tiny/sft has none"),
+    "no reward model": (["stage=ppo", "policy.checkpoint=base"],
+                        "outputs/default/tiny/rm has none"),
+    "finished": (["stage=rm"], "outputs/default/tiny/rm holds a run that finished"),
+    "cut off": (["stage=eval", "policy.checkpoint=base"], "holds a run that was cut off"),
+    "another SFT model": (["stage=ppo", "policy.checkpoint=./x"], "policy.checkpoint=./x: no such"),
+    "another reward model": (["stage=ppo", "policy.checkpoint=base", "reward.checkpoint=./x"],
+                             "reward.checkpoint=./x: no such folder"),
+    "data": (["stage=sft", "data=files", "data.demonstrations.train=x.jsonl"],
+             "data.demonstrations.train: data file x.jsonl does not exist"),
+    "validation data": (["stage=sft", "data.demonstrations.val=x.jsonl"],
+                        "data.demonstrations.val: data file x.jsonl does not exist"),
+    "no data": (["stage=sft", "data=files"], "data.demonstrations.train is not set"),
+    "base model": (["stage=sft", "model=hub", "model.name=x", "model.name_or_path=./x"],
+                   "model.name_or_path=./x: no such folder"),
+    "a reward's function": (["stage=ppo", *FUNCTION, "reward.path=x.py:f"], "reward.path is"),
+    "a judge": (["stage=ppo", *FUNCTION, "reward.path=y.py:f", "data.judge=x.py:f"],
+                "data.judge is"),
+    "a recipe's data": (["recipe=quickstart", "run=new", "data.preferences.val=x.jsonl"],
+                        "data.preferences.val: data file x.jsonl does not exist"),
+}  # fmt: skip
+"""What names and folders alone tell -> the command and what its answer holds."""
+
+
+@pytest.mark.parametrize("case", SOON)
+def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: str) -> None:
+    """Within 3 seconds of processor time, of which torch alone would take two."""
+    arguments, named = SOON[case]
+    run = workplace.outputs / "default" / "tiny"
+    if case == "finished":
+        (run / "rm" / "final").mkdir(parents=True)
+        (run / "rm" / "config.json").write_text("{}")
+    if case == "cut off":
+        (run / "eval" / "checkpoints").mkdir(parents=True)
+        (run / "eval" / "config.json").write_text("{}")
+        (run / "eval" / "checkpoints" / "000004.ckpt").write_text("")
+    (workplace.folder / "y.py").write_text("")
+    outcome = workplace.process([sys.executable, "-c", ANSWERED, *arguments])
+    if named:
+        assert named in outcome.error
+    else:
+        outcome.succeeded  # noqa: B018
+    *_, loaded, seconds = outcome.out.splitlines()
+    assert loaded == "[]"
+    assert float(seconds) < 3

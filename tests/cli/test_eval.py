@@ -69,8 +69,9 @@ def sources(place: Workplace) -> dict[str, list[str]]:
 @pytest.mark.parametrize("kind", ["head", "judge", "classifier", "function"])
 def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None:
     page, numbers, out = evaluate(place, kind, *sources(place)[kind])
-    title = {"judge": "model", "classifier": "model"}.get(kind, kind)
-    assert page.startswith(f"# Is this reward fit to be maximised? {title}\n\n**Cannot be told: ")
+    reward = {"judge": "model", "classifier": "model"}.get(kind, kind)
+    named = f"{kind}/mini/eval: {reward}"
+    assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Cannot be told: ")
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
     assert "Measured on 4 held-out pairs of 4 prompts and 8 SFT samples" in page
@@ -108,7 +109,7 @@ def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:
         "reward.components.steady.path=rules.py:threes", "reward.components.steady.clip=1",
         "reward.components.steady.weight=0.5",
     )  # fmt: skip
-    assert page.startswith("# Is this reward fit to be maximised? long, steady\n")
+    assert page.startswith("# Is this reward fit to be maximised? sum/mini/eval: long, steady\n")
     found = numbers["fitness"]
     assert found["sampled"]["mean"] == pytest.approx(0.5, abs=1e-5)
     assert found["sampled"]["std"] == pytest.approx(2, rel=1e-5)

@@ -36,7 +36,7 @@ FILES = {"sft": "sft_train", "rm": "preferences_train"}
 
 def breaking(stage: str, *more: str) -> list[str]:
     """Six batches of four rows, two at a time; no checkpoint is due before the last."""
-    keys = ("checkpoint_every=10", "val_every=10", "max_nonfinite=1", *more)
+    keys = ("checkpoint_every=10", "val_every=6", "max_nonfinite=1", *more)
     return [f"stage={stage}", "job=bad", *(f"{stage}.{key}" for key in keys)]
 
 

@@ -313,7 +313,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-LONG = ("stage=sft", "sft.epochs=25", "sft.val_every=1000")
+LONG = ("stage=sft", "sft.epochs=25", "sft.val_every=200")
 """200 steps, of which a kill leaves some."""
 
 

@@ -220,11 +220,17 @@ def test_numbers_name_a_run_and_a_job(kitchen: Kitchen) -> None:
 
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
     folder = done.folder("ppo").parent
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
+    with FileLock(folder / ".lock"):
         error = done.cook().error
     assert "outputs/default/mini is being written by another process" in error
     assert done.ran == []
     done.cook().succeeded  # noqa: B018
+
+
+def test_resume_auto_changes_nothing_in_a_recipe(done: Kitchen) -> None:
+    """It goes on by itself."""
+    done.cook("resume=auto").succeeded  # noqa: B018
+    assert done.ran == []
 
 
 def test_a_stage_that_was_cut_off_is_resumed(done: Kitchen) -> None:

@@ -141,7 +141,7 @@ class TestWhatIsRefused:
 
 # Signals and locks, in processes.
 
-SLOW = ("stage=sft", "sft.epochs=100", "sft.val_every=1000", "sft.checkpoint_every=1000")
+SLOW = ("stage=sft", "sft.epochs=100", "sft.val_every=800", "sft.checkpoint_every=1000")
 """800 steps, of which a signal leaves some, and nothing is saved but for it."""
 
 
@@ -217,7 +217,7 @@ def test_a_recipe_passes_a_signal_on_and_waits(
 ) -> None:
     """One message for both processes; the same command goes on."""
     place = make_workplace(tmp_path / "work")
-    own = ("sft.epochs=25", "sft.val_every=1000", "sft.checkpoint_every=1000",
+    own = ("sft.epochs=25", "sft.val_every=200", "sft.checkpoint_every=1000",
            "rm.epochs=0.25", "ppo.iterations=1", "trainer.log_every_n_steps=1")  # fmt: skip
     process = start(place, *MINI, "recipe=quickstart", *own)
     folder = place.outputs / "default" / "mini" / "sft"
@@ -297,7 +297,7 @@ def test_a_command_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_what_a_kill_left_of_an_overwritten_run_is_no_part_of_the_next(finished: Workplace) -> None:
-    left = finished.stage("sft").with_name(".sft.deleted")
+    left = finished.stage("sft") / ".deleted"
     (left / "checkpoints").mkdir(parents=True)
     (left / "checkpoints" / "000050.ckpt").touch()
     finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.cli import serve
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.rewards.address import parsed
+from lightning_rlhf.rewards.serve import RewardServer, bound
 
 from .conftest import TRAIN_PY, Workplace
 
@@ -19,7 +22,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """No model loads; which ones should have."""
     asked: list[tuple[str, Any]] = []
 
-    def load(final: str, options: Any) -> serve.Score:
+    def load(final: str, options: Any) -> Any:
         asked.append((final, options))
         if final == "nowhere":
             raise CheckpointError("nowhere: no such folder")
@@ -34,8 +37,8 @@ def test_it_serves_until_it_is_stopped(
 ) -> None:
     say = serve._say_address
 
-    def say_and_stop(url: str) -> None:
-        say(url)
+    def say_and_stop(*arguments: Any) -> None:
+        say(*arguments)
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(serve, "_say_address", say_and_stop)
@@ -51,18 +54,55 @@ def test_it_serves_until_it_is_stopped(
     assert loaded == [("final", ["reward.label=3"])]
 
 
-def test_the_address_it_says_answers(
-    workplace: Workplace, loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def not_run(monkeypatch: pytest.MonkeyPatch) -> list[RewardServer]:
+    """Nothing is served; what should have been."""
+    made: list[RewardServer] = []
+
+    def run(self: RewardServer, ready: Any) -> None:
+        made.append(self)
+        ready()
+
+    monkeypatch.setattr(RewardServer, "run", run)
+    return made
+
+
+def test_ipv6_is_served_and_quoted_for_the_shell(
+    workplace: Workplace, loaded: list[tuple[str, Any]], not_run: list[RewardServer]
 ) -> None:
-    found = {}
+    try:
+        bound("::1", 0).close()
+    except ConfigError:
+        pytest.skip("this machine has no IPv6")
+    outcome = workplace.call("serve-reward", "final", "--host", "::1", "--port", "0").succeeded
+    (server,) = not_run
+    assert f"reward=http 'reward.url=\"http://[::1]:{server.port}/score\"'; " in outcome.out
+    assert len(outcome.out.splitlines()) == 2
+    assert parsed(server.url, "reward.url").port == server.port
 
-    def ready(score: Any, host: str, port: int, **_: Any) -> None:
-        found.update(host=host, port=port, scores=score([[]], ["r"], {}))
 
-    monkeypatch.setattr(serve, "serve", ready)
-    workplace.call("serve-reward", "final", "--host", "::1").succeeded  # noqa: B018
-    assert found == {"host": "::1", "port": 8000, "scores": [0.0]}
-    assert loaded == [("final", [])]
+def test_an_open_address_is_told(
+    workplace: Workplace, loaded: list[tuple[str, Any]], not_run: list[RewardServer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+    command = ["serve-reward", "final", "--host", "0.0.0.0", "--port", "0"]
+    out = workplace.call(*command).succeeded.out
+    assert "it listens at 0.0.0.0, to other machines too: it answers whoever can reach the" in out
+    out = workplace.call(*command, "--token-env", "JUDGE_TOKEN").succeeded.out
+    assert " reward.token_env=JUDGE_TOKEN; Ctrl-C" in out
+    assert "it answers whoever has the token" in out
+    assert "s3cret" not in out
+
+
+def test_without_its_libraries_it_says_how_to_install_them(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lightning_rlhf.rewards.serve", "lightning_rlhf.rewards.serve_limits"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    error = workplace.call("serve-reward", "final").error
+    assert error == "serve-reward needs uvicorn: pip install 'lightning-rlhf[serve]'"
 
 
 @pytest.mark.parametrize(
@@ -70,9 +110,12 @@ def test_the_address_it_says_answers(
     [
         (["nowhere"], "nowhere: no such folder"),
         (["final", "--port", "65536"], "--port is 65536; allowed: a number and >= 0 and <= 65535"),
-        (["final", "--host", "256.0.0.1"], "there can be no server at 256.0.0.1:"),
+        (["final", "--host", "256.0.0.1"], "there can be no server at '256.0.0.1', port "),
+        (["final", "--host", ""], "there can be no server at '', port 8000: an empty host"),
+        (["final", "--token-env", "NOT_THERE"],
+         "--token-env is 'NOT_THERE'; allowed: an environment variable that holds a token"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_one_message(
     workplace: Workplace, loaded: list[tuple[str, Any]], arguments: list[str], message: str
 ) -> None:
@@ -82,8 +125,9 @@ def test_what_is_wrong_is_one_message(
 def test_help_tells_how(workplace: Workplace) -> None:
     outcome = workplace.process(TRAIN_PY, "serve-reward", "--help").succeeded
     assert outcome.out.startswith("usage: lightning-rlhf serve-reward")
-    for word in ("final", "--host", "--port", "reward.KEY=VALUE", "127.0.0.1", "8000", "/health"):
-        assert word in outcome.out
+    for word in ("final", "--host", "--port", "reward.KEY=VALUE", "127.0.0.1", "8000", "/health",
+                 "--token-env", "lightning-rlhf[serve]", "256 connections", "20 s"):  # fmt: skip
+        assert word in " ".join(outcome.out.split())
 
 
 def test_an_option_that_is_not_known_is_told(workplace: Workplace) -> None:

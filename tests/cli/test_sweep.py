@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -9,8 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
 
-from .conftest import STAGES, Outcome, Workplace, tree, weights
+from lightning_rlhf.cli.folders import folder_of
+from lightning_rlhf.cli.main import CONF, register_resolvers
+from lightning_rlhf.cli.settings import read_settings
+from lightning_rlhf.cli.sweep import adapt, job_name
+
+from .conftest import MINI, STAGES, Outcome, Workplace, tree, weights
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +76,11 @@ def clean_sweep(tmp_path: Path, swept: tuple[Workplace, Outcome]) -> Workplace:
 
 
 def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -> None:
-    names = jobs(swept[0])
-    assert len(names) == 4
-    for kl_coef in ("0.02", "0.5"):
-        for seed in ("1", "2"):
-            assert sum(f"ppo.kl_coef-{kl_coef}" in n and f"seed-{seed}" in n for n in names) == 1
+    assert jobs(swept[0]) == {
+        f"kl_coef={kl_coef},seed={seed}" for kl_coef in ("0.02", "0.5") for seed in (1, 2)
+    }
+    assert "#3 : " in swept[1].out
+    assert "++" not in swept[1].out
     text = table(swept[1].out)
     assert text.count(" done ") == 4
     assert "failed" not in text
@@ -222,8 +231,7 @@ def test_a_failed_job_is_marked_and_the_others_go_on(finished: Workplace) -> Non
     text = table(outcome.out)
     assert text.count(" done ") == 1
     assert text.count("failed: ") == 1
-    assert len(jobs(finished)) == 1
-    assert "ppo.minibatch_size-8" in next(iter(jobs(finished)))
+    assert jobs(finished) == {"minibatch_size=8"}
 
 
 def test_a_job_that_crashes_is_marked_and_the_others_go_on(
@@ -317,3 +325,71 @@ def test_many_and_long_overrides_make_a_folder_all_the_same(finished: Workplace)
 def test_nothing_but_outputs_is_left_where_one_stands(clean_sweep: Workplace) -> None:
     left = {path.name for path in clean_sweep.folder.iterdir()}
     assert left == {"data", "outputs"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "varied", "name"),
+    [
+        (["stage=ppo", "++ppo.kl_coef=0.02", "seed=1"], ["ppo.kl_coef", "seed"],
+         "kl_coef=0.02,seed=1"),
+        (["stage=ppo", "++ppo.kl_coef=0.02", "seed=1"], ["seed"], "seed=1"),
+        (["++sft.lr=1e-3", "++rm.lr=1e-4"], ["sft.lr", "rm.lr"], "rm.lr=1e-4,sft.lr=1e-3"),
+        (["advantage=reinforce++", "seed=1"], ["advantage"], "advantage=reinforce++"),
+        (["stage=sft"], ["stage"], None),
+        (["stage=sft", "run=x", "seed=1"], ["run"], "seed-1"),
+        (["stage=ppo", "seed=1", "resume=true"], [], "seed-1"),
+    ],
+)  # fmt: skip
+def test_a_job_is_named_after_what_varies(
+    overrides: list[str], varied: list[str], name: str | None
+) -> None:
+    assert job_name(overrides, varied) == name
+
+
+def test_names_of_jobs_are_folders_and_differ() -> None:
+    """Whatever stands in the values: slashes, quotes, control characters, thousands of letters."""
+    values = ["a/b", "a-b", "a b", "'a'", "a\x1b", "a\u202e", "..", ".", "1.", "1", "é" * 300,
+              "é" * 301, "x" * 300]  # fmt: skip
+    names = [job_name([f"data.judge={value}"], ["data.judge"]) for value in values]
+    assert len(set(names)) == len(values)
+    for name in names:
+        assert name is not None
+        assert re.fullmatch(r"judge=[\w.+=,-]*(?<!\.)", name)
+        assert len(name.encode()) <= 255
+
+
+def test_another_sweep_in_the_same_run_gets_folders_of_its_own(workplace: Workplace) -> None:
+    """What does not vary in a sweep is not in its names, and may differ from the sweep before."""
+    first = ["stage=sft", "++sft.epochs=1", "seed=1"]
+    with contextlib.chdir(workplace.folder):
+        cfg = own_config(*first)
+        adapt(cfg, first, ["seed"])
+        assert cfg.job == "seed=1"
+        settings = read_settings(cfg)
+        folder_of(settings).mkdir(parents=True)
+        (folder_of(settings) / "config.json").write_text(json.dumps(settings.tree))
+        found = []
+        for given in (first, ["stage=sft", "++sft.epochs=2", "seed=1"]):
+            cfg = own_config(*given)
+            adapt(cfg, given, ["seed"])
+            found.append(cfg.job)
+    assert found == ["seed=1", "seed-1+sft.epochs-2"]
+
+
+def test_a_sweep_with_whole_names_goes_on_under_these(workplace: Workplace) -> None:
+    given = ["stage=sft", "++sft.epochs=1", "seed=1"]
+    (workplace.outputs / "default" / "mini" / "seed-1+sft.epochs-1").mkdir(parents=True)
+    with contextlib.chdir(workplace.folder):
+        cfg = own_config(*given)
+        adapt(cfg, given, ["seed"])
+    assert cfg.job == "seed-1+sft.epochs-1"
+
+
+def own_config(*overrides: str) -> DictConfig:
+    """What Hydra composes of model=mini data=small overrides."""
+    register_resolvers()
+    _, presets, *mini = MINI
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        path = f"hydra.searchpath=[file://{presets}]"
+        return compose("config", [*mini, *overrides, path])

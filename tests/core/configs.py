@@ -73,6 +73,7 @@ PPO = STAGE | {
     "max_ratio": None,
     "val_samples_per_prompt": 1,
     "samples_every": 10,
+    "kl_warning": None,
 }
 STAGES: dict[str, tuple[type, dict[str, Any]]] = {
     "sft": (SFTConfig, SFT),

@@ -70,6 +70,13 @@ def build(stage: str, **changes: Any) -> Any:
     return config(**valid | changes)
 
 
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1, 1), (9, 1), (25, 3), (30, 3), (99, 10), (100, 100), (2000, 100)]
+)
+def test_a_run_shorter_than_val_every_validates_at_each_tenth(steps: int, expected: int) -> None:
+    assert build("sft", val_every=100).validation_interval(steps) == expected
+
+
 @pytest.mark.parametrize(("stage", "key", "found", "allowed"), ROWS)
 def test_out_of_bounds(stage: str, key: str, found: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as error:

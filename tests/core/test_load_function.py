@@ -76,6 +76,8 @@ def test_what_is_no_function_is_named(rules: Path, source: str | None, message: 
         ("raise RuntimeError('no key')", "RuntimeError('no key')"),
         ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
         ("def score(:", "SyntaxError"),
+        ("import sys; sys.exit()", "SystemExit()"),
+        ("raise GeneratorExit", "GeneratorExit()"),
     ],
 )
 def test_what_fails_while_it_is_loaded_is_named(

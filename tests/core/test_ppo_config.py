@@ -33,6 +33,7 @@ ABOVE_0 = (
     "clip_range_vf",
     "value_lr_factor",
     "target_kl",
+    "kl_warning",
 )
 AT_LEAST_0 = (
     "length_penalty",
@@ -77,6 +78,7 @@ OFF_SWITCHES = (
     "clip_range_vf",
     "target_kl",
     "max_ratio",
+    "kl_warning",
 )
 
 

@@ -6,12 +6,16 @@ import errno
 import os
 import re
 import resource
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.storage import full_disk, full_disk_told, written_whole
@@ -37,6 +41,58 @@ def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
         "a", "a/inner", "a/inner/file",
     ]  # fmt: skip
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
+    """To a file, to a folder, and to what is not there yet."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "folder").mkdir(parents=True)
+    (elsewhere / "folder" / "stale").touch()
+    (elsewhere / "file").write_text("before")
+    for name in ("folder", "file", "new"):
+        link = tmp_path / name
+        link.symlink_to(elsewhere / name)
+        with written_whole(link) as beside:
+            assert beside.parent == elsewhere
+            if name == "folder":
+                beside.mkdir()
+            else:
+                beside.write_text("after")
+        assert link.is_symlink()
+    assert list((elsewhere / "folder").iterdir()) == []
+    assert (elsewhere / "file").read_text() == (elsewhere / "new").read_text() == "after"
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [
+    (0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775),
+])  # fmt: skip
+def test_modes_follow_the_umask(tmp_path: Path, umask: int, file: int, folder: int) -> None:
+    """Also of a private file of safetensors, and of a copied private folder."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    (private / "page").touch(mode=0o600)
+    before = os.umask(umask)
+    try:
+        with written_whole(tmp_path / "a") as beside:
+            shutil.copytree(private, beside)
+            save_file({"x": torch.zeros(1)}, beside / "weights.safetensors")
+        with written_whole(tmp_path / "b") as beside:
+            save_file({"x": torch.zeros(1)}, beside)
+        assert os.umask(umask) == umask, "it is as it was"
+    finally:
+        os.umask(before)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a").iterdir()}
+    assert modes == {"page": file, "weights.safetensors": file}
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == folder
+    assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == file
+
+
+def test_a_group_s_own_modes_are_kept(tmp_path: Path) -> None:
+    """Of a folder whose new files belong to its group, and of one that others may write."""
+    with written_whole(tmp_path / "a") as beside:
+        beside.mkdir()
+        beside.chmod(0o2777)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o2777
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])

@@ -100,3 +100,28 @@ def test_responses_of_one_length() -> None:
     found = length_share([pair("a", "1", "2")])
     assert (found.share, found.interval, found.one_sided) == (None, None, False)
     assert "all 1 pairs" in found.line
+
+
+@pytest.mark.parametrize(
+    ("longer", "shorter", "same", "chosen_longer", "rule"),
+    [
+        (20, 0, 0, "100.0% of the 20", "taking the longer response is right in 100.0%"),
+        (0, 20, 0, "0.0% of the 20", "taking the shorter response is right in 100.0%"),
+        (0, 20, 7, "0.0% of the 20", "taking the shorter response is right in 100.0%"),
+        (60, 240, 0, "20.0% of the 300", "taking the shorter response is right in 80.0%"),
+        (240, 60, 5, "80.0% of the 300", "taking the longer response is right in 80.0%"),
+        (50, 50, 9, "50.0% of the 100", None),
+    ],
+)
+def test_the_rule_of_length_is_told_with_how_often_it_is_right(
+    longer: int, shorter: int, same: int, chosen_longer: str, rule: str | None
+) -> None:
+    """Shares are of the pairs of different lengths; Wilson's interval of 0 of 20 starts at 0."""
+    sides = [("long", "s")] * longer + [("s", "long")] * shorter + [("a", "b")] * same
+    line = length_share([pair("a", chosen, rejected) for chosen, rejected in sides]).line
+    assert line.startswith(f"length: chosen is longer in {chosen_longer} pairs")
+    assert "-0.0%" not in line
+    if rule is None:
+        assert line.endswith(")")
+    else:
+        assert line.endswith(f"; {rule}, whatever it says")

@@ -452,9 +452,9 @@ def test_a_hub_data_set(
 ) -> None:
     calls = []
 
-    def load(name: str, split: str) -> list[dict[str, Any]]:
+    def load(name: str, split: str) -> datasets.Dataset:
         calls.append((name, split))
-        return [PAIR, {"prompt": "Hi"}]
+        return datasets.Dataset.from_list([PAIR, {"prompt": "Hi"}])
 
     hub(monkeypatch, load)
     assert read_preferences(source, "skip").rows == (Preference(turns("Hi"), "A", "B"),)

@@ -12,7 +12,12 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.config import DataConfig, Split
-from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
+from lightning_rlhf.data.splits import (
+    load_demonstrations,
+    load_preferences,
+    load_prompts,
+    sample,
+)
 
 MakeConfig = Callable[..., DataConfig]
 Jsonl = Callable[..., str]
@@ -78,15 +83,17 @@ def test_one_prompt_cannot_be_divided(make_config: MakeConfig, jsonl: Jsonl) -> 
 
 def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) -> None:
     config = make_config(demonstrations=Split(train=forty, val=forty), max_val_rows=7)
-    samples = [load_demonstrations(config, seed).val.rows for seed in (0, 0, 1)]
+    val = load_demonstrations(config, seed=0).val
+    assert len(val) == 40  # which of them fit is not known yet
+    samples = [sample(val, 7, seed) for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
-    numbers = [int(row.response[1:]) for row in samples[0]]
+    numbers = [int(row.response[1:]) for row in samples[0].rows]
     assert len(set(numbers)) == 7
     assert numbers == sorted(numbers)
-    val = load_demonstrations(config, seed=0).val
-    assert [number - 1 for number in val.numbers] == numbers
+    assert [number - 1 for number in samples[0].numbers] == numbers
     assert numbers != list(range(7))
-    assert len(load_demonstrations(config, seed=0).train) == 40
+    assert samples[0].left_out == {"over data.max_val_rows": 33}
+    assert sample(val, 40, 0) is sample(val, None, 0) is val
 
 
 @pytest.mark.parametrize(

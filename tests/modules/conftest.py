@@ -98,6 +98,7 @@ PPO = STAGE | {
     "max_ratio": None,
     "val_samples_per_prompt": 1,
     "samples_every": 10,
+    "kl_warning": None,
 }
 
 

@@ -260,6 +260,11 @@ def test_a_model_that_training_broke_names_iteration_and_key(
     logits = "the model's logits are NaN or infinite, and nothing can be sampled from it"
     with pytest.raises(TrainingError, match="^" + re.escape(expected.format(logits))):
         module.collect(prompts(4))
+    before = f"iteration {iteration + 1}:", f"the evaluation after iteration {iteration}:"
+    with pytest.raises(
+        TrainingError, match="^" + re.escape(expected.format(logits).replace(*before))
+    ):
+        module.validation_step(prompts(4), 0)
 
 
 def test_a_reward_that_is_no_number_names_the_iteration(make_ppo: Make) -> None:

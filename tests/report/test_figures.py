@@ -38,7 +38,7 @@ def test_components_have_a_panel_where_there_are_several(tmp_path: Path) -> None
     assert colors[0] != colors[1]
     cells = ["1", *["0.5"] * 4]
     (tmp_path / "metrics.csv").write_text(f"{','.join(['step', *measured])}\n{','.join(cells)}\n")
-    rows = imread(draw_curves(tmp_path, "ppo")).shape[0] / 150 / 3.4
+    rows = imread(draw_curves(tmp_path, "ppo", "r/m/ppo")).shape[0] / 150 / 3.4
     assert 3 < rows < 3.5  # seven panels in rows of three
 
 
@@ -49,7 +49,7 @@ def test_a_run_of_any_length_has_a_legible_figure(stage: Stage, rows: int, tmp_p
     lines = [",".join(["step", *names])]
     lines += [",".join([str(k), *(["0.5"] * len(names))]) for k in range(rows)]
     (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
-    path = draw_curves(tmp_path, stage)
+    path = draw_curves(tmp_path, stage, "r/m/s")
     assert path == tmp_path / "curves.png"
     assert imread(path).shape[1] >= 1600
 

@@ -21,10 +21,10 @@ from lightning_rlhf.report.replayed import (
     ReplayedResponse,
     cells,
     heading,
+    marked,
     most_changed,
     scale,
     signed,
-    visible,
 )
 
 WORDS = {1: "<script>", 2: ' "quoted" ', 3: "&amp;", 4: "\x1b[31m", 5: "[bold]"}
@@ -138,7 +138,7 @@ def test_the_heading_of_a_response() -> None:
     [("a b", "a b"), ("a\nb", "a⏎\nb"), ("\x1b[0m", "\\x1b[0m"), ("é\u202e", "é\\u202e")],
 )
 def test_what_cannot_be_printed_is_written_out(text: str, expected: str) -> None:
-    assert visible(text) == expected
+    assert marked(text) == expected
 
 
 def test_a_scale_of_what_is_finite() -> None:

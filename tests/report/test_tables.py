@@ -33,7 +33,7 @@ def test_before_and_after_with_their_difference() -> None:
     after = {
         "eval/judge/words": 8.5, "eval/kl": 2.5, "eval/reward_mean": 1.0, "eval/judge/rude": 0.02,
     }  # fmt: skip
-    assert cells(shown(before_after_table(before, after)))[1:] == [
+    assert cells(shown(before_after_table(before, after, {})))[1:] == [
         ["reward", "0.12", "1.00", "+0.88"],
         ["KL to the SFT model, nats a response", "0.00", "2.50", "+2.50"],
         ["rude", "-", "0.02", "-"],

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from lightning_rlhf.core.types import Replies, Rollout
+from lightning_rlhf.rewards.protocol import Score
+from lightning_rlhf.rewards.serve import RewardServer, bound
+from lightning_rlhf.rewards.serve_limits import Limits
 
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers, body."""
@@ -97,11 +101,34 @@ def running(server: ThreadingHTTPServer) -> Iterator[None]:
         server.server_close()
 
 
+@contextlib.contextmanager
+def serving(
+    score: Score, port: int = 0, token: str | None = None, **limits: Any
+) -> Iterator[RewardServer]:
+    """A reward server answers in a thread."""
+    address = bound("127.0.0.1", port)
+    server = RewardServer(score, address, token=token, limits=Limits(**limits))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join()
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
+    """Return once it holds; fail after so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 @pytest.fixture(autouse=True)
 def _loggers_speak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra, where an earlier test ran it in this process, has silenced them."""
-    for name in ("urllib3.connectionpool", "urllib3.util.retry", "lightning_rlhf.rewards.serve"):
-        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf.rewards.serve"), "disabled", False)
 
 
 Script = Callable[..., Scripted]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
@@ -85,10 +83,3 @@ def test_what_is_no_address_is_named_without_its_secrets(url: str | None, shown:
         f"reward.url is {shown}; allowed: http://HOST:PORT/PATH or https://..."
     )
     assert found.value.__cause__ is None
-
-
-def test_the_log_of_the_library_shows_no_query(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG):
-        for name in ("urllib3.connectionpool", "urllib3.util.retry"):
-            logging.getLogger(name).debug('"%s %s" %d', "POST", "/score?token=word", 200)
-    assert [r.getMessage() for r in caplog.records] == ['"POST /score?***" 200'] * 2

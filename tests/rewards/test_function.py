@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.rewards.function import FunctionReward
 from lightning_rlhf.rewards.functions import length_band
+from lightning_rlhf.rewards.weighted import checked
 
 from .conftest import make_replies, messages
 
@@ -235,3 +237,32 @@ def test_a_function_takes_prompts_and_responses(function: Any, signature: str) -
 def test_a_signature_that_cannot_be_read_is_told() -> None:
     with pytest.raises(ConfigError, match="the function min does not tell what it takes"):
         reward(min)
+
+
+@pytest.mark.parametrize("fault", [SystemExit(0), SystemExit(), GeneratorExit(), CancelledError()])
+def test_a_function_that_ends_the_process_is_a_fault(fault: BaseException) -> None:
+    def score(prompts: list[str], responses: list[str]) -> list[float]:
+        raise fault
+
+    with pytest.raises(RewardError, match=r"score fails at test_function\.py:\d+: "):
+        FunctionReward(score, {}, "reward")(make_replies(("p", "r")))
+
+
+def test_ctrl_c_in_a_function_is_ctrl_c() -> None:
+    def score(prompts: list[str], responses: list[str]) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FunctionReward(score, {}, "reward")(make_replies(("p", "r")))
+
+
+@pytest.mark.parametrize("number", [10**400, 10**5000])
+def test_a_number_that_no_float_holds_is_told(number: int) -> None:
+    replies = make_replies(("p", "r"))
+    function = FunctionReward(lambda prompts, responses: [number], {}, "reward")
+    with pytest.raises(RewardError, match=r"returned .* as score 0 of 1, counted from 0; allowed"):
+        function(replies)
+    with pytest.raises(
+        RewardError, match=r"^reward 'x' gave .* for the response 'r' to the prompt"
+    ):
+        checked([number], replies, "x")

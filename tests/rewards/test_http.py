@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.rewards.http import HTTPReward
-from lightning_rlhf.rewards.serve import RewardServer
 
-from .conftest import Answer, Script, Scripted, make_replies, messages, running, scores
+from .conftest import Answer, Script, Scripted, make_replies, messages, scores, serving
 
 TEXTS = [("2+2?", "four"), ("3+3?", "sechs 🎈"), ("Größe?", ""), ("4+4?", "\u2028eight\ud83d")]
 
@@ -37,8 +36,7 @@ def lengths(k: int, request: Mapping[str, Any]) -> Answer:
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Nobody sleeps; how long they wanted to."""
     wanted: list[float] = []
-    clock = SimpleNamespace(sleep=wanted.append, time=lambda: 0.0)
-    monkeypatch.setattr("urllib3.util.retry.time", clock)
+    monkeypatch.setattr("lightning_rlhf.rewards.http.time", SimpleNamespace(sleep=wanted.append))
     return wanted
 
 
@@ -140,7 +138,7 @@ def test_without_a_cache_a_batch_still_asks_once(script: Script) -> None:
 # What is asked again
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 599])
+@pytest.mark.parametrize("status", [408, 429, 500, 503, 599])
 def test_a_server_in_trouble_is_asked_again(script: Script, status: int) -> None:
     server = script((status, {}, b""), (status, {}, b"busy"), scores(3))
     assert make_reward(server.url, retries=2)(make_replies(("p", "r"))) == [3]
@@ -150,7 +148,7 @@ def test_the_pause_doubles(script: Script, naps: list[float]) -> None:
     server, told = script(*[(500, {}, b"")] * 4, scores(3)), list[str]()
     reward = make_reward(server.url, retries=4, backoff_s=0.5, tell=told.append)
     reward(make_replies(("p", "r")))
-    assert naps == [1, 2, 4]  # none after the first try, then 0.5 * 2^1, 2^2, 2^3
+    assert naps == [0, 1, 2, 4]  # none after the first try, then 0.5 * 2^1, 2^2, 2^3
     line = f"reward: the server {server.url} answered 500; try"
     assert told == [f"{line} {k} of 5 in {s} s" for k, s in ((2, 0), (3, 1), (4, 2), (5, 4))]
 
@@ -161,6 +159,17 @@ def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) ->
     make_reward(server.url, backoff_s=0.5, tell=told.append)(make_replies(("p", "r")))
     assert naps == [7, 7, 2]
     assert [line.rpartition(" in ")[2] for line in told] == ["7 s", "7 s", "2 s"]
+
+
+@pytest.mark.parametrize(
+    "later", ["soon", "-1", "1.5", "9" * 5000, "Mon, 99 Foo 0000", "Thu, 01 Jan 99999 00:00:00 GMT"]
+)
+def test_a_wait_that_cannot_be_read_is_no_wait(
+    script: Script, naps: list[float], later: str
+) -> None:
+    server = script(*[(429, {"retry-after": later}, b"")] * 2, scores(3))
+    assert make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r"))) == [3]
+    assert naps == [0, 1]
 
 
 def test_no_pause_is_longer_than_two_minutes(script: Script, naps: list[float]) -> None:
@@ -192,16 +201,16 @@ def test_a_slow_answer_is_asked_for_again(script: Script) -> None:
 
 
 def test_a_server_that_was_started_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = RewardServer(by_length, "127.0.0.1", 0)
-    reward = make_reward(first.url, backoff_s=1.0)
-    with running(first):
-        assert reward(make_replies(("p", "a"))) == [1]
     with contextlib.ExitStack() as stack:
+        with serving(by_length) as first:
+            reward, port = make_reward(first.url, backoff_s=1.0), first.port
+            assert reward(make_replies(("p", "a"))) == [1]
 
         def sleep(seconds: float) -> None:
-            stack.enter_context(running(RewardServer(by_length, "127.0.0.1", first.server_port)))
+            if seconds:
+                stack.enter_context(serving(by_length, port))
 
-        monkeypatch.setattr("urllib3.util.retry.time", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr("lightning_rlhf.rewards.http.time", SimpleNamespace(sleep=sleep))
         assert reward(make_replies(("p", "a"), ("p", "bb"))) == [1, 2]
 
 
@@ -230,14 +239,14 @@ def test_two_clients_at_once() -> None:
         inside.release()
         return by_length(prompts, responses, columns)
 
-    server, found = RewardServer(score, "127.0.0.1", 0), {}
+    found = {}
 
     def client(size: int) -> None:
         reward = make_reward(server.url, batch_size=1)
         together.wait()
         found[size] = reward(make_replies(*(("p", "x" * (size + i)) for i in range(10))))
 
-    with running(server):
+    with serving(score) as server:
         threads = [threading.Thread(target=client, args=(size,)) for size in (1, 100)]
         for thread in threads:
             thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -10,15 +11,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.serve import Columns, Messages, RewardServer
+from lightning_rlhf.core.errors import ConfigError, DataError
+from lightning_rlhf.rewards.protocol import Columns, Messages
+from lightning_rlhf.rewards.serve import RewardServer, bound
 
-from .conftest import messages, running
+from .conftest import messages, serving, wait_for
 
 
 class Scorer:
@@ -32,7 +37,7 @@ class Scorer:
         self, prompts: list[Messages], responses: list[str], columns: Columns
     ) -> Sequence[float]:
         self.asked.append((prompts, responses, columns))
-        if isinstance(self.scores, Exception):
+        if isinstance(self.scores, BaseException):
             raise self.scores
         return [len(r) for r in responses] if self.scores is None else self.scores
 
@@ -44,20 +49,36 @@ def scorer() -> Scorer:
 
 @pytest.fixture
 def server(scorer: Scorer) -> Iterator[RewardServer]:
-    server = RewardServer(scorer, "127.0.0.1", 0, max_body_bytes=1000)
-    with running(server):
+    with serving(scorer, body_bytes=1000, stop_s=2) as server:
         yield server
 
 
 def ask(
-    server: RewardServer, body: Any, method: str = "POST", path: str = "/score"
+    server: RewardServer, body: Any, method: str = "POST", path: str = "/score", **headers: str
 ) -> tuple[int, Any]:
     """Status and answer; a body of bytes is sent as it is."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request(method, path, body if isinstance(body, bytes) else json.dumps(body))
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    sent = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request(method, path, sent, headers)
     answer = connection.getresponse()
     assert answer.headers["content-type"] == "application/json"
-    return answer.status, json.loads(answer.read())
+    data = answer.read()
+    assert data.count(b"\n") == 0
+    return answer.status, json.loads(data)
+
+
+def spoken(server: RewardServer, sent: bytes) -> bytes:
+    """All that is answered to these bytes, until the server hangs up."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(sent)
+        return read_to_end(connection)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    found = b""
+    while piece := connection.recv(2**16):
+        found += piece
+    return found
 
 
 def request(*responses: str, **others: Any) -> dict[str, Any]:
@@ -80,27 +101,36 @@ def test_health(server: RewardServer, scorer: Scorer) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"{", "the request is no JSON: Expecting property name"),
-        (b"\xff", "the request is no JSON: "),
-        (b"[" * 999, "the request is no JSON: "),
-        ([1], "the request is [1], no JSON object"),
-        ({"prompt": []}, "'prompt' is no known key; allowed: prompts, responses, columns"),
-        ({"responses": []}, "the request has no 'prompts'"),
-        ({"prompts": []}, "the request has no 'responses'"),
-        ({"prompts": "p", "responses": []}, "'prompts' is 'p', no list"),
-        ({"prompts": [], "responses": {}}, "'responses' is {}, no list"),
+        (b"", "the request: Invalid JSON: EOF"),
+        (b"{", "the request: Invalid JSON: EOF"),
+        (b"\xff", "the request: Invalid JSON: "),
+        (b"[" * 999, "the request: Invalid JSON: recursion limit"),
+        (b"[]," * 300, "the request: Invalid JSON: trailing"),
+        ([1], "the request: Input should be an object"),
+        ({"prompts": [], "responses": [], "promts": []}, "promts: Extra inputs are not permitted"),
+        ({"prompts": [], "responses": [], "a\nb": []}, "['a\\nb']: Extra inputs are not"),
+        ({"responses": []}, "prompts: Field required"),
+        ({"prompts": []}, "responses: Field required"),
+        ({"prompts": "p", "responses": []}, "prompts: Input should be a valid array"),
+        ({"prompts": [], "responses": {}}, "responses: Input should be a valid array"),
         ({"prompts": [], "responses": ["r"]}, "there are 0 prompts for 1 responses"),
-        ({"prompts": ["p"], "responses": ["r"]},
-         'prompts[0] is \'p\'; allowed: a list of {"role": text, "content": text}'),
-        ({"prompts": [[]], "responses": ["r"]}, "prompts[0] is []; allowed"),
+        ({"prompts": ["p"], "responses": ["r"]}, "prompts[0]: Input should be a valid array"),
+        ({"prompts": [[]], "responses": ["r"]}, "prompts[0]: List should have at least 1 item"),
         ({"prompts": [messages("p"), [{"role": "user"}]], "responses": ["r", "s"]},
-         "prompts[1] is [{'role': 'user'}]; allowed"),
-        ({"prompts": [[{"role": "user", "content": 1}]], "responses": ["r"]}, "prompts[0] is ["),
-        ({"prompts": [messages("p")], "responses": [1]}, "responses[0] is 1, no text"),
-        (request("r", columns=[]), "'columns' is [], no JSON object"),
-        (request("r", columns={"a": [1, 2]}),
-         "columns['a'] is [1, 2]; allowed: a list of 1 values"),
-        (request("r", columns={"a": 1}), "columns['a'] is 1; allowed: a list of 1 values"),
+         "prompts[1][0].content: Field required"),
+        ({"prompts": [[{"role": "user", "content": "p", "name": "n"}]], "responses": ["r"]},
+         "prompts[0][0].name: Extra inputs"),
+        ({"prompts": [[{"role": "user", "content": 1}]], "responses": ["r"]},
+         "prompts[0][0].content: Input should be a valid string"),
+        ({"prompts": [messages("p")], "responses": [1]},
+         "responses[0]: Input should be a valid string"),
+        ({"prompts": [messages("p")], "responses": ["\ud83d"]}, "the request: Invalid JSON: "),
+        ({"prompts": [messages("\udc00")], "responses": [""]}, "the request: Invalid JSON: "),
+        (request("r", columns=[]), "columns: Input should be an object"),
+        (request("r", columns={"a": [1, 2]}), "columns['a'] has 2 values for 1 responses"),
+        (request("r", columns={"a": 1}), "columns.a: Input should be a valid array"),
+        (b'{"prompts": [], "responses": [], "columns": {"a": [' + b"9" * 900 + b"]}}",
+         "columns['a'] has 1 values for 0 responses"),
     ],
 )  # fmt: skip
 def test_a_bad_request_is_told_precisely(
@@ -117,8 +147,10 @@ def test_a_bad_request_is_told_precisely(
     [
         ("POST", "/", 404, "there is no POST /; allowed: POST /score, GET /health"),
         ("POST", "/scores?key=word", 404, "there is no POST /scores; allowed"),
-        ("GET", "/score?key=word", 404, "there is no GET /score; allowed"),
-        ("PUT", "/score", 501, "Unsupported method ('PUT')"),
+        ("GET", "/score?key=word", 405, "there is no GET /score; allowed"),
+        ("PUT", "/score", 405, "there is no PUT /score; allowed"),
+        ("POST", "/score/", 404, "there is no POST /score/; allowed"),
+        ("GET", "/%ff%0a\\", 404, "there is no GET /"),
     ],
 )
 def test_another_address_is_told(
@@ -132,42 +164,173 @@ def test_another_address_is_told(
 def test_a_body_may_be_so_large_and_no_larger(server: RewardServer) -> None:
     body = json.dumps(request("r")).encode()
     assert ask(server, body.ljust(1000))[0] == 200
-    message = "the request has 1001 bytes; allowed: 1000; ask for fewer responses at once"
+    message = "the request has more than 1000 bytes; ask for fewer responses at once"
     assert ask(server, body.ljust(1001)) == (413, {"error": message})
-    assert ask(server, b" " * 10_000_000)[0] == 413
+    assert ask(server, b" " * 10_000_000)[0] == 413  # and the client could send all of it
+
+
+def test_all_bodies_together_may_be_so_large(scorer: Scorer) -> None:
+    """One waits with 900 bytes of 1000; another of 200 bytes is asked to come again."""
+    with serving(scorer, held_bytes=1000, stop_s=0) as server:
+        body = json.dumps(request("r")).encode().ljust(200)
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            slow.sendall(b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 901\r\n\r\n")
+            slow.sendall(b" " * 900)
+            wait_for(lambda: server._held_bytes == 900)
+            assert ask(server, body) == (
+                503, {"error": "1000 bytes of requests wait already; come again"}
+            )  # fmt: skip
+        wait_for(lambda: server._held_bytes == 0)
+        assert ask(server, body)[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("head", "status", "message"),
+    "sent",
     [
-        ("POST /score HTTP/1.1", "411", "there is no Content-Length"),
-        ("POST /score HTTP/1.1\r\nContent-Length: -1", "400", "Content-Length is '-1', no number"),
-        ("POST /score HTTP/1.1\r\nContent-Length: " + "9" * 5000, "400", "9', no number"),
-        ("POST /score HTTP/9.9", "505", "Invalid HTTP version"),
-        ("nonsense", "400", "Bad request syntax"),
+        b"nonsense\r\n\r\n",
+        b"GET /" + b"a" * 70_000,
+        b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"a" * 70_000,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: -1\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST /score HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
+        b"\x16\x03\x01\x00\xf1\x01\x00",
     ],
+    ids=["no HTTP", "address", "header", "no host", "below 0", "too long", "chunk", "TLS"],
 )
 def test_what_is_no_request_is_told(
-    server: RewardServer, head: str, status: str, message: str
+    server: RewardServer, capfd: pytest.CaptureFixture[str], sent: bytes
 ) -> None:
-    with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
-        connection.sendall(f"{head}\r\n\r\n".encode())
-        answer = connection.makefile().read()
-    assert message in answer
-    assert status in answer.splitlines()[0] or not answer.startswith("HTTP")
+    head, _, body = spoken(server, sent + b"\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 404 "))  # 404 where it came in one piece
+    assert json.loads(body)["error"].startswith(("the request is no HTTP", "there is no GET /"))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_body_in_chunks_is_read(server: RewardServer) -> None:
+    body = json.dumps(request("abc")).encode()
+    answer = spoken(
+        server,
+        b"POST /score HTTP/1.1\r\nHost: h\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+        b"\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body),
+    )
+    assert answer.endswith(b'{"scores":[3.0]}')
+
+
+def test_an_upgrade_is_not_made(server: RewardServer, capfd: pytest.CaptureFixture[str]) -> None:
+    upgrade = {"connection": "upgrade", "upgrade": "websocket"}
+    assert ask(server, b"", "GET", "/health", **upgrade) == (200, {"status": "ok"})
+    assert capfd.readouterr().err == ""
+
+
+# Clients that take their time
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nX: ",
+        b"GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /health HTTP/1.1\r\nX: ",
+        b"GET /none HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "half a second head", "no body after the answer"],
+)
+def test_a_client_that_drips_is_hung_up_on(scorer: Scorer, sent: bytes) -> None:
+    with serving(scorer, head_s=0.2) as server:
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(sent)
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < began + 10:
+                    connection.sendall(b"x")
+                    time.sleep(0.02)
+        assert time.monotonic() - began < 5
+
+
+def test_a_body_has_its_time(scorer: Scorer) -> None:
+    with serving(scorer, body_s=0.2, head_s=0.3) as server:
+        answer = spoken(server, b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert answer.endswith(b'{"error": "the body did not come within 0.2 s"}')
+
+
+def test_so_many_connections_and_no_more(scorer: Scorer) -> None:
+    with serving(scorer, connections=3, stop_s=0) as server:
+        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        wait_for(lambda: len(server._server.server_state.connections) == 3)
+        head, _, body = spoken(server, b"").partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in head.lower()
+        assert json.loads(body) == {"error": "there are 3 connections already; come again"}
+        held.pop().close()
+        wait_for(lambda: len(server._server.server_state.connections) == 2)
+        assert ask(server, request("r"))[0] == 200
+        for connection in held:
+            connection.close()
+
+
+def test_a_client_that_has_hung_up_is_not_scored() -> None:
+    """It waits for its turn behind another one, and goes."""
+    entered, leave, asked = threading.Event(), threading.Event(), []
+
+    def score(prompts: Any, responses: Any, columns: Any) -> list[float]:
+        asked.append(responses)
+        entered.set()
+        leave.wait()
+        return [0.0] * len(responses)
+
+    with serving(score) as server:
+        first = threading.Thread(target=ask, args=(server, request("first")))
+        first.start()
+        entered.wait()
+        body = json.dumps(request("gone")).encode()
+        with socket.create_connection(("127.0.0.1", server.port)) as gone:
+            head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+            gone.sendall(head % len(body) + body)
+            wait_for(lambda: len(server._server.server_state.tasks) == 2)
+        wait_for(lambda: len(server._server.server_state.connections) == 1)
+        assert ask(server, b"", "GET", "/health")[0] == 200  # while it scores
+        leave.set()
+        first.join()
+        ask(server, request("last"))
+    assert asked == [["first"], ["last"]]
+
+
+# Who may ask
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "s3cret"}, 401),
+        ({"authorization": "Bearer s3cre\xe9"}, 401),
+        ({"authorization": "Bearer s3cret"}, 200),
+    ],
+)
+def test_a_token_is_wanted(scorer: Scorer, given: dict[str, str], status: int) -> None:
+    with serving(scorer, token="s3cret") as server:
+        found, answer = ask(server, request("r"), **given)
+        assert found == status
+        assert "s3cret" not in str(answer)
+        assert ask(server, b"", "GET", "/health")[0] == 200
+    assert len(scorer.asked) == (status == 200)
 
 
 def test_a_client_that_hangs_up_is_no_fault(
-    server: RewardServer, capfd: pytest.CaptureFixture[str]
+    scorer: Scorer, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for sent in (b"", b"POST /score HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"):
-        with socket.create_connection(("127.0.0.1", server.server_port)) as connection:
-            linger = (1).to_bytes(4, sys.byteorder) + (0).to_bytes(4, sys.byteorder)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)  # cut, not closed
-            connection.sendall(sent)
-        ask(server, b"", "GET", "/health")  # so that the one before it has been let in
-    server.server_close()  # waits for all
+    with serving(scorer) as server:
+        for sent in (b"", b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n{"):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                linger = (1).to_bytes(4, sys.byteorder) + (0).to_bytes(4, sys.byteorder)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)  # cut
+                connection.sendall(sent)
+            ask(server, b"", "GET", "/health")  # so that the one before it has been let in
     assert capfd.readouterr().err == ""
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -178,6 +341,8 @@ def test_a_client_that_hangs_up_is_no_fault(
         ([1.0], "the reward gave 1 scores for 2 responses"),
         (RuntimeError("out of memory"), "RuntimeError: out of memory"),
         (["good", 1.0], "ValueError: could not convert string to float: 'good'"),
+        ([10**400, 1.0], "OverflowError: int too large to convert to float"),
+        (SystemExit(0), "SystemExit: 0"),
     ],
 )
 def test_a_fault_of_the_reward_is_told(
@@ -190,12 +355,21 @@ def test_a_fault_of_the_reward_is_told(
     scorer.scores = scores
     with caplog.at_level(logging.ERROR):
         assert ask(server, request("r", "s")) == (500, {"error": message})
-    assert ("could not be scored" in caplog.text) == ("Error" in message)
+    assert ("could not be scored" in caplog.text) == ("E" in message)
     scorer.scores = [0.5, 1]
     assert ask(server, request("r", "s")) == (200, {"scores": [0.5, 1.0]})
 
 
-def test_closing_waits_for_what_has_come_in() -> None:
+def test_what_the_model_cannot_read_is_the_fault_of_the_client(
+    server: RewardServer, scorer: Scorer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a role that its chat template does not know."""
+    scorer.scores = DataError("the chat template refuses a prompt with the turns wizard")
+    assert ask(server, request("r")) == (422, {"error": str(scorer.scores)})
+    assert caplog.text == ""
+
+
+def test_stopping_waits_for_what_has_come_in() -> None:
     entered, leave, answers = threading.Event(), threading.Event(), []
 
     def score(prompts: Any, responses: Any, columns: Any) -> list[float]:
@@ -203,54 +377,143 @@ def test_closing_waits_for_what_has_come_in() -> None:
         leave.wait()
         return [1.0]
 
-    server = RewardServer(score, "127.0.0.1", 0)
-    client = threading.Thread(target=lambda: answers.append(ask(server, request("r"))))
-    with running(server):
+    with serving(score) as server:
+        client = threading.Thread(target=lambda: answers.append(ask(server, request("r"))))
         client.start()
         entered.wait()
-        server.shutdown()
-        closing = threading.Thread(target=server.server_close)
-        closing.start()
-        closing.join(timeout=0.05)
-        assert closing.is_alive()
-        leave.set()
-        closing.join()
+        server.stop()
+        threading.Timer(0.3, leave.set).start()
     client.join()
     assert answers == [(200, {"scores": [1.0]})]
 
 
-def test_a_port_that_is_taken_is_named(server: RewardServer, scorer: Scorer) -> None:
-    taken = server.server_port
-    with pytest.raises(ConfigError, match=f"no server at 127.0.0.1:{taken}: .*in use"):
-        RewardServer(scorer, "127.0.0.1", taken)
-    with pytest.raises(ConfigError, match=r"no server at .*:99999: "):
-        RewardServer(scorer, "127.0.0.1", 99999)
+def test_stopping_does_not_wait_for_ever() -> None:
+    """Neither for a slow client nor for a reward that does not come to its end."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def score(prompts: Any, responses: Any, columns: Any) -> list[float]:
+        entered.set()
+        leave.wait()
+        return [1.0]
+
+    with serving(score, stop_s=1) as server, socket.socket() as slow:
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{")
+        client = threading.Thread(target=spoken, args=(server, post(request("r"))))
+        client.start()
+        entered.wait()
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    client.join()
+    leave.set()
+
+
+def post(body: Any) -> bytes:
+    """A request as it is sent."""
+    data = json.dumps(body).encode()
+    return b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
+
+
+# Addresses
+
+
+def test_a_port_that_is_taken_is_named(server: RewardServer) -> None:
+    with pytest.raises(ConfigError, match=rf"'127.0.0.1', port {server.port}: .*in use"):
+        bound("127.0.0.1", server.port)
+    with pytest.raises(ConfigError, match=r"no server at '127.0.0.1', port 99999: "):
+        bound("127.0.0.1", 99999)
+
+
+@pytest.mark.parametrize("host", ["", " ", "256.0.0.1", "[::1]", "a" * 300, "\udc00", "::1::"])
+def test_what_is_no_host_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match="there can be no server at ") as found:
+        bound(host, 0)
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "shown", "is_open"),
+    [
+        ("127.0.0.1", "127.0.0.1", False),
+        ("localhost", "127.0.0.1", False),
+        ("0.0.0.0", "0.0.0.0", True),
+        ("::1", "[::1]", False),
+        ("::", "[::]", True),
+    ],
+)
+def test_the_address_is_known(scorer: Scorer, host: str, shown: str, is_open: bool) -> None:
+    if ":" in host and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with bound(host, 0) as address:
+        server = RewardServer(scorer, address)
+        assert server.url == f"http://{shown}:{server.port}/score"
+        assert server.is_open == is_open
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 PROGRAM = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-from lightning_rlhf.rewards.serve import serve
-serve(lambda p, r, c: [1.0] * len(r), "127.0.0.1", 0, ready=lambda url: print(url, flush=True))
+import time
+from lightning_rlhf.rewards.serve import RewardServer, bound
+from lightning_rlhf.rewards.serve_limits import Limits
+def score(prompts, responses, columns):
+    if responses == ["stay"]:
+        time.sleep(1000)
+    return [1.0] * len(responses)
+server = RewardServer(score, bound("127.0.0.1", 0), limits=Limits(stop_s=1))
+print(server.port, flush=True)
+server.run()
 print("closed")
 """
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_cleanly(sign: signal.Signals) -> None:
+@pytest.mark.parametrize("busy", ["idle", "stay", "slow"])
+def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
+    """Also with a reward that does not come to its end, and with a client that sends no more."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stdout=pipe, stderr=pipe, text=True
+        ) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
         assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        host, _, port = url.removeprefix("http://").removesuffix("/score").partition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        port = int(process.stdout.readline())
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", "/score", json.dumps(request("r")))
         assert json.loads(connection.getresponse().read()) == {"scores": [1.0]}
+        other = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        other.sendall({"idle": b"", "stay": post(request("stay")), "slow": post("")[:-1]}[busy])
+        time.sleep(0.1)
+        began = time.monotonic()
         process.send_signal(sign)
-        try:
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "closed\n", "")
+    assert time.monotonic() - began < 10
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.binary(max_size=300)
+    | st.recursive(
+        st.none() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["prompts", "responses", "columns", "x"]), inner)
+        ),
+        max_leaves=8,
+    ).map(lambda value: json.dumps(value).encode())
+)
+def test_random_bodies_are_one_line(server: RewardServer, body: bytes) -> None:
+    assert ask(server, body)[0] in (200, 400)

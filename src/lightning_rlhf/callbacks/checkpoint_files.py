@@ -7,17 +7,14 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import CheckpointError, first_line
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import UNFINISHED, written_whole
 
 RUN = "lightning_rlhf"
 """Key of a checkpoint under which its origin and its step are."""
@@ -37,28 +34,6 @@ class Origin:
     """Of lightning-rlhf."""
     run: str
     """A random name that the run got when it began."""
-
-
-class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its target, and renames it once it is on the disk."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        needed = sum(tensor.nbytes for tensor in tensors(checkpoint))
-        with written_whole(target, needed) as beside, beside.open("wb") as file:
-            torch.save(checkpoint | {OUTLINE: outline(checkpoint)}, file)
-
-
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dictionaries and lists."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors(part)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -115,7 +90,7 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
             link(best, path_of(folder, step))
         if best_step is None or best_step > step:
             gone[best] = "unreadable" if best_step is None else later
-    for path in (*gone, *folder.glob(f"*{SUFFIX}.tmp")):
+    for path in (*gone, *folder.glob(f"*{SUFFIX}{UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
 
@@ -152,6 +127,8 @@ def load(path: Path) -> Any:
 
     Raises CheckpointError where the file cannot be read.
     """
+    import torch  # which takes seconds: the names alone are read without it
+
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what damaged bytes raise is anybody's guess
@@ -207,6 +184,8 @@ def outline(checkpoint: Mapping[str, Any]) -> str:
 
 def described(tree: Any) -> Any:
     """Return nested dictionaries and lists with the shape and type of each tensor in its place."""
+    import torch
+
     if isinstance(tree, torch.Tensor):
         return tuple(tree.shape), tree.dtype
     if isinstance(tree, dict):

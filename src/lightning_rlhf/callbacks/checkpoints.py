@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
@@ -24,17 +25,24 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     stamp,
 )
 from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Stage, StageConfig
 from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.finite import require_finite_metrics
 from lightning_rlhf.core.storage import readable
+from lightning_rlhf.core.visible import visible_line
 
-GOAL: Mapping[Stage, tuple[str, int]] = {
-    "sft": ("eval/loss", -1),
-    "rm": ("eval/accuracy", 1),
-    "ppo": ("eval/reward_mean", 1),
+GOAL: Mapping[Stage, tuple[tuple[str, int], ...]] = {
+    "sft": (("eval/loss", -1),),
+    "rm": (("eval/accuracy", 1), ("eval/rm_loss", -1)),
+    "ppo": (("eval/reward_mean", 1),),
 }
-"""Stage -> the metric that tells which checkpoint is the best, and 1 where higher is better."""
+"""Stage -> the metrics that tell which evaluation is the best, with 1 where higher is better.
+
+A later metric decides where the ones before it are equal; of evaluations that are equal in all, the
+earliest is the best.
+"""
 
 
 class Checkpoints(Callback):
@@ -44,7 +52,8 @@ class Checkpoints(Callback):
     counts optimizer steps, of which PPO takes several a batch.
 
     A checkpoint is always of a finished step, its rows and samples written: put this after the
-    callbacks that write them. It is written
+    callbacks that write them. These flush them to the disk in `on_save_checkpoint`, so that no loss
+    of power leaves a checkpoint without the rows up to it. It is written
     - each `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step;
     - before an evaluation, so that nothing is lost where that is cut off: the checkpoint knows
       that the evaluation is due, and a run that goes on from it begins with it;
@@ -58,8 +67,8 @@ class Checkpoints(Callback):
         self.config = config
         self.origin = origin
         self.stop = stop
-        self.best: float | None = None
-        """The metric at the best evaluation so far."""
+        self.best: tuple[float, ...] | None = None
+        """The metrics of GOAL at the best evaluation so far."""
         self.best_step: int | None = None
         self.evaluated: int | None = None
         """The step of the latest evaluation."""
@@ -75,7 +84,11 @@ class Checkpoints(Callback):
         return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+        best = state_dict["best"]
+        if isinstance(best, float):  # of a checkpoint without what decides between equal ones
+            best = best, *(-sign * math.inf for _, sign in GOAL[self.origin.stage][1:])
+        self.best = best
+        self.best_step = state_dict["best_step"]
         self.evaluated = state_dict["evaluated"]
 
     def on_save_checkpoint(
@@ -94,6 +107,8 @@ class Checkpoints(Callback):
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
             for why in dict.fromkeys(gone.values()):
                 tell(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
+        if trainer.ckpt_path is not None:  # what a kill in the middle of `save` left
+            keep_newest(self.folder, self.config.checkpoints_kept)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trained(trainer)
@@ -130,12 +145,27 @@ class Checkpoints(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        step = self.evaluated = trained(trainer)
-        metric, sign = GOAL[self.origin.stage]
-        found = float(trainer.callback_metrics[metric])
-        if found == found and (self.best is None or sign * found > sign * self.best):
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        step = trained(trainer)
+        # Before the evaluation counts as done: a run that goes on from here is told once more.
+        require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
+        self.evaluated = step
+        found = tuple(metrics[name] for name, _ in GOAL[self.origin.stage])
+        if self.best is None or self.signed(found) > self.signed(self.best):
             self.best, self.best_step = found, step
             link_best(self.folder, step)
+
+    def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the metrics of GOAL so that the larger tuple is the better one."""
+        return tuple(sign * x for (_, sign), x in zip(GOAL[self.origin.stage], found, strict=True))
+
+    def best_text(self) -> str:
+        """Return the metrics of GOAL at the best evaluation, in words."""
+        assert self.best is not None
+        return ", then ".join(
+            f"{name} {number_text(x)} ({'higher' if sign > 0 else 'lower'} is better)"
+            for (name, sign), x in zip(GOAL[self.origin.stage], self.best, strict=True)
+        )
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -160,9 +190,10 @@ class Checkpoints(Callback):
         tell(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
 
 
-def tell(line: str) -> None:
-    """One line on the console, as it is."""
-    get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+def tell(line: str, style: str = "") -> None:
+    """Print one line on the console as it is, in a colour of Rich."""
+    line = visible_line(line)
+    get_console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def trained(trainer: L.Trainer) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
+from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.core.functions import FAULTS, load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.core.storage import make_folder, written_whole
 from lightning_rlhf.core.types import Replies, Scores
+from lightning_rlhf.core.visible import json_line, visible_line
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 """(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""
@@ -35,11 +37,11 @@ class Evaluation(Callback):
         self.first: dict[str, float] | None = None
         self.last: dict[str, float] | None = None
         self._judge = judge
-        self._folder = run_dir / "samples"
+        self._run_dir = run_dir
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run evaluates later policies again."""
-        for path in self._folder.glob("eval_*.jsonl"):
+        for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
             found = re.fullmatch("eval_([0-9]+)", path.stem)
             is_later = found is not None and int(found[1]) > ppo_view(pl_module).iteration
             if trainer.is_global_zero and is_later:
@@ -70,10 +72,11 @@ class Evaluation(Callback):
         self.first = self.first or metrics
         self.last = metrics
         if trainer.is_global_zero:
-            self._folder.mkdir(exist_ok=True)
-            name = f"eval_{ppo_view(pl_module).iteration:06d}.jsonl"
-            lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
-            (self._folder / name).write_text("".join(lines), encoding="utf-8")
+            path = eval_samples(self._run_dir, ppo_view(pl_module).iteration)
+            make_folder(path.parent)
+            lines = [json_line(sample) + "\n" for sample in samples]
+            with written_whole(path) as beside:
+                beside.write_text("".join(lines), encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "last": self.last}
@@ -153,8 +156,10 @@ def _checked(judge: Judge, source: str) -> Judge:
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
             verdict = judge(row, response, ended)
-            return {part: x if x is None else float(x) for part, x in verdict.items()}
-        except Exception as error:
+            return {
+                visible_line(str(part)): x if x is None else float(x) for part, x in verdict.items()
+            }
+        except FAULTS as error:
             raise ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
                 "allowed: a dictionary of numbers or None"

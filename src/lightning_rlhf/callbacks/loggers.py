@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,14 @@ from lightning_rlhf.callbacks.logger_config import (
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb, forget, gone
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.core.storage import flush, written_whole
+from lightning_rlhf.core.visible import visible_line
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
+
+NAME_CHARACTERS, TAG_CHARACTERS = 128, 64
+"""What W&B allows for the name of a run or group, and for a tag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +40,12 @@ class RunIdentity:
     """What a dashboard shows of a run besides its metrics."""
 
     name: str
-    stage: str
+    """run/model/stage, or run/model/job/stage."""
+    run: str
     model: str
-    sweep: str | None
-    """Runs of one sweep are grouped."""
+    job: str | None
+    """The variant of the run, which names what is varied; the jobs of a run are a group."""
+    stage: str
     config: Mapping[str, Any]
     """The whole configuration, resolved."""
 
@@ -78,6 +85,12 @@ class RunTensorBoard(TensorBoardLogger):
         start = SessionLog(status=SessionLog.START)
         self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
 
+    @rank_zero_only
+    def flush(self) -> None:
+        """Return once all events would survive a kill and a loss of power."""
+        self.experiment.flush()
+        flush(Path(self.log_dir))
+
 
 def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: int) -> None:
     """PNG files, by what they show, where the logger shows pictures."""
@@ -114,7 +127,8 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
     run.define_metric("*", step_metric=AXIS)
     if run.offline:
         reason = f", as {why}" if mode == "online" or not wandb_key_present() else ""
-        print(f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`")
+        line = f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`"
+        print(visible_line(line))
     return run
 
 
@@ -124,10 +138,10 @@ def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode
     return wandb.init(
         project=config.project,
         entity=config.entity,
-        name=identity.name,
-        group=identity.sweep,
+        name=fitted(identity.name, NAME_CHARACTERS),
+        group=fitted(identity.run, NAME_CHARACTERS) if identity.job else None,
         job_type=identity.stage,
-        tags=[identity.stage, identity.model, *config.tags],
+        tags=[*wandb_tags(identity), *config.tags],
         config=dict(identity.config),
         id=_wandb_id(run_dir),
         dir=run_dir,
@@ -140,6 +154,23 @@ def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode
             finish_timeout=config.finish_timeout_s,
         ),
     )
+
+
+def wandb_tags(identity: RunIdentity) -> list[str]:
+    """Return what the runs of a project can be filtered by: stage, model, job and each of the
+    values that a sweep joins by + to the name of a job."""
+    varied = [] if identity.job is None else [identity.job, *identity.job.split("+")]
+    tags = (identity.stage, identity.model, *filter(None, varied))
+    return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
+
+
+def fitted(text: str, longest: int) -> str:
+    """Return `text` in at most `longest` characters; one that is cut ends with its checksum, so
+    that different texts stay different."""
+    if len(text) <= longest:
+        return text
+    checksum = f"-{zlib.crc32(text.encode()):08x}"
+    return text[: longest - len(checksum)] + checksum
 
 
 def _wandb_id(run_dir: Path) -> str:

@@ -48,6 +48,13 @@ def rewind(trainer: Trainer, pl_module: LightningModule) -> None:
             logger.rewind(position(trainer, pl_module))
 
 
+def flush_rows(trainer: Trainer) -> None:
+    """Return once the rows so far would survive a loss of power."""
+    for logger in trainer.loggers:
+        if isinstance(logger, MetricsFile | RunTensorBoard):
+            logger.flush()
+
+
 def learning_rate(trainer: Trainer) -> float:
     """Of the first parameter group, the policy's."""
     return float(trainer.optimizers[0].param_groups[0]["lr"])
@@ -58,6 +65,11 @@ class PPOMetrics(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        flush_rows(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -117,8 +129,9 @@ Sums = Callable[[Mapping[str, Tensor]], Tensor]
 class SummedMetrics(Callback):
     """Metrics of a supervised stage, exact over all that was summed.
 
-    Training metrics appear every `trainer.log_every_n_steps` and at the last step, and cover all
-    batches since the last time; validation metrics cover the whole validation set.
+    Training metrics appear every `trainer.log_every_n_steps` and at the last step, and cover as
+    many of the latest steps each time, or all where a run has fewer: the point at the last step is
+    a mean like the others. Validation metrics cover the whole validation set.
     """
 
     def __init__(
@@ -129,7 +142,7 @@ class SummedMetrics(Callback):
     ) -> None:
         self._train_sums, self._eval_sums, self._means = train_sums, eval_sums, means
         self._training: list[Tensor] = []
-        """Of the batches since the last row; zeros where an update was not made."""
+        """Sums of each batch that the next row covers; zeros where an update was not made."""
         self._nonfinite = 0
         """Updates that were not made since the last row."""
         self._logged_step = 0
@@ -149,6 +162,11 @@ class SummedMetrics(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        flush_rows(trainer)
+
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -166,10 +184,11 @@ class SummedMetrics(Callback):
         loss = outputs["loss"] * trainer.accumulate_grad_batches
         sums = self._train_sums({**outputs, "loss": loss})
         not_made = "is_made" in outputs and not outputs["is_made"]
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._training.append(torch.zeros_like(sums) if not_made else sums)
+        del self._training[: -every * trainer.accumulate_grad_batches]
         self._nonfinite += not_made
         step = position(trainer, pl_module)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
         if step == self._logged_step or not is_due:
             return
@@ -179,7 +198,7 @@ class SummedMetrics(Callback):
         if "grad_norm" in outputs:
             metrics["update/grad_norm"] = outputs["grad_norm"].item()
         publish(trainer, pl_module, metrics)
-        self._training, self._nonfinite, self._logged_step = [], 0, step
+        self._nonfinite, self._logged_step = 0, step
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validation: list[Tensor] = []

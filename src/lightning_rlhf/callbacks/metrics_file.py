@@ -1,4 +1,4 @@
-"""metrics.csv: one row a step, one column a metric, complete on disk after every call."""
+"""metrics.csv: one row a step, one column a metric, readable by others after every call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.reading import read_text
-from lightning_rlhf.core.storage import full_disk_told, written_whole
+from lightning_rlhf.core.storage import flush, full_disk_told, written_whole
 
 STEP = "step"
 _ORDER = {name: place for place, name in enumerate(METRICS)}
@@ -67,6 +67,12 @@ class MetricsFile(Logger):
         """Forget the rows after `step`."""
         self._rows = {s: row for s, row in self._rows.items() if s <= step}
         self._rewrite()
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """Return once all rows would survive a loss of power."""
+        if self.path.exists():
+            flush(self.path)
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:

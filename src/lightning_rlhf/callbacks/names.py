@@ -68,7 +68,7 @@ METRICS: dict[str, Metric] = {
         "score",
         "rollout",
         PPO,
-        "above 0; at 0 there is nothing to learn from",
+        "above 0; at 0 there is nothing to learn from, told after three iterations",
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
@@ -219,7 +219,8 @@ METRICS: dict[str, Metric] = {
         "follows its schedule",
     ),
     "update/loss": Metric(
-        "negative log-likelihood, mean over target tokens since the last logged step",
+        "negative log-likelihood, mean over target tokens of the latest trainer.log_every_n_steps "
+        "steps",
         "nats a token",
         "update",
         SFT,
@@ -227,14 +228,15 @@ METRICS: dict[str, Metric] = {
     ),
     "update/perplexity": Metric("exp(update/loss)", "tokens", "update", SFT, "falls"),
     "update/rm_loss": Metric(
-        "-log sigmoid(chosen - rejected), mean over pairs since the last logged step",
+        "-log sigmoid(chosen - rejected), mean over pairs of the latest trainer.log_every_n_steps "
+        "steps",
         "nats a pair",
         "update",
         RM,
         "falls below log 2 = 0.693, the loss of guessing",
     ),
     "update/accuracy": Metric(
-        "share of pairs with chosen > rejected, a tie counting one half",
+        "share of the same pairs with chosen > rejected, a tie counting one half",
         "share",
         "update",
         RM,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from time import monotonic
 from typing import Any
@@ -10,12 +11,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich import get_console
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import is_evaluation, position
 from lightning_rlhf.callbacks.pace import Pace, clock_text, left_text
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import Stage
 
 HEADLINES: dict[Stage, tuple[str, ...]] = {
@@ -41,6 +43,7 @@ class Progress(ProgressBar):
         self._stage = stage
         self._enabled = True
         self._bar: _Bar | None = None
+        self._evaluating: Working | None = None
         self._pace = Pace()
         self._mark = monotonic()
         self._evaluations = 0
@@ -83,8 +86,28 @@ class Progress(ProgressBar):
         self._evaluation_start = monotonic()
         if self._bar is not None:
             self._bar.describe(f"{self._stage} eval")
+        elif self._enabled:
+            sanity = trainer.sanity_checking
+            batches = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
+            total = sum(batches)
+            known = int(total) if math.isfinite(total) else None
+            self._evaluating = Working(f"{self._stage} evaluation, batches", known)
+            self._evaluating.start()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._evaluating is not None:
+            self._evaluating.advance()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation()
         if not is_evaluation(trainer):
             return
         seconds = monotonic() - self._evaluation_start
@@ -103,7 +126,13 @@ class Progress(ProgressBar):
     ) -> None:
         self._stop()
 
+    def _end_evaluation(self) -> None:
+        if self._evaluating is not None:
+            self._evaluating.stop()
+            self._evaluating = None
+
     def _stop(self) -> None:
+        self._end_evaluation()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -146,7 +175,7 @@ def headline_text(metrics: Mapping[str, Any], stage: Stage) -> str:
 def number_text(x: float) -> str:
     """Three decimals, or four significant digits where those would be long or say nothing."""
     is_plain = x == 0 or 1e-3 <= abs(x) < 1e4
-    return f"{x:.3f}" if is_plain else f"{x:.4g}"
+    return f"{x:z.3f}" if is_plain else f"{x:.4g}"
 
 
 class _Bar(RichProgress):
@@ -155,6 +184,7 @@ class _Bar(RichProgress):
     def __init__(self, stage: str, done: int, total: int) -> None:
         self._headlines = ""
         super().__init__(
+            SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +16,25 @@ from rich.text import Text
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.reading import damaged_line, json_lines
-from lightning_rlhf.core.storage import full_disk_told, written_whole
+from lightning_rlhf.core.storage import (
+    flush,
+    flush_entry,
+    full_disk_told,
+    make_folder,
+    written_whole,
+)
 from lightning_rlhf.core.types import Experience
+from lightning_rlhf.core.visible import json_line, visible
 
 if TYPE_CHECKING:
     import wandb
 
 Sample = dict[str, Any]
-SAMPLES = "samples/train.jsonl"
 
+SAMPLES = "samples"
+"""Name of the folder in that of a run."""
+COUNT = 4
+"""Responses that are kept of an iteration."""
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample; kl in nats, summed over the response."""
 
@@ -43,7 +52,7 @@ class Samples(Callback):
         self._every_n_iterations = every_n_iterations
         self._count = count
         self._characters = characters
-        self._path = run_dir / SAMPLES
+        self._path = train_samples(run_dir)
         self._wandb_table: wandb.Table | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,10 +80,18 @@ class Samples(Callback):
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("samples", markdown(samples), iteration)
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Flush the samples before the checkpoint that comes after them is written."""
+        if trainer.is_global_zero and self._path.exists():
+            flush(self._path)
+            flush_entry(self._path.parent)
+
     def _append(self, samples: Sequence[Sample]) -> None:
-        self._path.parent.mkdir(exist_ok=True)
+        make_folder(self._path.parent)
         with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+            file.writelines(json_line(sample) + "\n" for sample in samples)
 
     def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
         """One table for the whole run; W&B uploads only the rows added since it was last logged."""
@@ -85,6 +102,16 @@ class Samples(Callback):
         for sample in samples:
             self._wandb_table.add_data(*(sample[column] for column in COLUMNS))
         return self._wandb_table
+
+
+def train_samples(run_dir: Path) -> Path:
+    """Return where the samples of training are."""
+    return run_dir / SAMPLES / "train.jsonl"
+
+
+def eval_samples(run_dir: Path, iteration: int) -> Path:
+    """Return where the samples of the evaluation after an iteration are."""
+    return run_dir / SAMPLES / f"eval_{iteration:06d}.jsonl"
 
 
 def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
@@ -122,10 +149,10 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
     table.add_column("ended", justify="right")
     for sample in samples:
         table.add_row(
-            Text(_cut(sample["prompt"], characters)),
-            Text(_cut(sample["response"], characters)),
-            f"{sample['score']:.2f}",
-            f"{sample['kl']:.2f}",
+            Text(visible(_cut(sample["prompt"], characters))),
+            Text(visible(_cut(sample["response"], characters))),
+            f"{sample['score']:z.2f}",
+            f"{sample['kl']:z.2f}",
             "yes" if sample["ended"] else "no",
         )
     return table

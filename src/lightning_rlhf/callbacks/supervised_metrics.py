@@ -7,6 +7,7 @@ of batch means would not be, where batches differ in size.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 Phase = Literal["update", "eval"]
+LARGEST_EXPONENT = math.log(sys.float_info.max)
+"""Natural logarithm of the largest float, 709.78."""
 
 
 def sft_train_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
@@ -30,10 +33,11 @@ def sft_eval_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
 
 
 def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
-    """Loss in nats a target token and its exponential."""
+    """Return the loss in nats a target token, and its exponential: inf where that overflows."""
     nll, tokens = sums
     loss = nll / tokens if tokens else math.nan
-    return {f"{phase}/loss": loss, f"{phase}/perplexity": math.exp(loss)}
+    perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
+    return {f"{phase}/loss": loss, f"{phase}/perplexity": perplexity}
 
 
 def reward_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 5"]:

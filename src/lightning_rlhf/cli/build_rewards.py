@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import reward_role
 from lightning_rlhf.cli.launch import Prepared
@@ -88,13 +89,14 @@ def build_reward(
     batch_size: responses that a head on the policy's base reads at once.
     """
     components = ready.settings.reward
-    return Reward(
-        tuple(component.term(name) for name, component in components.items()),
-        tuple(
-            light[name] if name in light else heavy_source(ready, roles, name, batch_size)
-            for name in components
-        ),
-    )
+    with Working("loading the reward"):
+        return Reward(
+            tuple(component.term(name) for name, component in components.items()),
+            tuple(
+                light[name] if name in light else heavy_source(ready, roles, name, batch_size)
+                for name in components
+            ),
+        )
 
 
 def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: BatchSize) -> Source:
@@ -181,13 +183,14 @@ def build_critic(ready: Prepared, roles: Roles, config: PPOConfig) -> Critic:
         reward = ready.parents[reward_role(ready.settings, name)]
         mean, std = reward_scale(reward, component)
         scale = mean, std / component.weight
-    owner, role = add_critic(
-        roles,
-        ready.settings.model,
-        config.critic,
-        sft=ready.parents.get(SFT),
-        reward=reward,
-        scale=scale,
-        seed=ready.settings.seed,
-    )
+    with Working("loading the critic"):
+        owner, role = add_critic(
+            roles,
+            ready.settings.model,
+            config.critic,
+            sft=ready.parents.get(SFT),
+            reward=reward,
+            scale=scale,
+            seed=ready.settings.seed,
+        )
     return Critic(owner, role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +18,8 @@ SAVING = tuple(
     for key in ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
 )
 VOLATILE = (
-    "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs", *SAVING,
+    "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
+    "ppo.kl_warning", *SAVING,
 )  # fmt: skip
 """Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
 UNREAD: Mapping[str, tuple[str, ...]] = {
@@ -27,6 +29,8 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
     "eval": ("data.demonstrations", "data.prompts", "data.judge"),
 }
 """Stage -> keys that it does not read."""
+DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
+"""Keys that decide whether a run starts, and change nothing that it computes."""
 LONGEST = 60
 """Signs of a value that are shown."""
 LISTED = 6
@@ -36,7 +40,7 @@ LISTED = 6
 def changes(tree: dict[str, Any], file: Path) -> list[str]:
     """Each key in which `tree` differs from the one in `file`, its value then and now."""
     ignored = (*VOLATILE, *UNREAD[tree["stage"]])
-    then = read_tree(file, "overwrite=true starts anew")
+    then = read_config(file, "overwrite=true starts anew")
     before, now = flatten(then), flatten(tree)
     return [
         "{} was {}, is {}".format(key, *abridged(value_in(before, key), value_in(now, key)))
@@ -44,7 +48,7 @@ def changes(tree: dict[str, Any], file: Path) -> list[str]:
     ]
 
 
-def read_tree(file: Path, way: str) -> dict[str, Any]:
+def read_config(file: Path, way: str) -> dict[str, Any]:
     """Return the object in a JSON file of a run folder.
 
     way: what to do about a damaged one, behind the reason.
@@ -94,6 +98,7 @@ def differing_keys(
         key
         for key in sorted(ours.keys() | theirs.keys())
         if not any(f"{key}.".startswith(f"{prefix}.") for prefix in ignored)
+        and not re.fullmatch(DECIDES, key)
         and (key not in ours or key not in theirs or ours[key] != theirs[key])
     ]
 

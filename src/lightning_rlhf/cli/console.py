@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import get_console
-from transformers.utils import logging as transformers_logging
 
 import lightning_rlhf
-from lightning_rlhf.data.lengths import Tokenised
-from lightning_rlhf.data.problems import Problems
-from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.core.visible import visible, visible_line
+
+if TYPE_CHECKING:
+    from lightning_rlhf.data.lengths import Tokenised
+    from lightning_rlhf.data.problems import Problems
+    from lightning_rlhf.data.readers import Rows
 
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
@@ -40,8 +43,15 @@ FEW = 20
 
 
 def say(message: str, style: str = "") -> None:
-    """One line for the user, printed as it is."""
-    get_console().print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print a line for the user: no markup, and nothing in it that a terminal would obey."""
+    get_console().print(
+        visible(message), style=style, markup=False, highlight=False, soft_wrap=True
+    )
+
+
+def say_error(message: str) -> None:
+    """Print why the command ends, in one line on the standard error."""
+    print(f"error: {visible_line(message)}", file=sys.stderr)
 
 
 def say_lengths(
@@ -68,12 +78,14 @@ def say_problems(problems: Problems) -> None:
 
 def say_evaluation(metrics: Mapping[str, float]) -> None:
     """What the held-out rows gave at the end."""
-    numbers = (f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items())
+    numbers = (f"{name.removeprefix('eval/')} {value:z.3f}" for name, value in metrics.items())
     say(f"held out: {', '.join(numbers)}")
 
 
 def quiet_libraries() -> None:
     """Silence what is said at every start and asks nothing of the user."""
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     for name in NOISY_LOGGERS:
@@ -92,5 +104,5 @@ def shown_warning(
 ) -> str:
     """One of ours as one line without its place in the source; a library's as Python shows it."""
     if Path(filename).is_relative_to(PACKAGE):
-        return f"warning: {message}\n"
-    return PYTHONS_FORMAT(message, category, filename, lineno, line)
+        return f"warning: {visible_line(str(message))}\n"
+    return visible(PYTHONS_FORMAT(message, category, filename, lineno, line))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import log_pictures
 from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.launch import Prepared
 from lightning_rlhf.core.config import EvalConfig, RMConfig
@@ -34,7 +35,7 @@ from lightning_rlhf.report.scored import ScoredPair, ScoredProbe, ScoredSample
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair
 from lightning_rlhf.rewards.probes import make_probes
 from lightning_rlhf.rewards.weighted import Source
-from lightning_rlhf.rollout.calibrate import sample_reference
+from lightning_rlhf.rollout.calibrate import sample_reference, sample_rewards
 from lightning_rlhf.rollout.replies import score_texts
 
 PROBED = 64
@@ -43,15 +44,15 @@ ScoreTexts = Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[float]]
 """(rows of the prompts, responses) -> what the reward says of each."""
 
 
-def fitting(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> list[Preference]:
-    """The pairs that no rule of length drops or cuts."""
+def fitting(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> Rows[Preference]:
+    """Return the pairs that no rule of length drops or cuts."""
 
     def fits(row: Preference) -> bool:
         longest = max(len(chat.response_tokens(side)) for side in (row.chosen, row.rejected))
         prompt = len(chat.prompt_tokens(row.prompt))
         return longest <= config.max_response_tokens and prompt <= config.max_prompt_tokens
 
-    return [row for row in rows.rows if fits(row)]
+    return rows.only([i for i, row in enumerate(rows.rows) if fits(row)])
 
 
 def write_report(
@@ -83,23 +84,26 @@ def write_report(
         found: list[float] = score_texts(source, title, rows, texts, chat, device).tolist()
         return found
 
-    scored = scored_pairs(pairs, score, chat)
-    results = measure_probes(scored_probes(pairs, scored, score, chat, longest))
-    fitness = measure_fitness(
-        scored,
-        [ScoredSample(s, n) for s, n in zip(samples[0].tolist(), samples[1], strict=True)],
-        logit_scale=logit_scale,
-        seed=seed,
-    )
-    page = write_fitness(
-        folder,
-        title=title,
-        fitness=fitness,
-        probes=results,
-        problems=problems,
-        sampled_from=sampled_from,
-        scale=scale,
-    )
+    with Working(f"fitness: scoring {len(pairs):,} held-out pairs"):
+        scored = scored_pairs(pairs, score, chat)
+    with Working("fitness: scoring probes"):
+        results = measure_probes(scored_probes(pairs, scored, score, chat, longest))
+    with Working("fitness: writing the report"):
+        fitness = measure_fitness(
+            scored,
+            [ScoredSample(s, n) for s, n in zip(samples[0].tolist(), samples[1], strict=True)],
+            logit_scale=logit_scale,
+            seed=seed,
+        )
+        page = write_fitness(
+            folder,
+            title=title,
+            fitness=fitness,
+            probes=results,
+            problems=problems,
+            sampled_from=sampled_from,
+            scale=scale,
+        )
     return page, metrics(fitness, results, page.findings)
 
 
@@ -182,16 +186,24 @@ def sft_samples(
 ) -> list[Rollout]:
     """`count` responses of the SFT model to prompts in a random order, on the CPU."""
     settings, chat = ready.settings, ready.chat
-    return sample_reference(
-        roles,
-        drawn_prompts(
-            prompts, count, config.batch_size, pad_id=chat.pad_token_id, seed=settings.seed
-        ),
-        max_response_tokens=settings.data.max_response_tokens,
-        temperature=config.temperature,
-        end_token_ids=chat.end_token_ids,
-        generator=torch.Generator().manual_seed(settings.seed),
+    batches = drawn_prompts(
+        prompts, count, config.batch_size, pad_id=chat.pad_token_id, seed=settings.seed
     )
+    with Working("sampling from the SFT model", count) as working:
+        return sample_reference(
+            roles,
+            working.track(batches, lambda batch: len(batch.tokens)),
+            max_response_tokens=settings.data.max_response_tokens,
+            temperature=config.temperature,
+            end_token_ids=chat.end_token_ids,
+            generator=torch.Generator().manual_seed(settings.seed),
+        )
+
+
+def scored_samples(roles: Roles, rollouts: Sequence[Rollout]) -> Float[Tensor, " B"]:
+    """Return the raw reward of each response of the SFT model, on the CPU."""
+    with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
+        return sample_rewards(roles, working.track(rollouts, lambda r: len(r.tokens)))
 
 
 def drawn_prompts(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,30 +12,28 @@ from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.logger_config import WANDB_ID
-from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.cli.changes import changes, listed, read_tree
+from lightning_rlhf.cli.changes import changes, listed, read_config
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.core.storage import written_whole
-from lightning_rlhf.data.last_batch import NAME, last_batch_of
-from lightning_rlhf.data.rollouts import FOLDER, recorded_iterations
+from lightning_rlhf.core.storage import UNFINISHED, delete, make_folder, written_whole
 from lightning_rlhf.models.checkpoint import Final, digest, find
-from lightning_rlhf.models.loading import is_folder, refuse_missing_folder
-from lightning_rlhf.models.roles import REWARD, SFT
-from lightning_rlhf.models.weights import check_weights
+from lightning_rlhf.models.config import BASE, REWARD, SFT
+from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 
-BASE = "base"
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
 RUN_ID = "run_id.txt"
+LOCK, DELETED = ".lock", ".deleted"
+"""Names in a run's folder: what its process holds, and a folder for what is deleted."""
 FILES = (
-    CONFIG, PARENTS, METRICS, RUN_ID, FAILED, WANDB_ID, NAME, "curves.png", "replay_*.html",
+    CONFIG, PARENTS, METRICS, RUN_ID, FAILED, WANDB_ID, "last_batch.parquet", "curves.png",
+    "replay_*.html",
     "checkpoints/*.ckpt*", "samples/*.jsonl", "rollouts/*.parquet", "rollouts/*.safetensors",
 )  # fmt: skip
 """Patterns of the files that a run writes or reads in its folder."""
-FOLDERS = (CHECKPOINTS, FINAL, FOLDER, "samples", "tensorboard", "wandb")
+FOLDERS = (CHECKPOINTS, FINAL, "rollouts", "samples", "tensorboard", "wandb")
 """Names of the folders there."""
 
 
@@ -52,11 +49,19 @@ def folder_of(settings: Settings, stage: str | None = None) -> Path:
     )
 
 
+def run_name(settings: Settings) -> str:
+    """Return run/model/stage, or run/model/job/stage: the run's name wherever people read it."""
+    return folder_of(settings).relative_to(settings.outputs).as_posix()
+
+
 def check_writable(outputs: Path, folder: Path) -> None:
     """Raise ConfigError where `folder` could not be made or written into."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"outputs={outputs}: {there} is not a folder that can be written into")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        link = f", a symbolic link to {os.readlink(there)}," if there.is_symlink() else ""
+        raise ConfigError(
+            f"outputs={outputs}: {there}{link} is not a folder that can be written into"
+        )
 
 
 def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
@@ -69,13 +74,11 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     folder = folder_of(settings)
     digests = {role: digest(final.path) for role, final in parents.items()}
     try:
-        aside = folder.with_name(f".{folder.name}.deleted")  # where a kill may leave a part of it
-        if aside.exists():
-            shutil.rmtree(aside)
-        if folder.exists() and (settings.overwrite or (is_unbegun(folder) and not settings.resume)):
-            os.replace(folder, aside)
-            shutil.rmtree(aside)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        delete(folder / DELETED)  # where a kill may leave a part of it
+        if settings.overwrite or (is_unbegun(folder) and not settings.resume):
+            clear(folder)
+        delete_unfinished(folder)
         if not settings.resume:
             with written_whole(folder / RUN_ID) as beside:
                 beside.write_text(secrets.token_hex(8))
@@ -86,6 +89,30 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     except OSError as error:
         raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
     return folder
+
+
+def clear(folder: Path) -> None:
+    """Delete what is in a run's folder, but for its lock; the folder may be a symbolic link.
+
+    It is moved aside first, the configuration last, so that a kill leaves no half of a run that
+    could be taken for another one.
+    """
+    aside = folder / DELETED
+    aside.mkdir()
+    names = set(os.listdir(folder)) - {LOCK, DELETED}
+    for name in sorted(names, key=CONFIG.__eq__):
+        os.replace(folder / name, aside / name)
+    delete(aside)
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Delete what a kill left half written."""
+    from lightning_rlhf.callbacks.samples import SAMPLES  # which takes seconds to import
+    from lightning_rlhf.data.rollouts import FOLDER as ROLLOUTS
+
+    for place in (folder, *(folder / name for name in (CHECKPOINTS, SAMPLES, ROLLOUTS))):
+        for path in place.glob(f"*{UNFINISHED}"):
+            delete(path)
 
 
 def is_used(folder: Path) -> bool:
@@ -116,10 +143,15 @@ def check_kinds(folder: Path) -> None:
 def is_unbegun(folder: Path) -> bool:
     """Whether a run was started in `folder` and ended before its first step was done."""
     steps = [step_named(path) for path in numbered(folder / CHECKPOINTS)]
-    is_batch_kept = recorded_iterations(folder) or last_batch_of(folder).exists()
-    if not is_used(folder) or (folder / FINAL).is_dir() or any(steps) or is_batch_kept:
+    if not is_used(folder) or (folder / FINAL).is_dir() or any(steps):
         return False
-    return not any(read_rows(folder / METRICS))
+    # Imported here, since it takes seconds: what the names above tell is said before.
+    from lightning_rlhf.callbacks.metrics_file import read_rows
+    from lightning_rlhf.data.last_batch import last_batch_of
+    from lightning_rlhf.data.rollouts import recorded_iterations
+
+    is_batch_kept = recorded_iterations(folder) or last_batch_of(folder).exists()
+    return not is_batch_kept and not any(read_rows(folder / METRICS))
 
 
 State = Literal["new", "done", "cut off", "outdated"]
@@ -157,7 +189,7 @@ def is_stale(settings: Settings) -> bool:
     One that is gone is none of them: what was made of it is still good.
     """
     file = folder_of(settings) / PARENTS
-    then = read_tree(file, "delete it to go on") if file.is_file() else {}
+    then = read_config(file, "delete it to go on") if file.is_file() else {}
     if not all(isinstance(was, str) for was in then.values()):
         raise CheckpointError(f"{file} is damaged: it names no digest; delete it to go on")
     try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.fitness import fitting
 from lightning_rlhf.cli.folders import reward_role
@@ -14,7 +15,7 @@ from lightning_rlhf.cli.settings import reward_key
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.data.rows import prompt_row
-from lightning_rlhf.data.splits import load_preferences
+from lightning_rlhf.data.splits import load_preferences, sample
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.format_check import (
     COUNT,
@@ -40,7 +41,8 @@ def check_formats(ready: Prepared, reward: Reward) -> None:
             continue
         assert isinstance(source, LearnedReward | TextReward)
         key = reward_key(ready.settings, name)
-        result = check_format(ready, name, source)
+        with Working(f"checking the format of reward {name}"):
+            result = check_format(ready, name, source)
         if result is None:
             say(f"reward {name}: no held-out pairs to check its format with (data.preferences)")
             continue
@@ -97,8 +99,10 @@ def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
     if data.preferences.train is None:
         return []
     try:
-        rows = fitting(load_preferences(data, ready.settings.seed).val, ready.chat, data)
+        held_out = load_preferences(data, ready.settings.seed).val
     except (DataError, HubError) as error:  # PPO can do without them
         say(f"data.preferences, to check the format of rewards with: {error}")
         return []
-    return [(prompt_row(row.prompt), row.chosen, row.rejected) for row in rows[:COUNT]]
+    some = sample(held_out, data.max_val_rows, ready.settings.seed)
+    rows = fitting(some, ready.chat, data).rows[:COUNT]
+    return [(prompt_row(row.prompt), row.chosen, row.rejected) for row in rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,26 +14,30 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.callbacks.checkpoint_files import WholeFiles, load
+from lightning_rlhf.callbacks.checkpoint_files import load
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
+from lightning_rlhf.callbacks.whole_files import WholeFiles
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say, say_lengths
-from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of
+from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
+from lightning_rlhf.cli.learned import check_learned
 from lightning_rlhf.cli.resume import origin, resume_point
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
-from lightning_rlhf.data.splits import TrainVal
+from lightning_rlhf.data.splits import TrainVal, sample
 from lightning_rlhf.models.checkpoint import (
     FROM_CONFIG,
     Final,
@@ -99,22 +103,34 @@ def tokenised(
     rows: TrainVal[R],
     tokenise: Callable[[Rows[R], ChatFormat, DataConfig], Tokenised[E]],
     what: str,
-) -> tuple[Tokenised[E], Tokenised[E]]:
-    """The rows to train on and those held out, as tokens; says how many there are of `what`."""
-    train = tokenise(rows.train, ready.chat, ready.settings.data)
-    val = tokenise(rows.val, ready.chat, ready.settings.data)
+) -> tuple[Rows[R], Tokenised[E], Tokenised[E]]:
+    """Return the rows to validate on, those to train on as tokens, and the first as tokens.
+
+    data.max_val_rows of the rows that fit are validated on. Says how many there are of `what`.
+    """
+    data = ready.settings.data
+    with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
+        train = tokenise(rows.train, ready.chat, data)
+        val = tokenise(rows.val, ready.chat, data)
+    held_out = rows.val
+    if data.max_val_rows is not None and len(val.examples) > data.max_val_rows:
+        fitting = set(val.numbers)
+        fits = [i for i, number in enumerate(rows.val.numbers) if number in fitting]
+        held_out = sample(rows.val.only(fits), data.max_val_rows, ready.settings.seed)
+        val = replace(tokenise(held_out, ready.chat, data), dropped=val.dropped)
     say_lengths(what, rows.train, train)
-    say_lengths(what, rows.val, val, to_validate=True)
-    return train, val
+    say_lengths(what, held_out, val, to_validate=True)
+    return held_out, train, val
 
 
 def identity(settings: Settings) -> RunIdentity:
     """What a dashboard shows of the run."""
     return RunIdentity(
-        name=f"{settings.run}/{settings.model.name}/{settings.stage}",
-        stage=settings.stage,
+        name=run_name(settings),
+        run=settings.run,
         model=settings.model.name,
-        sweep=settings.run if settings.job else None,
+        job=settings.job,
+        stage=settings.stage,
         config=settings.tree,
     )
 
@@ -129,6 +145,7 @@ def fit(
     """Train over the whole schedule, validate at the end, draw the curves; the last metrics.
 
     at_end: is given the loggers and the last step before the loggers close.
+    Raises TrainingError where the model has diverged, or where no update was made.
     """
     settings, config = ready.settings, ready.settings.config
     assert not isinstance(config, EvalConfig)  # which fits nothing
@@ -138,16 +155,25 @@ def fit(
         check_fits(resume_from, module, data)
     claim(settings, ready.parents)
     is_ppo = isinstance(config, PPOConfig)
+    steps = len(data.schedule)
+    val_every = config.validation_interval(steps)
+    if val_every != config.val_every:
+        say(
+            f"validating every {val_every} of the {steps} steps, a tenth: "
+            f"{settings.stage}.val_every is {config.val_every}, more than the run has"
+        )
     loggers = build_loggers(settings.logger, ready.folder, identity(settings))
     stop = Stop()
-    saver = Checkpoints(ready.folder / CHECKPOINTS, config, origin(settings), stop)
+    saver = Checkpoints(
+        ready.folder / CHECKPOINTS, replace(config, val_every=val_every), origin(settings), stop
+    )
     trainer = L.Trainer(
         accelerator=settings.trainer.accelerator,
         devices=settings.trainer.devices,
         precision=settings.trainer.precision,  # type: ignore[arg-type]
         log_every_n_steps=settings.trainer.log_every_n_steps,
         max_epochs=1,
-        val_check_interval=config.val_every,
+        val_check_interval=val_every,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1 if is_ppo else 0,
         logger=loggers,
@@ -167,18 +193,22 @@ def fit(
     try:
         with deferred_signals(stop):
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+            check_learned(settings.stage, ready.folder, trainer, module)
             # The last checkpoint is written before the evaluation of the same step.
-            resumed_at_the_end = data.schedule.start == len(data.schedule)
-            if len(data.schedule) % config.val_every or resumed_at_the_end:
+            if steps % val_every or data.schedule.start == steps:
                 trainer.validate(module, datamodule=data, verbose=False)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
         exit_code = 0
     finally:
-        close_loggers(loggers, exit_code)
-    say(f"curves: {draw_curves(ready.folder, settings.stage)}")
+        with Working("closing the loggers"):
+            close_loggers(loggers, exit_code)
+    say(f"curves: {draw_curves(ready.folder, settings.stage, run_name(settings))}")
     if saver.best_step is not None and saver.best_step != saver.evaluated:
-        say(f"the best evaluation was that of step {saver.best_step}; final/ is the last step")
+        say(
+            f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
+            "is the last step"
+        )
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
 
 
@@ -205,8 +235,9 @@ def hand_over(
     reward: tuple[float, float] | None = None,
     below: torch.Tensor | None = None,
     more: Path | None = None,
+    verdicts: Mapping[str, Verdict] | None = None,
 ) -> Path:
-    """Write `final/`; `below` and `more` as `write_final` wants them."""
+    """Write `final/`; `below` and `more` as `write_final` wants them, `verdicts` as `Manifest`."""
     settings = ready.settings
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
@@ -223,13 +254,15 @@ def hand_over(
         metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
         config=settings.tree,
         versions=versions(),
+        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
     )
     generation = roles.causal_lm.generation_config
     if generation is not None:  # so that generate() stops where the responses were taught to
         generation.eos_token_id = list(ready.chat.end_token_ids)
         generation.pad_token_id = ready.chat.pad_token_id
     folder = ready.folder / FINAL
-    write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
+    with Working(f"writing {folder}"):
+        write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
     if stands_on_random_weights(folder):
         say(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "

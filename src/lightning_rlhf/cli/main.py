@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +23,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.console import say_error
+from lightning_rlhf.cli.names import as_typed, check_choices, opened, parted, program_name
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
     without_address,
+    without_printed,
     without_secrets,
 )
+from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.core.storage import full_disk_told
+from lightning_rlhf.core.visible import visible
 
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
 HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
 """Where conf/ and recipes/ are: beside src/ in a checkout, inside the package in a wheel."""
 CONF, RECIPES = HOME / "conf", HOME / "recipes"
-OPEN = "sft|rm|ppo|eval|reward|data|trainer|logger|policy|model(?![.]from_config)"
-"""Sections of the configuration whose keys may be given before they are there."""
+PRINTS = re.compile(r"-[cih](?![npd])|--(cf|i|h)")
+"""How an option begins with which Hydra prints and runs nothing: --cfg, --info, --help."""
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Variable that is set for the stages of a recipe, which says itself how it goes on."""
 
@@ -57,26 +65,47 @@ def main() -> None:
         replay(sys.argv[2:])
         return
     register_resolvers()
-    refuse_secrets(sys.argv[1:])
     # A stage's numbers may be given where the stage is not chosen yet: to a recipe, or to a sweep
     # over stages. So may arguments to a reward's function, which the configuration cannot know.
     # Hydra wants ++ for keys that are not there; unknown ones are refused later, with a hint.
-    sys.argv[1:] = [re.sub(rf"^({OPEN})\.", r"++\1.", word) for word in sys.argv[1:]]
+    given = sys.argv[1:]
+    overrides, options = parted(given)
+    sys.argv[1:] = [*map(opened, overrides), *options]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra refuses is said here, in one line
     try:
-        compose()
+        refuse_secrets(given)
+        with printed_safely(sys.argv[1:]):
+            compose()
+    except RLHFError as error:
+        say_error(str(error))
+        sys.exit(1)
     except Exception as error:
         from lightning_rlhf.cli.refusals import in_our_words
 
         given = sys.argv[1:]
         if "debug=true" in given:
-            print(without_secrets(traceback.format_exc(), given), file=sys.stderr)
-        print(f"error: {in_our_words(error, given)}", file=sys.stderr)
+            print(visible(without_secrets(traceback.format_exc(), given)), file=sys.stderr)
+        say_error(in_our_words(error, given))
         sys.exit(1)
 
 
+@contextlib.contextmanager
+def printed_safely(words: list[str]) -> Iterator[None]:
+    """Print what Hydra prints of the configuration without secrets, and as it was typed."""
+    if not any(PRINTS.match(word) for word in words):
+        yield
+        return
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield
+    finally:
+        print(visible(as_typed(without_printed(printed.getvalue(), words))), end="")
+
+
 def register_resolvers() -> None:
-    """`${recipes:path}` in the configuration is a path inside recipes/."""
+    """Register `${recipes:path}`, a path inside recipes/, and `${program:}`, the command's name."""
+    OmegaConf.register_new_resolver("program", program_name, replace=True)
     OmegaConf.register_new_resolver("recipes", lambda p: str(RECIPES / p), replace=True)
 
 
@@ -91,18 +120,19 @@ def resolved(cfg: DictConfig) -> Any:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """One job: what Hydra composed from the command line. Returns why a sweep's job failed."""
-    sys.argv[1:] = [without_address(word) for word in sys.argv[1:]]  # which W&B writes down
+    sys.argv[1:] = [as_typed(without_address(word)) for word in sys.argv[1:]]  # W&B writes it down
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
 
-        sweep.adapt(cfg, HydraConfig.get().overrides.task)
+        sweep.adapt(cfg, HydraConfig.get().overrides.task, SweepHook.varied)
     secrets = secrets_of(OmegaConf.to_container(cfg), resolved(cfg))
 
     def shown(text: str) -> str:
-        return without_secrets(text, secrets=list(secrets))
+        return visible(without_secrets(text, secrets=list(secrets)))
 
     try:
+        check_choices(HydraConfig.get().runtime.choices)
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
@@ -115,7 +145,7 @@ def compose(cfg: DictConfig) -> str | None:
         is_cut_off = isinstance(error, RewardError | StorageError)
         on = way_on(cfg, in_sweep) if is_cut_off else []
         told = shown(str(error))
-        print("; ".join([f"error: {told}", *on]), file=sys.stderr)
+        say_error("; ".join([told, *on]))
         if not in_sweep:
             sys.exit(1)
         return sweep.mark_failed(cfg, told)
@@ -132,7 +162,7 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """How to go on with what was stopped; nothing where the command had not come that far."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
     from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
-    from lightning_rlhf.cli.settings import read_settings
+    from lightning_rlhf.cli.settings import AUTO, read_settings
     from lightning_rlhf.core.config import EvalConfig
 
     if in_sweep or cfg.recipe is not None:
@@ -142,6 +172,8 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
         folder = folder_of(settings)
         if not is_used(folder) or (folder / FINAL).is_dir():
             return []
+        if settings.resume == AUTO:
+            return ["the same command goes on"]
         if numbered(folder / CHECKPOINTS):
             return ["resume=true goes on from the last checkpoint"]
         if is_unbegun(folder) or isinstance(settings.config, EvalConfig):
@@ -155,23 +187,26 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
     if cfg.recipe is not None:
-        from lightning_rlhf.cli.program import run_program
         from lightning_rlhf.cli.recipe import read_recipe, run_recipe
 
         if "stage" in cfg:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
+        from lightning_rlhf.cli.settings import folder_names, plain
+
+        folder_names(plain(cfg))
         recipe, overrides = read_recipe(cfg.recipe, RECIPES), HydraConfig.get().overrides.task
         if recipe.program is None:
             run_recipe(recipe, cfg, overrides)
         else:
+            from lightning_rlhf.cli.program import run_program  # which imports torch
+
             run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
         return
     from lightning_rlhf.cli.settings import read_settings
 
     settings = read_settings(cfg)
-    # Only then what takes seconds to import: a wrong key is answered before.
     from lightning_rlhf.cli.folders import state_of
-    from lightning_rlhf.cli.run import run_stage
+    from lightning_rlhf.cli.start import run_stage
 
     if in_sweep and not settings.overwrite:
         state = state_of(settings)

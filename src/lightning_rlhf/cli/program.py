@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose
 from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
@@ -17,8 +16,9 @@ from rich.table import Table
 from lightning_rlhf.cli.changes import differing_keys
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import check_writable, run_folder
+from lightning_rlhf.cli.names import key_of
 from lightning_rlhf.cli.promises import ANY
-from lightning_rlhf.cli.recipe import Recipe, key_of, stage_overrides
+from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
 from lightning_rlhf.cli.settings import read_settings
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 
@@ -37,7 +37,7 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
                 f"recipe={cfg.recipe} does not read {key}; allowed: ppo.{', '.join(program.READS)}"
             )
     settings, as_written = (
-        read_settings(compose("config", list(stage_overrides(recipe, "ppo", given, cfg.job))))
+        read_settings(composed(stage_overrides(recipe, "ppo", given, cfg.job)))
         for given in (overrides, ())
     )
     out = run_folder(settings.outputs, settings.run, cfg.recipe, "", settings.job)

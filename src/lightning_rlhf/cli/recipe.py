@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich import get_console
 from yaml import YAMLError
 
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import (
     FINAL,
@@ -24,7 +24,8 @@ from lightning_rlhf.cli.folders import (
     is_finished,
     state_of,
 )
-from lightning_rlhf.cli.main import IN_RECIPE, OPEN
+from lightning_rlhf.cli.main import IN_RECIPE
+from lightning_rlhf.cli.names import as_typed, key_of, program_name
 from lightning_rlhf.cli.process import run_command
 from lightning_rlhf.cli.promises import Promise, check_promises
 from lightning_rlhf.cli.resume import held
@@ -32,6 +33,7 @@ from lightning_rlhf.cli.sections import build
 from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
 from lightning_rlhf.models.checkpoint import MANIFEST, find
@@ -103,10 +105,11 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     commands = {
         stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
     }
-    stages = {stage: read_settings(compose("config", list(o))) for stage, o in commands.items()}
-    for stage, settings in stages.items():  # a fault in the last stage's data must cost no training
-        if cfg.overwrite or not is_finished(settings):
-            LOAD[stage](settings.data, settings.seed)
+    stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
+    with Working("looking through the data"):  # a fault in the last stage's costs no training
+        for stage, settings in stages.items():
+            if cfg.overwrite or not is_finished(settings):
+                LOAD[stage](settings.data, settings.seed)
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
         ran = run_stages(stages, commands, anew=cfg.overwrite)
@@ -115,16 +118,17 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         folder = folder_of(stages[recipe.stages[0]]).parent
         _, *own = commands[recipe.stages[-1]]
         told = [
-            *config_dirs(),
-            *(re.sub(rf"^[+]{{2}}(?=({OPEN})[.])", "", o) for o in own),
+            *own_configs(),
+            *map(as_typed, own),
         ]
         given = "".join(f" {shlex.quote(word)}" for word in told)
         for line in recipe.next:
-            say(line.replace("{folder}", str(folder)).replace("{given}", given))
+            told_line = line.replace("python train.py", program_name())
+            say(told_line.replace("{folder}", str(folder)).replace("{given}", given))
     if not ran:
         say(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     written = {
-        stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
+        stage: read_settings(composed(stage_overrides(recipe, stage, (), None)))
         for stage in recipe.stages
     }
     check_promises(recipe.title, recipe.promises, metrics, stages, written)
@@ -157,12 +161,13 @@ def stage_overrides(
     keys = {key_of(o) for o in given}
     told = [*(o for o in recipe.overrides if key_of(o) not in keys), *given]
     told = [o for o in told if not key_of(o).startswith(others)]
-    return (f"stage={stage}", *told, *([f"job='{job}'"] if job else []))
+    quoted = str(job).replace("'", r"\'")
+    return (f"stage={stage}", *told, *([f"job='{quoted}'"] if job else []))
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
     """Run one stage as a process of its own, on this terminal, until its `final/` is there."""
-    command = [sys.executable, "-m", "lightning_rlhf", *config_dirs(), *overrides]
+    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
     status = run_command(command, {IN_RECIPE: stage})
     if status or not (folder / FINAL).is_dir():
         raise RLHFError(
@@ -171,10 +176,18 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
         )
 
 
-def config_dirs() -> list[str]:
-    """The user's own --config-dir, as it was given."""
-    sources = HydraConfig.get().runtime.config_sources
-    return [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration of one stage, from the same file as the recipe's own."""
+    return compose(HydraConfig.get().job.config_name, list(overrides))
+
+
+def own_configs() -> list[str]:
+    """Return the options that name configurations of the user's own, as they were given."""
+    hydra = HydraConfig.get()
+    sources = hydra.runtime.config_sources
+    folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+    name = hydra.job.config_name
+    return folders + ([f"--config-name={name}"] if name != "config" else [])
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
@@ -192,7 +205,9 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
         before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
         folder = folder_of(stages["ppo"])
         if "ppo" not in ran:
-            console.print(before_after_table(before, after))
+            said = finals["ppo"].require_manifest("ppo").verdicts
+            verdicts = {name: Verdict(**verdict) for name, verdict in said.items()}
+            console.print(before_after_table(before, after, verdicts))
         evaluations = sorted((folder / "samples").glob("eval_*.jsonl"))
         if not evaluations:
             raise CheckpointError(
@@ -208,8 +223,3 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
     minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
     say(f"time: {minutes:.1f} minutes in all stages")
     return metrics
-
-
-def key_of(override: str) -> str:
-    """++ppo.lr=1 -> ppo.lr"""
-    return override.lstrip("+~").split("=")[0]

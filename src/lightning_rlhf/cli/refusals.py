@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
-from lightning_rlhf.cli.main import OPEN
+from lightning_rlhf.cli.names import as_typed
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.cli.sections import refuse_unknown
 from lightning_rlhf.cli.settings import STAGES, Settings
@@ -17,6 +18,13 @@ from lightning_rlhf.core.errors import ConfigError
 ONE_CHOICE = "allowed: one name of a file in conf/ for each of stage, model, data, reward, ..."
 GROUP_END = r"/(?=\w*://|[^/]*$)"
 """Before the choice in the name of its file; a choice that is an address has slashes of its own."""
+OWN_FILE = (
+    "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "
+    "`defaults: [config, _self_]`"
+)
+"""How a configuration of one's own is given."""
+CONFIG_NAME = r"-cn|--config-n"
+"""How the option begins that names the first file of a configuration."""
 KEY_GIVEN = r"-|[+~]*[\w.@/]+="
 """How a word begins that is an option or an override of its own."""
 
@@ -30,6 +38,11 @@ def _reason(error: Exception, words: Sequence[str]) -> str:
     match error:
         case OverrideParseException():
             return _no_override(error, words)
+        case MissingConfigException() if any(re.match(CONFIG_NAME, word) for word in words):
+            return (
+                f"--config-name {error.missing_cfg_file}: no folder of configurations has this "
+                f"file; allowed: {OWN_FILE}"
+            )
         case MissingConfigException() if error.missing_cfg_file and error.options:
             group, choice = re.split(GROUP_END, error.missing_cfg_file, maxsplit=1)
             choice = without_address(choice)
@@ -39,12 +52,14 @@ def _reason(error: Exception, words: Sequence[str]) -> str:
         if address_at(ambiguous[1]) is not None:
             return _unquoted(ambiguous[1])
         return (
-            f"{_given(ambiguous[1])} has a comma, and a single value has none; "
+            f"{as_typed(ambiguous[1])} has a comma, and a single value has none; "
             "allowed: KEY=VALUE, KEY=[A,B] for a list, 'KEY=\"A,B\"' for text, and -m before all "
             "of them to sweep over A and B"
         )
     unknown = re.match(r"Could not override '([^']*)'", str(error))
     if unknown is not None:
+        if unknown[1] == "config":
+            return _own_file(words)
         keys = {field.name for field in dataclasses.fields(Settings)} - {"config", "tree"}
         keys |= {"recipe", *STAGES}
         section = unknown[1].partition(".")[0]
@@ -54,14 +69,14 @@ def _reason(error: Exception, words: Sequence[str]) -> str:
             return str(refusal)
     if "group override must" in str(error) or "'${stage}_${model}'" in str(error):
         return f"a choice of the configuration is taken out, a list or no name; {ONE_CHOICE}"
-    return _given(_joined(error, words))
+    return as_typed(_joined(error, words))
 
 
 def _no_override(error: OverrideParseException, words: Sequence[str]) -> str:
     """What does not parse; of an address not what Hydra says, which shows pieces of it."""
     if address_at(error.override) is not None:
         return _unquoted(error.override)
-    given, wanted = _given(error.override), "KEY=VALUE"
+    given, wanted = as_typed(error.override), "KEY=VALUE"
     following = words[words.index(error.override) + 1 :] if error.override in words else []
     if following and re.fullmatch(r"[\w.@/]+", given) and not re.match(KEY_GIVEN, following[0]):
         if address_at(following[0]) is not None:
@@ -72,11 +87,21 @@ def _no_override(error: OverrideParseException, words: Sequence[str]) -> str:
     return f"{given} is no override: {_joined(error, words)}; allowed: {wanted}"
 
 
+def _own_file(words: Sequence[str]) -> str:
+    """Return what to do with a file of one's own that was given as a key."""
+    given = without_address(next(w for w in words if w.lstrip("+").startswith("config=")))
+    file = Path(given.partition("=")[2])
+    command = OWN_FILE.replace("FOLDER", str(file.parent)).replace("NAME", file.stem)
+    return f"{given} is no override; allowed: {command}"
+
+
 def _unquoted(override: str) -> str:
     """An address in which Hydra takes a sign for one of its own."""
     key = re.match(r"([\w.@/+~]+)\s*[=:]\s*['\"]?$", override[: address_at(override)])
-    quoted = f"""'{_given(key[1]) if key else "reward.url"}="http://..."'"""
-    return f"{_given(without_address(override))} is no override; quote it, in both kinds: {quoted}"
+    quoted = f"""'{as_typed(key[1]) if key else "reward.url"}="http://..."'"""
+    return (
+        f"{as_typed(without_address(override))} is no override; quote it, in both kinds: {quoted}"
+    )
 
 
 def _joined(error: BaseException, words: Sequence[str]) -> str:
@@ -86,8 +111,3 @@ def _joined(error: BaseException, words: Sequence[str]) -> str:
         lines += without_secrets(str(error.__cause__), words).splitlines()[:1]
     words = " ".join(line for line in lines if line and not line.startswith("See https"))[:400]
     return words if isinstance(error, HydraException) else f"{words} ({type(error).__name__})"
-
-
-def _given(text: str) -> str:
-    """Overrides as the user gave them."""
-    return re.sub(rf"[+]{{2}}(?=({OPEN})[.])", "", text)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
@@ -28,15 +29,17 @@ def replay(arguments: Sequence[str]) -> None:
             require_number("--iteration", given.iteration, at_least=1, whole=True)
         require_number("--responses", given.responses, at_least=1, whole=True)
         with full_disk_told():
-            same = replay_run(Path(given.run), given.iteration, given.responses)
+            same = replay_run(
+                Path(given.run), given.iteration, given.responses, given.trust_remote_code
+            )
     except RLHFError as error:
-        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
+        say_error(without_secrets(str(error)))
         sys.exit(1)
     if not same:
         sys.exit(1)
 
 
-def replay_run(folder: Path, iteration: int | None, count: int) -> bool:
+def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_code: bool) -> bool:
     """Whether it came out as recorded; libraries load here, so that --help is quick."""
     from lightning_rlhf.cli.console import quiet_libraries
     from lightning_rlhf.cli.launch import check_accelerator
@@ -45,16 +48,16 @@ def replay_run(folder: Path, iteration: int | None, count: int) -> bool:
     from lightning_rlhf.cli.run import computing
 
     quiet_libraries()
-    settings = settings_of(folder)
+    settings = settings_of(folder, trust_remote_code=trust_remote_code)
     if settings.stage == "ppo":
-        return replay_update(folder, iteration, count)
+        return replay_update(folder, iteration, count, trust_remote_code)
     batch, checkpoint = plan_rows(folder, settings, iteration)
     check_accelerator(settings)
     with computing(settings):
         return show_rows(batch, checkpoint, settings, count)
 
 
-def replay_update(folder: Path, iteration: int | None, count: int) -> bool:
+def replay_update(folder: Path, iteration: int | None, count: int, trust_remote_code: bool) -> bool:
     """Whether the update was the recorded one."""
     from rich import get_console
 
@@ -68,7 +71,7 @@ def replay_update(folder: Path, iteration: int | None, count: int) -> bool:
     from lightning_rlhf.report.replay_table import on_terminal
     from lightning_rlhf.report.replayed import most_changed
 
-    plan = plan_replay(folder, iteration)
+    plan = plan_replay(folder, iteration, trust_remote_code=trust_remote_code)
     if iteration is None:
         say(f"iteration {plan.iteration} is the newest that is recorded; --iteration N for another")
     iteration = plan.iteration
@@ -161,5 +164,10 @@ def parser() -> argparse.ArgumentParser:
         "--responses", type=int, default=3, metavar="K",
         help="how many to show, those first that the update changed most, or whose loss is largest "
         "(%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust-remote-code", action="store_true",
+        help="run code that comes with the model where the folder's configuration asks for it; "
+        "without this such a folder is refused",
     )  # fmt: skip
     return parser

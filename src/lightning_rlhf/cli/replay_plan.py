@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
 
 from lightning_rlhf.callbacks.checkpoint_files import (
@@ -20,11 +19,11 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     step_named,
     step_of,
 )
-from lightning_rlhf.cli.changes import read_tree
+from lightning_rlhf.cli.changes import read_config
 from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.cli.resume import origin
-from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError, first_line
+from lightning_rlhf.cli.settings import STAGES, Settings, read_tree
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.rollouts import (
     FOLDER,
@@ -34,6 +33,7 @@ from lightning_rlhf.data.rollouts import (
     recorded_iterations,
     weights_of,
 )
+from lightning_rlhf.models.weights import attention_of_the_hub
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Plan:
         return range(self.start + 1, self.iteration + 1)
 
 
-def plan_replay(folder: Path, iteration: int | None) -> Plan:
+def plan_replay(folder: Path, iteration: int | None, *, trust_remote_code: bool = False) -> Plan:
     """What to do for this iteration of the run in `folder`; for the newest recorded one if None.
 
     Raises:
         ConfigError, CheckpointError: the folder holds no run of PPO, or not what it starts from.
         DataError: an iteration that is needed is not recorded, or its file is damaged.
     """
-    settings = settings_of(folder)
+    settings = settings_of(folder, trust_remote_code=trust_remote_code)
     recorded = recorded_iterations(folder)
     if not recorded:
         raise DataError(
@@ -161,10 +161,13 @@ def not_recorded(folder: Path, start: int, iteration: int) -> list[int]:
     return [i for i in range(start + 1, iteration) if i not in recorded]
 
 
-def settings_of(folder: Path) -> Settings:
+def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     """What the run in `folder` was told; earlier stages are looked for beside it.
 
-    Raises ConfigError where there is no run that learns, CheckpointError where its file is damaged.
+    trust_remote_code: whether code may run that the run's configuration asks for.
+
+    Raises ConfigError where there is no run that learns, or one with such code that may not run;
+    CheckpointError where its file is damaged.
     """
     file = folder / CONFIG
     check_kinds(folder)
@@ -176,7 +179,7 @@ def settings_of(folder: Path) -> Settings:
             f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
             f"outputs/<run>/<model>/ppo{runs}"
         )
-    tree = read_tree(file, "replay has to know what the run was told")
+    tree = read_config(file, "replay has to know what the run was told")
     if "stage" not in tree or tree["stage"] not in [*STAGES]:
         raise CheckpointError(f"{file} is damaged: it names no stage")
     stage = tree["stage"]
@@ -184,16 +187,40 @@ def settings_of(folder: Path) -> Settings:
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo, sft, rm")
     if stage not in tree:
         raise CheckpointError(f"{file} is damaged: it lacks {stage}")
-    # Nothing is logged, so that a logger that asks for a key is none's business.
+    # Nothing is logged, so that a logger that asks for a key is none's business; and nothing is
+    # warned of, so that a run whose configuration lacks the bound can be replayed.
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}}
+    if stage == "ppo" and isinstance(tree.get("ppo"), dict):
+        unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
+    if not trust_remote_code:
+        refuse_code(tree, file)
     try:
-        settings = read_settings(OmegaConf.create(tree | {"logger": {"kind": "csv"}}))
-    except (ConfigError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{file}: {first_line(error)}") from error
+        settings = read_tree(tree | unread)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
     parts = folder.resolve().parts
     own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
     if parts[-len(own) :] != own:  # it was moved: its parents are where the run found them
         return settings
     return replace(settings, outputs=Path(*parts[: -len(own)]))
+
+
+def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError where the configuration of a run asks for code that a model brings."""
+    for key, value in [*trusting(tree), *attention_of_the_hub(tree)]:
+        raise ConfigError(
+            f"{file} asks for code that a model brings: {key} is {value!r}. Replay runs it with "
+            "--trust-remote-code alone, which is for folders that you trust"
+        )
+
+
+def trusting(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys named trust_remote_code, nested ones too, that are not false."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from trusting(value, f"{prefix}{key}.")
+        elif key == "trust_remote_code" and value is not False:
+            yield f"{prefix}{key}", value
 
 
 def ranges(numbers: Sequence[int]) -> str:

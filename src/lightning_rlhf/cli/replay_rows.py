@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks.checkpoint_files import path_of
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli import run_rm, run_sft
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import CHECKPOINTS, find_sft
@@ -103,7 +104,10 @@ def rebuilt(
     assert isinstance(config, SFTConfig | RMConfig)
     sft = find_sft(settings) if isinstance(config, RMConfig) else None
     ready = make_ready(settings, {} if sft is None else {SFT: sft})
-    roles = start_from(settings.model, sft, trainable=config.finetune == "full", seed=settings.seed)
+    with Working("loading the model"):
+        roles = start_from(
+            settings.model, sft, trainable=config.finetune == "full", seed=settings.seed
+        )
     ids = [token for row in batch.examples for name in TEXTS[batch.stage] for token in
            getattr(row, name)]  # fmt: skip
     check_tokens(last_batch_of(folder), torch.tensor(ids), roles)

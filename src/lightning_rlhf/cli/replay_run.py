@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.folders import find_rewards, find_sft
 from lightning_rlhf.cli.launch import Prepared, make_ready
 from lightning_rlhf.cli.replay_plan import Plan, updates_before
@@ -202,7 +203,8 @@ def rebuilt(settings: Settings) -> tuple[PPOModule, Prepared]:
     if config.critic_init == "reward":
         parents |= find_rewards(settings)
     ready = make_ready(settings, parents)
-    roles = start_from(settings.model, sft, trainable=False, seed=settings.seed)
+    with Working("loading the model"):
+        roles = start_from(settings.model, sft, trainable=False, seed=settings.seed)
     roles.to(ready.device)
     terms = tuple(component.term(name) for name, component in settings.reward.items())
     return build_module(ready, roles, Reward(terms, ()), config, {}, None), ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -19,13 +20,13 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     step_named,
 )
 from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
-from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.samples import SAMPLES, read_samples
 from lightning_rlhf.cli.changes import changes, listed
+from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
+    LOCK,
     METRICS,
     RUN_ID,
     check_writable,
@@ -38,40 +39,41 @@ from lightning_rlhf.cli.folders import (
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.reading import read_text
+from lightning_rlhf.core.storage import make_folder
 
 
 @contextmanager
 def held(settings: Settings, folder: Path) -> Iterator[None]:
     """`folder` is written by no other process; the system lets go of it with this one.
 
-    The lock is a file beside the folder, which overwrite=true deletes. Only a process that is
-    killed leaves it behind, unlocked.
-    Raises ConfigError where another process holds it.
+    The lock is a file in the folder, so that all paths that lead to it find the same one. Only a
+    process that is killed leaves it behind, unlocked.
+    Raises ConfigError where another process holds it, or where the folder cannot be written.
     """
     check_writable(settings.outputs, folder)
-    parents = (folder.parent, *folder.parent.parents)
-    made = [parent for parent in parents if not parent.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FileLock(folder / LOCK, timeout=0)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
-    file = folder.with_name(f"{folder.name}.lock")
-    lock = FileLock(file, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            f"{folder} is being written by another process, which holds {file}. Wait until it "
-            f"ends, or give {name_beside(settings)} to write beside it"
-        ) from None
-    try:
-        yield
+        try:
+            make_folder(folder)
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{folder} is being written by another process, which holds {folder / LOCK}. Wait "
+                f"until it ends, or give {name_beside(settings)} to write beside it"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
+        try:
+            yield
+        finally:
+            # by who holds it: another one finds that the name is gone
+            (folder / LOCK).unlink(missing_ok=True)
+            lock.release()
     finally:
-        file.unlink(missing_ok=True)  # by who holds it: another one finds that the name is gone
-        lock.release()
-        for parent in made:
+        for path in made:
             with suppress(OSError):  # a run is in it
-                parent.rmdir()
+                path.rmdir()
 
 
 def resume_point(settings: Settings) -> Path | None:
@@ -84,7 +86,7 @@ def resume_point(settings: Settings) -> Path | None:
     if settings.overwrite:
         check_apart(settings, folder)
         return None
-    finished, there = (folder / FINAL).is_dir(), numbered(folder / CHECKPOINTS)
+    finished, there = (folder / FINAL).is_dir(), saved(folder)
     if not is_used(folder):
         if settings.resume:
             raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
@@ -94,12 +96,7 @@ def resume_point(settings: Settings) -> Path | None:
     if finished:
         raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
     if settings.resume and there:
-        check_same_config(settings, folder)
-        if is_stale(settings):
-            raise ConfigError(
-                f"{folder} cannot be resumed: the models it was started from are others now. "
-                f"Give {anew}"
-            )
+        check_same_run(settings, folder)
         return there[-1] if settings.resume is True else named(folder, settings.resume)
     if settings.resume:
         raise ConfigError(f"{folder} has no checkpoint to go on from. Give {anew}")
@@ -107,6 +104,44 @@ def resume_point(settings: Settings) -> Path | None:
         return None
     go_on = "resume=true to go on, " if there else ""
     raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
+
+
+def saved(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, the one to go on from at the end, the best one first."""
+    best = folder / CHECKPOINTS / f"{BEST}{SUFFIX}"
+    return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
+
+
+def decide(settings: Settings) -> Settings | None:
+    """Return what resume=auto comes to: a run that goes on or starts; None where it has finished.
+
+    Raises ConfigError where the folder holds another run, and CheckpointError where the run has
+    checkpoints and cannot go on from any of them: it is never started anew then.
+    """
+    from lightning_rlhf.cli.gaps import check_rows  # which takes seconds to import
+
+    folder = folder_of(settings)
+    if not is_used(folder) or is_unbegun(folder):
+        return replace(settings, resume=False)
+    check_same_run(settings, folder)
+    if (folder / FINAL).is_dir():
+        say(f"{settings.stage}: finished already, {folder / FINAL}")
+        return None
+    if not saved(folder):
+        say(f"{folder} holds a run that was cut off before its first checkpoint; it starts anew")
+        return replace(settings, resume=False, overwrite=True)
+    failures = []
+    for path in reversed(saved(folder)):
+        try:
+            check_resumable(path, settings)
+            check_rows(path, settings)
+        except CheckpointError as error:
+            failures.append(error)
+            continue
+        for failure in failures:
+            say(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
+        return replace(settings, resume=path.stem)
+    raise failures[0]
 
 
 def name_beside(settings: Settings) -> str:
@@ -122,6 +157,16 @@ def check_apart(settings: Settings, folder: Path) -> None:
                 f"overwrite=true would delete {folder}, and with it {final.path}, which the run "
                 f"starts from. Give {name_beside(settings)} to keep both"
             )
+
+
+def check_same_run(settings: Settings, folder: Path) -> None:
+    """Raise ConfigError unless the run in `folder` is of this configuration and these models."""
+    check_same_config(settings, folder)
+    if is_stale(settings):
+        raise ConfigError(
+            f"{folder} cannot be resumed: the models it was started from are others now. Give "
+            f"overwrite=true to delete it and start anew, or {name_beside(settings)} to keep both"
+        )
 
 
 def check_same_config(settings: Settings, folder: Path) -> None:
@@ -148,10 +193,14 @@ def check_resumable(path: Path, settings: Settings) -> None:
 
     Or where another file is damaged that the run goes on writing.
     """
+    # Imported here, since it takes seconds: what the names alone tell is said before.
+    from lightning_rlhf.callbacks.metrics_file import read_rows
+    from lightning_rlhf.callbacks.samples import read_samples, train_samples
+
     assert settings.stage != "eval"  # which has none
     folder = folder_of(settings)
     read_rows(folder / METRICS)
-    for file, read in ((folder / SAMPLES, read_samples), (folder / WANDB_ID, read_wandb_id)):
+    for file, read in ((train_samples(folder), read_samples), (folder / WANDB_ID, read_wandb_id)):
         if file.exists():
             read(file)
     of_run = origin(settings)

@@ -10,10 +10,10 @@ import lightning as L
 import torch
 
 from lightning_rlhf.cli.console import quiet_libraries
-from lightning_rlhf.cli.folders import folder_of
+from lightning_rlhf.cli.gaps import check_rows
 from lightning_rlhf.cli.launch import check_accelerator
 from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
-from lightning_rlhf.cli.resume import check_resumable, held, resume_point
+from lightning_rlhf.cli.resume import check_resumable
 from lightning_rlhf.cli.run_eval import run_eval
 from lightning_rlhf.cli.run_ppo import run_ppo
 from lightning_rlhf.cli.run_rm import run_rm
@@ -26,18 +26,16 @@ THREADS = torch.get_num_threads()
 """Torch's own choice, before any run of this process changed it."""
 
 
-def run_stage(settings: Settings) -> Path:
-    """Run the stage and return the path of its `final/` folder."""
+def run_in_folder(settings: Settings, checkpoint: Path | None) -> Path:
+    """Run the stage, whose folder is free for it, from `checkpoint` if there is one.
+
+    Returns the path of its `final/` folder.
+    """
     quiet_libraries()
     check_accelerator(settings)
-    with held(settings, folder_of(settings)):
-        if (checkpoint := resume_point(settings)) is not None:  # refuse before anything is read
-            check_resumable(checkpoint, settings)
-        return run_in_folder(settings)
-
-
-def run_in_folder(settings: Settings) -> Path:
-    """Run the stage, whose folder is free for it."""
+    if checkpoint is not None:  # refuse before anything is read
+        check_resumable(checkpoint, settings)
+        check_rows(checkpoint, settings)
     with computing(settings):
         match settings.config:
             case SFTConfig():

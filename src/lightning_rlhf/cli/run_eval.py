@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.build_rewards import build_reward, light_sources
 from lightning_rlhf.cli.console import say, say_problems
 from lightning_rlhf.cli.fitness import (
@@ -20,7 +22,7 @@ from lightning_rlhf.cli.fitness import (
     sft_samples,
     write_report,
 )
-from lightning_rlhf.cli.folders import FINAL, claim, find_parents
+from lightning_rlhf.cli.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, identity, make_ready
 from lightning_rlhf.cli.settings import Settings
@@ -33,8 +35,13 @@ from lightning_rlhf.core.types import Replies
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
-from lightning_rlhf.data.splits import load_preferences
-from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.data.splits import load_preferences, sample
+from lightning_rlhf.models.handover import (
+    check_positions,
+    check_room,
+    check_vocabulary,
+    start_from,
+)
 from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
@@ -46,13 +53,16 @@ from lightning_rlhf.rollout.replies import said
 def run_eval(settings: Settings, config: EvalConfig) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
     parents = find_parents(settings)
-    rows = load_preferences(settings.data, settings.seed)
-    problems = find_problems(rows.val, rows.train)
+    with Working("reading the data"):
+        rows = load_preferences(settings.data, settings.seed)
+    with Working("looking through the pairs"):
+        problems = find_problems(rows.val, rows.train)
     say_problems(problems)
     ready = make_ready(settings, parents)
     light = light_sources(ready, {"prompt", "messages"})
     pairs = held_out_pairs(rows.val, ready)
-    roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    with Working("loading the model"):
+        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
     longest, response = max(len(prompt) for prompt in prompts), settings.data.max_response_tokens
@@ -60,6 +70,9 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         roles, longest + response,
         f"the longest prompt ({longest} tokens) with data.max_response_tokens ({response})",
     )  # fmt: skip
+    check_room(
+        roles, config.batch_size, longest, response, "data.max_response_tokens", ready.device
+    )
     reward = build_reward(ready, roles, light, BatchSize("eval.batch_size", config.batch_size))
     roles.to(ready.device)
     check_formats(ready, reward)
@@ -67,7 +80,9 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     rollouts = sft_samples(ready, roles, prompts, config.samples, config)
     texts = [prompt_row(pair.prompt) for pair in pairs]
     replies = [said(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
-    parts = torch.cat([reward(some) for some in replies])
+    with Working("scoring SFT samples", config.samples) as working:
+        shown = working.track(replies, lambda some: len(some.responses))
+        parts = torch.cat([reward(some) for some in shown])
     moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
     def paid(replies: Replies) -> Float[Tensor, " B"]:
@@ -82,7 +97,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             pairs,
             (scores, response_lengths(rollouts)),
             problems,
-            title=", ".join(settings.reward),
+            title=f"{run_name(settings)}: {', '.join(settings.reward)}",
             sampled_from="prompts of the held-out pairs",
             scale="The scores are what PPO would be paid at its start: weighted, normalised and "
             "clipped as the reward says; running moments are those of the SFT samples.",
@@ -95,7 +110,8 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         folder = claim(settings, parents)
         loggers = build_loggers(settings.logger, folder, identity(settings))
         log_fitness(page, numbers, loggers, 0)
-        close_loggers(loggers, 0)
+        with Working("closing the loggers"):
+            close_loggers(loggers, 0)
         final = folder / FINAL
         with written_whole(final) as whole:
             shutil.copytree(beside, whole)
@@ -103,13 +119,14 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     return final
 
 
-def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> list[Preference]:
-    """The pairs that no rule of length drops or cuts, one or more.
+def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preference]:
+    """The pairs that no rule of length drops or cuts, one to data.max_val_rows.
 
     Raises DataError where there is none.
     """
     data = ready.settings.data
-    pairs = fitting(rows, ready.chat, data)
+    fits = fitting(rows, ready.chat, data)
+    pairs = sample(fits, data.max_val_rows, ready.settings.seed).rows
     if not pairs:
         raise DataError(
             f"no held-out pair of {rows.source} is within data.max_prompt_tokens "

@@ -9,11 +9,13 @@ from typing import Any
 
 from rich import get_console
 
+from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
-from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.callbacks.samples import COUNT, Samples
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import METRICS, find_parents
@@ -21,6 +23,7 @@ from lightning_rlhf.cli.format_check import check_formats
 from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.replay_plan import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.cli.settings import Settings
+from lightning_rlhf.cli.unfit import check_fit
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -33,6 +36,7 @@ from lightning_rlhf.data.splits import load_prompts
 from lightning_rlhf.models.handover import (
     add_policy,
     check_positions,
+    check_room,
     check_vocabulary,
     start_from,
 )
@@ -46,14 +50,17 @@ from lightning_rlhf.rewards.weighted import Reward
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     """Proximal policy optimization."""
     parents = find_parents(settings)
+    verdicts = check_fit(settings, parents)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
-    rows = load_prompts(settings.data, settings.seed)
+    with Working("reading the data"):
+        rows = load_prompts(settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
-    train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
+    held_out, train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
 
-    roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    with Working("loading the model"):
+        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
     check_positions(
@@ -62,11 +69,15 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         f"({config.max_response_tokens})",
         lower="ppo.max_response_tokens or data.max_prompt_tokens",
     )  # fmt: skip
+    check_room(
+        roles, config.rollout_batch_size, longest, config.max_response_tokens,
+        "ppo.max_response_tokens", ready.device,
+    )  # fmt: skip
     microbatch = BatchSize("ppo.microbatch_size", config.microbatch_size)
     reward = build_reward(ready, roles, light, microbatch)
     roles.to(ready.device)
     check_formats(ready, reward)
-    texts = {"train": _texts(rows.train), "val": _texts(rows.val)}
+    texts = {"train": _texts(rows.train), "val": _texts(held_out)}
     data = StageData(
         train=train.examples,
         val=val.examples * config.val_samples_per_prompt,
@@ -81,24 +92,25 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     module = build_module(ready, roles, reward, config, texts, microbatch)
     evaluation = Evaluation(judge, ready.folder)
     samples = Samples(
-        every_n_iterations=config.samples_every, count=4, characters=160, run_dir=ready.folder
+        every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=ready.folder
     )
     last_words = LastWords(ready.folder)
     recorders = [last_words, *([Recorder(ready.folder)] if settings.record else [])]
     try:
-        fit(ready, module, data, [PPOMetrics(), evaluation, samples, *recorders])
+        diagnosis = Diagnosis(config.kl_warning)
+        fit(ready, module, data, [PPOMetrics(), diagnosis, evaluation, samples, *recorders])
     except NotFiniteError:
         if last_words.kept is not None:
             say_kept(ready.folder, last_words.kept)
         raise
     assert evaluation.first is not None
     assert evaluation.last is not None
-    get_console().print(before_after_table(evaluation.first, evaluation.last))
+    get_console().print(before_after_table(evaluation.first, evaluation.last, verdicts))
     say_collapse(ready.folder)
     metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
     shares_trunk = module.critic is not None and module.critic.shares_trunk
     head = VALUE if shares_trunk else None
-    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head)
+    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head, verdicts=verdicts)
 
 
 def build_module(

@@ -11,16 +11,18 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.callbacks.metrics import RewardMetrics
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say, say_evaluation, say_problems
 from lightning_rlhf.cli.fitness import (
     fitting,
     known_pairs,
     log_fitness,
     response_lengths,
+    scored_samples,
     sft_samples,
     write_report,
 )
-from lightning_rlhf.cli.folders import FINAL, find_parents
+from lightning_rlhf.cli.folders import FINAL, find_parents, run_name
 from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
@@ -34,30 +36,40 @@ from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference
 from lightning_rlhf.data.splits import load_preferences
-from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.handover import (
+    check_positions,
+    check_room,
+    check_vocabulary,
+    start_from,
+)
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rollout.calibrate import reward_moments, sample_rewards
+from lightning_rlhf.rollout.calibrate import reward_moments
 
 
 def run_rm(settings: Settings, config: RMConfig) -> Path:
     """Reward modelling."""
     parents = find_parents(settings)
-    rows = load_preferences(settings.data, settings.seed)
+    with Working("reading the data"):
+        rows = load_preferences(settings.data, settings.seed)
     if config.margin_coef > 0:
         require_margins(rows.train)
-    problems = find_problems(rows.val, rows.train)
+    with Working("looking through the pairs"):
+        problems = find_problems(rows.val, rows.train)
     say_problems(problems)
     ready = make_ready(settings, parents)
-    train, val = tokenised(ready, rows, tokenise_preferences, "preference pair")
+    held_out, train, val = tokenised(ready, rows, tokenise_preferences, "preference pair")
+    data = supervised_data(ready, config, train, val, collate_preferences)
 
-    roles = start_from(
-        settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",
-        seed=settings.seed,
-    )  # fmt: skip
+    with Working("loading the model"):
+        roles = start_from(
+            settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",
+            seed=settings.seed,
+        )  # fmt: skip
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in train.examples)
     check_positions(roles, longest, "the longest reply to a preference's prompt, with it,")
@@ -66,26 +78,27 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         roles, prompt + response,
         f"the longest prompt ({prompt} tokens) with data.max_response_tokens ({response})",
     )  # fmt: skip
+    check_room(roles, config.batch_size, prompt, response, "data.max_response_tokens", ready.device)
     roles.to(ready.device)
     below = roles.probe(REFERENCE)
     prompts = [e.prompt for e in train.examples]
     samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
     module = build_module(ready, roles, config)
-    data = supervised_data(ready, config, train, val, collate_preferences)
     with TemporaryDirectory() as more:
         report = partial(
-            report_fitness, ready, roles, rows.val, problems, samples, Path(more), config
+            report_fitness, ready, roles, held_out, problems, samples, Path(more), config
         )
         metrics = fit_supervised(
             ready, "rm", module, data, rows.train, train, RewardMetrics(), report
         )
         say_evaluation(metrics)
-        rewards = sample_rewards(roles.to(ready.device), samples)
+        rewards = scored_samples(roles.to(ready.device), samples)
         mean, std = reward_moments(rewards)
-        say(f"reward on {len(rewards)} SFT samples: mean {mean:.3f}, std {std:.3f}")
+        say(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
+        verdict = read_judgement(Path(more))
         return hand_over(
             ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below,
-            more=Path(more),
+            more=Path(more), verdicts={} if verdict is None else {"rm": verdict},
         )  # fmt: skip
 
 
@@ -114,21 +127,22 @@ def report_fitness(
 ) -> None:
     """What `final/` says of the reward model besides its weights, in `folder` and the loggers."""
     settings, chat = ready.settings, ready.chat
-    pairs = fitting(held_out, chat, settings.data)
+    pairs = fitting(held_out, chat, settings.data).rows
     if not pairs:
         say("no held-out pair is within the limits of length: no fitness report")
         return
     roles.to(ready.device)
-    write_pairs(folder, known_pairs(roles, pairs, chat))
+    with Working("scoring pairs for the format check"):
+        write_pairs(folder, known_pairs(roles, pairs, chat))
     batch_size = BatchSize("rm.microbatch_size", config.microbatch_size)
     source = LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size)
     page, numbers = write_report(
         folder,
         source,
         pairs,
-        (sample_rewards(roles, samples), response_lengths(samples)),
+        (scored_samples(roles, samples), response_lengths(samples)),
         problems,
-        title=f"{settings.run}/{settings.model.name}/rm",
+        title=run_name(settings),
         sampled_from="prompts of the pairs that the reward model is trained on",
         scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
         "`reward.normalization` says otherwise.",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics import SFTMetrics
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.console import say_evaluation
-from lightning_rlhf.cli.folders import BASE
 from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.collate import collate_demonstrations
 from lightning_rlhf.data.lengths import tokenise_demonstrations
 from lightning_rlhf.data.splits import load_demonstrations
@@ -22,23 +21,20 @@ from lightning_rlhf.modules.sft import SFTModule
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
     """Supervised fine-tuning."""
-    if settings.policy.checkpoint not in (None, BASE):
-        raise ConfigError(
-            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage=sft starts from "
-            "model.name_or_path; set that instead"
-        )
-    rows = load_demonstrations(settings.data, settings.seed)
+    with Working("reading the data"):
+        rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
-    train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
+    _, train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
+    data = supervised_data(ready, config, train, val, collate_demonstrations)
 
-    roles = start_from(
-        settings.model, None, trainable=config.finetune == "full", seed=settings.seed
-    )
+    with Working("loading the model"):
+        roles = start_from(
+            settings.model, None, trainable=config.finetune == "full", seed=settings.seed
+        )
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(e.prompt) + len(e.response) for e in train.examples)
     check_positions(roles, longest, "the longest demonstration")
     module = build_module(ready, roles, config)
-    data = supervised_data(ready, config, train, val, collate_demonstrations)
     metrics = fit_supervised(ready, "sft", module, data, rows.train, train, SFTMetrics())
     say_evaluation(metrics)
     return hand_over(ready, roles, SFT, metrics, head=None)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+import yaml
+
+from lightning_rlhf.cli.names import parted
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.visible import is_hidden
 from lightning_rlhf.rewards.address import HIDDEN, redacted
 
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -18,20 +22,27 @@ SHORTEST = 4
 
 
 def refuse_secrets(words: Sequence[str]) -> None:
-    """End where a secret would be shown: in an unknown option, in the names of a sweep."""
-    for word in words:
-        if word.startswith("-") and without_address(word) != word:
-            sys.exit(f"error: {without_address(word)} is no option; allowed: KEY=VALUE without -")
-    if not {"-m", "--multirun"} & set(words):
+    """Raise ConfigError where a secret would be shown or written before a run can hide it.
+
+    In an unknown option, in the names of a sweep, in the overrides that Hydra keeps in a file.
+    """
+    overrides, options = parted(words)
+    for word in options:
+        if without_address(word) != word or any(map(is_hidden, word)):
+            raise ConfigError(f"{without_address(word)} is no option; allowed: KEY=VALUE without -")
+    secret = [without_address(word) for word in overrides if without_address(word) != word]
+    if not secret:
         return
-    for word in words:
-        if without_address(word) != word:
-            sys.exit(
-                f"error: a sweep names its folders after what it is given, and "
-                f"{without_address(word)} has a user, a password or a query; allowed: an address "
-                "without, and the name of an environment variable with the token in "
-                "reward.token_env"
-            )
+    does = None
+    if {"-m", "--multirun"} & set(options):
+        does = "a sweep names its folders after what it is given"
+    elif any(word.lstrip("+").startswith("hydra.output_subdir=") for word in overrides):
+        does = "hydra.output_subdir writes down what it is given"
+    if does is not None:
+        raise ConfigError(
+            f"{does}, and {secret[0]} has a user, a password or a query; allowed: an address "
+            "without, and the name of an environment variable with the token in reward.token_env"
+        )
 
 
 def without_address(word: str) -> str:
@@ -60,6 +71,21 @@ def without_secrets(text: str, words: Sequence[str] = (), secrets: Sequence[str]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
+
+
+def without_printed(text: str, words: Sequence[str]) -> str:
+    """Return what Hydra prints of a configuration that was composed of `words`, without secrets.
+
+    text: YAML after --cfg, YAML between other lines after --info.
+    """
+    text = re.sub(r"(\burl: *['\"]?)([^\s'\"]+)", lambda m: m[1] + redacted(m[2]), text)
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError:
+        tree = None
+    for address in addresses(tree):
+        text = text.replace(address, redacted(address))
+    return without_secrets(text, words, list(secrets_of(tree)))
 
 
 def secrets_of(*trees: Any) -> set[str]:

@@ -5,25 +5,49 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.core.config import require_number
-from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.rewards.serve import Score, serve
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.rewards.address import token_in
+
+if TYPE_CHECKING:
+    from lightning_rlhf.rewards.protocol import Score
+    from lightning_rlhf.rewards.serve import RewardServer
 
 
 def serve_reward(arguments: Sequence[str]) -> None:
     """Serve until Ctrl-C or SIGTERM; an error is one message and exit status 1."""
     given = parser().parse_intermixed_args(arguments)
     try:
-        require_number("--port", given.port, at_least=0, at_most=65535)
-        score = load_scorer(given.final, given.overrides)
-        serve(score, given.host, given.port, ready=_say_address)
+        server = make_server(given)
+        server.run(ready=lambda: _say_address(server, given.token_env))
     except KeyboardInterrupt:
         pass
     except RLHFError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(str(error))
         sys.exit(1)
     print("stopped")
+
+
+def make_server(given: argparse.Namespace) -> RewardServer:
+    """Return the server that the command line asks for, its address and model ready.
+
+    Raises:
+        ConfigError: an argument is wrong, or the libraries of the server are not installed.
+        CheckpointError: there is no such model.
+    """
+    try:
+        from lightning_rlhf.rewards.serve import RewardServer, bound
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
+        ) from error
+    require_number("--port", given.port, at_least=0, at_most=65535)
+    token = None if given.token_env is None else token_in(given.token_env, "--token-env")
+    address = bound(given.host, given.port)
+    return RewardServer(load_scorer(given.final, given.overrides), address, token=token)
 
 
 def load_scorer(final: str, overrides: Sequence[str]) -> Score:
@@ -39,10 +63,12 @@ def parser() -> argparse.ArgumentParser:
     """What may be said on the command line."""
     parser = argparse.ArgumentParser(
         prog="lightning-rlhf serve-reward",
-        description="Serve a reward model over HTTP, for stage=ppo reward=http elsewhere.",
+        description="Serve a reward model over HTTP, for stage=ppo reward=http elsewhere. It takes "
+        "the extra serve: pip install 'lightning-rlhf[serve]'.",
         epilog='POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": '
-        '[...]} and answers {"scores": [...]}; GET /health answers {"status": "ok"}. There is no '
-        "password: leave --host as it is, or let none but friends reach the port.",
+        '[...]} and answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a '
+        "token too. The traffic is not encrypted. What clients may use, and how it ends: "
+        + limits_told(),
     )
     parser.add_argument(
         "final", help="final/ folder of stage=rm or sequence classifier, or the hub id of one"
@@ -51,10 +77,40 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", default=[], metavar="reward.KEY=VALUE",
         help="as for reward=model, e.g. reward.batch_size=64 reward.chat_template=pair",
     )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1",
+        help="address to listen at (%(default)s); 0.0.0.0 or :: lets other machines in",
+    )  # fmt: skip
     parser.add_argument("--port", type=int, default=8000, help="%(default)s; 0 = any free one")
+    parser.add_argument(
+        "--token-env", metavar="NAME",
+        help="environment variable with a token, without which nobody gets scores; "
+        "reward.token_env is its like in the run that asks",
+    )  # fmt: skip
     return parser
 
 
-def _say_address(url: str) -> None:
-    print(f"reward server: use it with reward=http reward.url={url}; Ctrl-C ends it", flush=True)
+def limits_told() -> str:
+    """Return the bounds of a server as a list in words."""
+    try:
+        from lightning_rlhf.rewards.serve_limits import Limits
+    except ModuleNotFoundError:
+        return "not known without the extra serve."
+    limits = Limits()
+    return (
+        f"{limits.connections} connections at once; {limits.head_bytes // 2**10} KiB of headers "
+        f"within {limits.head_s:g} s; a body of {limits.body_bytes // 2**20} MiB within "
+        f"{limits.body_s:g} s, {limits.held_bytes // 2**20} MiB of bodies at once; one request "
+        "scored at a time; after Ctrl-C or SIGTERM, what has come in is answered for at most "
+        f"{limits.stop_s} s."
+    )
+
+
+def _say_address(server: RewardServer, token_env: str | None) -> None:
+    url = f"'reward.url=\"{server.url}\"'" if ":" in server.host else f"reward.url={server.url}"
+    token = f" reward.token_env={token_env}" if token_env else ""
+    print(f"reward server: use it with reward=http {url}{token}; Ctrl-C ends it", flush=True)
+    if server.is_open:
+        who = "has the token" if token_env else "can reach the port, since there is no --token-env"
+        print(f"it listens at {server.host}, to other machines too: it answers whoever {who}",
+              flush=True)  # fmt: skip

@@ -44,6 +44,12 @@ EXAMPLES = {
     "reward.url": "http://127.0.0.1:8000/score",
 }
 """Key of a value that must be given -> one that may be."""
+AUTO = "auto"
+"""Value of `resume` with which a run goes on if it can, and starts where there is none."""
+FOLDER_NAME = (
+    "a folder name of characters that can be seen, without slashes; it begins with a letter or "
+    "digit and does not end with a dot or space"
+)
 STAGES: Mapping[str, type] = {
     "sft": SFTConfig,
     "rm": RMConfig,
@@ -102,7 +108,7 @@ class Settings:
     seed: int
     outputs: Path
     resume: bool | str
-    """Of the newest checkpoint, or of the one of this name."""
+    """From the newest checkpoint, from the one of this name, or AUTO."""
     overwrite: bool
     record: bool
     """Whether PPO writes its rollouts; the other stages have none."""
@@ -114,7 +120,12 @@ class Settings:
 def read_settings(cfg: DictConfig) -> Settings:
     """Check the composed configuration. Raises ConfigError naming the key."""
     check_components(OmegaConf.to_container(cfg))
-    tree = plain(cfg)
+    return read_tree(plain(cfg))
+
+
+def read_tree(tree: dict[str, Any]) -> Settings:
+    """Check a configuration of plain types, as a run writes it. Raises ConfigError as above."""
+    tree = dict(tree)
     known = {f.name for f in dataclasses.fields(Settings)} - {"config", "tree"}
     stage = _stage(tree)
     refuse_unknown(tree, known | {"recipe", stage}, "")
@@ -124,10 +135,11 @@ def read_settings(cfg: DictConfig) -> Settings:
     for key in ("overwrite", "record", "debug"):
         require_flag(key, tree[key])
     tree["resume"] = read_resume(tree["resume"])
-    tree |= _folder_names(tree)
+    tree |= folder_names(tree)
     require_text("outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
-        raise ConfigError("resume=true and overwrite=true exclude each other; give one of them")
+        given = "true" if tree["resume"] is True else tree["resume"]
+        raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
     config: Any = build(STAGES[stage], frozen_lists(tree[stage]), stage)
     if isinstance(config, PPOConfig):
@@ -154,8 +166,11 @@ def read_settings(cfg: DictConfig) -> Settings:
     )
 
 
-def _folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections that name a folder of the run, with their names as text."""
+def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections that name a folder of the run, with their names as text.
+
+    Raises ConfigError where one is no name that a person can read and every file system takes.
+    """
     model = section(tree, "model", "name")
     names = {"run": tree["run"], "model.name": model["name"]}
     if tree["job"] is not None:
@@ -164,8 +179,8 @@ def _folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
         is_word = isinstance(name, str | int) and not isinstance(name, bool)
         is_other = isinstance(name, bool | float)
         require(not is_other, key, name, f"text; quote what reads as no text: \"{key}='NAME'\"")
-        is_name = is_word and re.fullmatch(r"\w[^/\\]*", str(name)) is not None
-        require(is_name, key, name, "a folder name without slashes")
+        is_name = is_word and re.fullmatch(r"\w[^/\\]*(?<![. ])", str(name)) is not None
+        require(is_name and str(name).isprintable(), key, name, FOLDER_NAME)
         require_text(key, str(name), "a folder name of at most 255 bytes, no line breaks")
         require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
     model_name = str(names.pop("model.name"))
@@ -189,12 +204,12 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def read_resume(given: Any) -> bool | str:
-    """Whether to resume, or the name of the checkpoint to resume from: 10 -> "000010"."""
-    if isinstance(given, bool):
-        return given
+    """Return whether to resume, AUTO, or the name of a checkpoint: 10 -> "000010"."""
+    if isinstance(given, bool) or given == AUTO:
+        return given  # type: ignore[no-any-return]
     name = str(given)
     is_name = isinstance(given, int | str) and re.fullmatch(r"[0-9]+|best", name) is not None
-    require(is_name, "resume", given, "true, false, the step of a checkpoint, best")
+    require(is_name, "resume", given, "true, false, auto, the step of a checkpoint, best")
     return name if name == "best" else f"{int(name):06d}"
 
 

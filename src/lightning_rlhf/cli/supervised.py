@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_rlhf.callbacks.last_batch import KeepLastBatch
 from lightning_rlhf.cli.launch import AtEnd, Prepared, fit
-from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.config import RMConfig, SFTConfig, require
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.datamodule import StageData
@@ -36,10 +36,21 @@ def supervised_data(
         collate=partial(collate, pad_id=ready.chat.pad_token_id),
         batch_size=config.batch_size,
         val_batch_size=config.microbatch_size,
-        batches=math.ceil(round(config.epochs * len(train.examples), 6) / config.batch_size),
+        batches=batches(ready.settings.stage, config, len(train.examples)),
         seed=ready.settings.seed,
         pool_batches=ready.settings.data.pool_batches,
     )
+
+
+def batches(stage: str, config: SFTConfig | RMConfig, examples: int) -> int:
+    """Return how many batches `config.epochs` passes over the examples are, the last one filled up.
+
+    Raises ConfigError where they are none.
+    """
+    count = math.ceil(round(config.epochs * examples, 6) / config.batch_size)
+    require(count > 0, f"{stage}.epochs", config.epochs,
+            f"a number >= {1 / examples:.6g}, which is 1 of the {examples} examples")  # fmt: skip
+    return count
 
 
 def fit_supervised(

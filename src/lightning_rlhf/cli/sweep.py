@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 
-from lightning_rlhf.cli.folders import FAILED, FINAL, run_folder
-from lightning_rlhf.cli.settings import STAGES
+from lightning_rlhf.cli.changes import changes
+from lightning_rlhf.cli.console import say
+from lightning_rlhf.cli.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
+from lightning_rlhf.cli.names import as_typed, key_of
+from lightning_rlhf.cli.settings import STAGES, read_settings
+from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 LONGEST = 120
-"""Characters of a job's name; file systems allow 255 bytes."""
+"""Bytes of a job's name before a digest; file systems allow 255."""
+FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
+"""Characters that the names of a job's folder do not hold."""
 SHOWN = (
     "eval/loss",
     "eval/rm_loss",
@@ -38,26 +49,99 @@ SHOWN = (
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
 
 
-def adapt(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Give the job its folder, and take out the numbers that are for other stages of the sweep."""
+def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
+    """Give the job its folder, and take out the numbers that are for other stages of the sweep.
+
+    overrides: the job's; varied: keys in which the jobs of the sweep differ.
+    """
     with open_dict(cfg):
-        cfg.job = job_name(overrides)
         if "stage" in cfg:
             for other in set(STAGES) & set(cfg) - {cfg.stage}:
                 del cfg[other]
+        whole = whole_name(overrides)
+        if whole is not None and is_begun(cfg, whole):
+            cfg.job = whole
+            return
+        cfg.job = job_name(overrides, varied)
+        if not cfg.overwrite and is_of_another(cfg):
+            cfg.job = whole
 
 
-def job_name(overrides: Sequence[str]) -> str | None:
-    """The folder of one job: its overrides, but for what the path says already.
+def varied_keys(config: DictConfig) -> tuple[str, ...]:
+    """Return the keys for which a sweep was given more than a value.
 
-    seed=1 ppo.kl_coef=0.1 -> ppo.kl_coef-0.1+seed-1, which needs no quotes in another command.
+    config: Hydra's own of the sweep.
     """
-    kept = [o.lstrip("+~") for o in overrides]
-    kept = sorted(o for o in kept if o.split("=")[0] not in (*IN_PATH, *NEUTRAL))
-    name = re.sub(r"[^\w.+-]", "-", "+".join(kept))
-    if len(name) > LONGEST:
-        name = f"{name[:LONGEST]}-{zlib.crc32(name.encode()):08x}"
+    parser = OverridesParser.create()
+    given = parser.parse_overrides(list(config.hydra.overrides.task))
+    keys = [o.key_or_group for o in given if o.is_sweep_override()]
+    params = config.hydra.sweeper.get("params") or {}
+    return (*keys, *map(key_of, params))
+
+
+def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
+    """Return the name of a job's folder: the values of the keys that vary in the sweep.
+
+    stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. What the path says
+    already is left out; where nothing else varies, the name holds all overrides.
+    """
+    values = dict(part.split("=", 1) for part in _kept(overrides) if "=" in part)
+    keys = sorted(key for key in values if key in varied)
+    if not keys:
+        return whole_name(overrides)
+    ends = Counter(key.rpartition(".")[2] for key in keys)
+    parts = []
+    for key in keys:
+        end = key.rpartition(".")[2]
+        value = values[key].strip("'\"")
+        parts.append(f"{end if ends[end] == 1 else key}={value}")
+    return folder_name(",".join(parts), FOREIGN)
+
+
+def whole_name(overrides: Sequence[str]) -> str | None:
+    """Return the name that holds all overrides: ppo.kl_coef-0.1+seed-1.
+
+    It is the job's where a folder has it already, and where the short name is that of another
+    sweep in the same run.
+    """
+    return folder_name(re.sub(ODD, "-", "+".join(sorted(_kept(overrides)))), ODD)
+
+
+def folder_name(text: str, foreign: str) -> str | None:
+    """Return `text` as the name of a folder, None where it is empty.
+
+    Characters that match `foreign` become "-". A digest of the text is appended to what was changed
+    or cut, so that two texts have two names.
+    """
+    name = re.sub(foreign, "-", text).rstrip(".")
+    if name != text or len(name.encode()) > LONGEST:
+        start = name.encode()[:LONGEST].decode(errors="ignore")
+        name = f"{start}-{zlib.crc32(text.encode()):08x}"
     return name or None
+
+
+def _kept(overrides: Sequence[str]) -> list[str]:
+    """Those that the path does not say and that change what is computed."""
+    return [o.lstrip("+~") for o in overrides if key_of(o) not in (*IN_PATH, *NEUTRAL)]
+
+
+def is_begun(cfg: DictConfig, job: str) -> bool:
+    """Return whether a folder for the job is there."""
+    try:
+        parts = str(cfg.outputs), str(cfg.run), str(cfg.model.name), job
+    except OmegaConfBaseException:  # which the job itself tells
+        return False
+    return Path(*parts).is_dir()
+
+
+def is_of_another(cfg: DictConfig) -> bool:
+    """Return whether the job's folder holds a run of another configuration."""
+    try:
+        settings = read_settings(cfg)
+        file = folder_of(settings) / CONFIG
+        return file.is_file() and bool(changes(settings.tree, file))
+    except RLHFError:  # which the job itself tells
+        return False
 
 
 def mark_failed(cfg: DictConfig, reason: str) -> str:
@@ -65,10 +149,11 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     if not isinstance(cfg.outputs, str):
         return reason
     folder = _folder(cfg)
-    is_inside = folder.resolve().is_relative_to(Path(cfg.outputs).resolve())
+    is_inside = Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(cfg.outputs))
     if is_inside and not (folder / FINAL).is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAILED).write_text(reason + "\n")
+        with suppress(OSError):  # a folder that cannot be written may be the reason itself
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FAILED).write_text(reason + "\n")
     return reason
 
 
@@ -82,7 +167,7 @@ class SweepTable:
 
     def add(self, job_return: JobReturn) -> None:
         """Note what a job came to."""
-        overrides = tuple(o.lstrip("+") for o in job_return.overrides or [])
+        overrides = tuple(as_typed(o) for o in job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
         if failure is None:
@@ -102,7 +187,7 @@ class SweepTable:
         if self._rows:
             get_console().print(sweep_table(self._rows))
         for job, failure in self._failures.items():
-            print(f"failed: {job}: {failure}")
+            say(f"failed: {job}: {failure}")
         if self._failures:
             sys.exit(1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 class SweepHook(Callback):
     """SweepTable in a sweep, nothing elsewhere."""
 
+    varied: ClassVar[tuple[str, ...]] = ()
+    """Keys in which the jobs of the sweep differ."""
+
     def __init__(self) -> None:
         self._table: SweepTable | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        from lightning_rlhf.cli.sweep import SweepTable
+        from lightning_rlhf.cli.sweep import SweepTable, varied_keys
 
+        SweepHook.varied = varied_keys(config)
         self._table = SweepTable()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:

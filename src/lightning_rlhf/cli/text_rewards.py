@@ -5,31 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.main import CONF
 from lightning_rlhf.cli.reward_section import read_reward
+from lightning_rlhf.cli.sections import section
 from lightning_rlhf.cli.settings import read_model
 from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, MANIFEST, Final, find
 from lightning_rlhf.models.classifier_loading import check_classifier, load_classifier, positions
+from lightning_rlhf.models.config import ModelConfig as LMConfig
 from lightning_rlhf.models.handover import load_reward, warn_of_one_head
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
-from lightning_rlhf.rewards.protocol import Columns, Messages
-from lightning_rlhf.rewards.serve import Score
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
+
+if TYPE_CHECKING:  # the extra "serve" has what it imports
+    from lightning_rlhf.rewards.protocol import Columns, Messages, Score
 
 ASKER = "give it to the run that asks, with reward=http"
 NOT_SERVED = {
@@ -39,6 +43,7 @@ NOT_SERVED = {
     "reward.clip": ASKER,
     "reward.format_check": "stage=ppo and stage=eval check the format of reward=model",
     "reward.format_tolerance": "stage=ppo and stage=eval check the format of reward=model",
+    "reward.unfit": "stage=ppo decides that of reward=model",
 }
 """Keys of conf/reward/model.yaml that mean nothing to a server, and what to do instead."""
 
@@ -97,6 +102,7 @@ def check_own(final: Final, config: ModelConfig, key: str) -> None:
                 "its own; allowed: null"
             )
     manifest = final.require_manifest("rm")
+    trained_as(final)
     require(config.quantization == "none" or manifest.base != FROM_CONFIG, f"{key}.quantization",
             config.quantization, f"none, since {final.path} stands on model.from_config, which has "
             "no weights to quantise")  # fmt: skip
@@ -127,8 +133,7 @@ def own_model(
 
     Returns: the model, and how many tokens it has positions for, where it says that.
     """
-    manifest = final.require_manifest("rm")
-    trained = read_model(manifest.config)
+    trained, template_kwargs = trained_as(final)
     base = replace(
         trained,
         # Full fine-tuning keeps float32 weights whatever model.dtype says.
@@ -140,7 +145,7 @@ def own_model(
     roles = load_reward(final, base).to(device)
     warn_of_one_head(roles, REWARD, config.uncertainty_coef, key)
     tokenizer = load_tokenizer(base, final.path)
-    chat = ChatFormat(tokenizer, manifest.config["data"]["chat_template_kwargs"])
+    chat = ChatFormat(tokenizer, template_kwargs)
 
     def encode(row: Mapping[str, Any], response: str) -> Features:
         prompt = chat.prompt_tokens(turns(row["messages"]))
@@ -152,6 +157,22 @@ def own_model(
             return roles.rewards(tokens.to(device), mask.to(device))
 
     return TextModel(encode, read, chat.show), positions(roles.causal_lm.config)
+
+
+def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
+    """The model and the arguments of the chat template that the manifest of stage=rm says.
+
+    Raises CheckpointError where it lacks them, or has values that are not allowed there.
+    """
+    config = final.require_manifest("rm").config
+    key = "chat_template_kwargs"
+    try:
+        arguments = section(config, "data", key)[key]
+        is_mapping = isinstance(arguments, Mapping)
+        require(is_mapping, f"data.{key}", arguments, "a mapping of names to values")
+        return read_model(config), arguments
+    except ConfigError as error:
+        raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:
@@ -179,7 +200,8 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
             "none, stored: to a server every request is the first")  # fmt: skip
     check_text_reward(config, "reward", final)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    reward = text_reward(config, "reward", final, device)
+    with Working("loading the reward model"):
+        reward = text_reward(config, "reward", final, device)
 
     def score(prompts: list[Messages], responses: list[str], columns: Columns) -> list[float]:
         rows = [prompt_row(turns(prompt)) for prompt in prompts]

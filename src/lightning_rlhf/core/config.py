@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ Stage = Literal["sft", "rm", "ppo"]
 """That trains something."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
+Normalization = Literal["none", "stored", "running"]
 LARGEST = 2**53
 """Of whole numbers: a float counts no further."""
+MOST = 1_000_000
+"""Largest number of rows, or of anything else that is held in memory at once."""
 
 
 def require(holds: bool, key: str, found: Any, allowed: str) -> None:
@@ -79,6 +83,13 @@ def require_number(
     require(inside and abs(found) != float("inf"), key, found, allowed)
 
 
+def require_count(key: str, found: Any, *, at_least: int = 1) -> None:
+    """Raise ConfigError unless `found` is a whole number of things that memory can hold at once."""
+    is_above = isinstance(found, int) and found > MOST
+    at_most = MOST if is_above else float("inf")
+    require_number(key, found, at_least=at_least, at_most=at_most, whole=True)
+
+
 def require_flag(key: str, found: Any) -> None:
     """Raise ConfigError unless `found` is a boolean."""
     require(isinstance(found, bool), key, found, "true, false")
@@ -114,6 +125,13 @@ class StageConfig:
     """The latest; the best one is kept besides."""
     max_nonfinite: int
 
+    def validation_interval(self, steps: int) -> int:
+        """Return the steps between validations of a run of `steps`.
+
+        val_every, or a tenth of a run that is shorter, rounded up.
+        """
+        return self.val_every if self.val_every <= steps else math.ceil(steps / 10)
+
     def check(self, stage: str) -> None:
         """Raise ConfigError naming `stage.key` where a value is out of bounds."""
         require_number(f"{stage}.lr", self.lr, above=0)
@@ -123,10 +141,9 @@ class StageConfig:
         require_number(f"{stage}.max_grad_norm", self.max_grad_norm, above=0)
         require_one_of(f"{stage}.lr_schedule", self.lr_schedule, get_args(Schedule))
         require_number(f"{stage}.warmup_fraction", self.warmup_fraction, at_least=0, below=1)
-        whole = ("microbatch_size", "max_nonfinite", "val_every", "checkpoint_every",
-                 "checkpoints_kept")  # fmt: skip
-        for key in whole:
+        for key in ("max_nonfinite", "val_every", "checkpoint_every", "checkpoints_kept"):
             require_number(f"{stage}.{key}", getattr(self, key), at_least=1, whole=True)
+        require_count(f"{stage}.microbatch_size", self.microbatch_size)
         if self.checkpoint_minutes is not None:
             require_number(f"{stage}.checkpoint_minutes", self.checkpoint_minutes, above=0)
 
@@ -143,8 +160,8 @@ class SupervisedConfig(StageConfig):
         """As StageConfig.check."""
         super().check(stage)
         require_one_of(f"{stage}.finetune", self.finetune, get_args(Finetune))
-        require_number(f"{stage}.epochs", self.epochs, above=0, at_most=1_000_000)
-        require_number(f"{stage}.batch_size", self.batch_size, at_least=1, whole=True)
+        require_number(f"{stage}.epochs", self.epochs, above=0, at_most=MOST)
+        require_count(f"{stage}.batch_size", self.batch_size)
         require_divides(
             f"{stage}.microbatch_size", self.microbatch_size, f"{stage}.batch_size", self.batch_size
         )
@@ -171,7 +188,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         for key in ("samples", "batch_size"):
-            require_number(f"eval.{key}", getattr(self, key), at_least=1, whole=True)
+            require_count(f"eval.{key}", getattr(self, key))
         require_number("eval.temperature", self.temperature, above=0)
 
 
@@ -194,9 +211,27 @@ class RMConfig(SupervisedConfig):
 
     def __post_init__(self) -> None:
         self.check("rm")
-        require_number("rm.heads", self.heads, at_least=1, whole=True)
+        require_count("rm.heads", self.heads)
         require_number("rm.label_smoothing", self.label_smoothing, at_least=0, below=0.5)
         for key in ("margin_coef", "center_coef"):
             require_number(f"rm.{key}", getattr(self, key), at_least=0)
-        require_number("rm.calibration_samples", self.calibration_samples, at_least=2, whole=True)
+        require_count("rm.calibration_samples", self.calibration_samples, at_least=2)
         require_number("rm.temperature", self.temperature, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """How one component of a reward enters the score."""
+
+    name: str
+    weight: float
+    """Below 0 for a penalty."""
+    normalization: Normalization
+    """none | stored: the source standardises its own number | running: by all numbers so far."""
+    clip: float | None
+    """The component, normalised, is kept within +- this; None = no clip."""
+
+    @property
+    def is_paid_as_reported(self) -> bool:
+        """Whether `paid_sum` takes the very number that `weighted_sum` takes."""
+        return self.normalization != "running" and self.clip is None

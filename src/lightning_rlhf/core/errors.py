@@ -31,7 +31,7 @@ class TrainingError(RLHFError):
 
 
 class DivergedError(TrainingError):
-    """A model's logits are NaN or infinite, so that nothing can be sampled from it."""
+    """A model's logits, weights or losses are NaN or infinite, so that it is of no use."""
 
 
 class NotFiniteError(TrainingError):

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,9 @@ from typing import Any
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError
 
+FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
+"""What a user's own code may raise that is a fault of it: all but Ctrl-C. `sys.exit()` there would
+end a run with status 0."""
 ALLOWED = "'path/to/file.py:function' or 'package.module:function'"
 
 
@@ -31,9 +35,8 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: where `source` does not lead to a function.
     """
-    require(isinstance(source, str), key, source, ALLOWED)
+    check_function_file(source, key)
     where, _, name = source.rpartition(":")
-    require(bool(where and name), key, source, ALLOWED)
     is_file = where.endswith(".py")
     path = os.path.expanduser(where) if is_file else where
     told = f"{key} is {source!r}; "
@@ -46,6 +49,19 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     raise ConfigError(f"{told}{path} has no function {name!r}, it has {there}{what}")
 
 
+def check_function_file(source: str, key: str) -> None:
+    """Raise ConfigError unless `source` has the form of a function's, and its file is there.
+
+    Runs no code; `load_function` tells the rest.
+    """
+    require(isinstance(source, str), key, source, ALLOWED)
+    where, _, name = source.rpartition(":")
+    require(bool(where and name), key, source, ALLOWED)
+    path = Path(os.path.expanduser(where)).resolve()
+    if where.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{key} is {source!r}; there is no file {path}")
+
+
 def _is_own(value: Any, found: dict[str, Any]) -> bool:
     """Whether it can be called and was not imported from elsewhere."""
     return callable(value) and getattr(value, "__module__", None) == found["__name__"]
@@ -53,8 +69,6 @@ def _is_own(value: Any, found: dict[str, Any]) -> bool:
 
 def _file(path: str, told: str) -> ModuleType:
     where = Path(path).resolve()
-    if not where.is_file():
-        raise ConfigError(f"{told}there is no file {where}")
     name = f"{where.stem}_{hashlib.sha256(str(where).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -65,7 +79,7 @@ def _file(path: str, told: str) -> ModuleType:
     sys.modules[name] = module  # where dataclasses look for the names of their annotations
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         del sys.modules[name]
         raise ConfigError(f"{told}{path} fails: {error!r}") from error
     return module
@@ -74,7 +88,7 @@ def _file(path: str, told: str) -> ModuleType:
 def _module(name: str, told: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except FAULTS as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(

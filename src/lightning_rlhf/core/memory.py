@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,6 +12,15 @@ import torch
 from lightning_rlhf.core.errors import TrainingError
 
 T = TypeVar("T")
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory that the device has, in use or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class BatchSize:

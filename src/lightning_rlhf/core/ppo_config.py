@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from lightning_rlhf.core.config import (
     StageConfig,
     require,
+    require_count,
     require_divides,
     require_flag,
     require_number,
@@ -83,6 +84,8 @@ class PPOConfig(StageConfig):
     # what is looked at
     val_samples_per_prompt: int
     samples_every: int
+    kl_warning: float | None
+    """Nats a response of kl_divergence above which a run warns."""
 
     @property
     def has_critic(self) -> bool:
@@ -96,17 +99,15 @@ class PPOConfig(StageConfig):
 
     def __post_init__(self) -> None:
         self.check("ppo")
+        for key in ("iterations", "ppo_epochs", "max_response_tokens", "samples_every"):
+            require_number(f"ppo.{key}", getattr(self, key), at_least=1, whole=True)
         for key in (
-            "iterations",
             "rollout_batch_size",
             "samples_per_prompt",
             "minibatch_size",
-            "ppo_epochs",
-            "max_response_tokens",
             "val_samples_per_prompt",
-            "samples_every",
         ):
-            require_number(f"ppo.{key}", getattr(self, key), at_least=1, whole=True)
+            require_count(f"ppo.{key}", getattr(self, key))
         require_number("ppo.critic_warmup", self.critic_warmup, at_least=0, whole=True)
         for key in ("temperature", "kl_target", "kl_horizon", "value_lr_factor"):
             require_number(f"ppo.{key}", getattr(self, key), above=0)
@@ -115,7 +116,7 @@ class PPOConfig(StageConfig):
             require_number(f"ppo.{key}", getattr(self, key), at_least=0)
         for key in ("gamma", "gae_lambda"):
             require_number(f"ppo.{key}", getattr(self, key), at_least=0, at_most=1)
-        for key in ("score_clip", "clip_range_high", "clip_range_vf", "target_kl"):
+        for key in ("score_clip", "clip_range_high", "clip_range_vf", "target_kl", "kl_warning"):
             if getattr(self, key) is not None:
                 require_number(f"ppo.{key}", getattr(self, key), above=0)
         for key in ("dual_clip", "max_ratio"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.masking import Total, alone
 from lightning_rlhf.core.ppo_config import MissingEOS, PPOConfig
@@ -71,27 +71,6 @@ class ScoreMoments:
             self.whole.including(scores.score, total),
             tuple(seen.including(part, total) for seen, part in parts),
         )
-
-
-Normalization = Literal["none", "stored", "running"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """How one component enters the score."""
-
-    name: str
-    weight: float
-    """Below 0 for a penalty."""
-    normalization: Normalization
-    """none | stored: the source standardises its own number | running: by all numbers so far."""
-    clip: float | None
-    """The component, normalised, is kept within +- this; None = no clip."""
-
-    @property
-    def is_paid_as_reported(self) -> bool:
-        """Whether `paid_sum` takes the very number that `weighted_sum` takes."""
-        return self.normalization != "running" and self.clip is None
 
 
 AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)

@@ -6,14 +6,17 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning_rlhf.core.errors import StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The system's numbers for a disk, a quota and a limit of a file's size that are used up."""
+UNFINISHED = ".tmp"
+"""Ending of the name under which a file or folder is written before it takes its place."""
 
 
 @contextmanager
@@ -21,15 +24,19 @@ def written_whole(target: Path, needed: int | None = None) -> Iterator[Path]:
     """A path beside `target`: what is written there takes its place once it is on the disk.
 
     It may become a file or a folder. Where the block fails, `target` stays as it was and nothing
-    is left beside it.
+    is left beside it. Where `target` is a symbolic link, the link stays, and what it points to is
+    written. Modes follow the umask, whatever library wrote the files.
     needed: bytes that are to be written, about; for the message of an error.
 
     Raises StorageError where the disk holds no more, or a file may have no more.
     """
-    beside = target.with_name(f"{target.name}.tmp")
+    if target.is_symlink():
+        target = Path(os.path.realpath(target))
+    beside = target.with_name(f"{target.name}{UNFINISHED}")
     delete(beside)
     try:
         yield beside
+        apply_umask(beside)
         flush(beside)
         if target.is_dir():
             shutil.rmtree(target)
@@ -120,9 +127,32 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, where they are missing, and flush the new names."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        flush_entry(folder.parent)
+
+
+def apply_umask(path: Path) -> None:
+    """Add the permissions that a new file or folder has under the umask, to all below `path` too.
+
+    A library may write through a private temporary file of mode 0600 or folder of mode 0700.
+    """
+    mask = os.umask(0o077)  # which cannot be read without being set
+    os.umask(mask)
+    for each in (path, *path.rglob("*")):
+        mode = stat.S_IMODE(each.stat().st_mode)
+        wanted = mode | (0o777 if each.is_dir() else 0o666) & ~mask
+        if wanted != mode:
+            with suppress(PermissionError):  # a file system without modes
+                each.chmod(wanted)
+
+
 def delete(path: Path) -> None:
-    """A file or a folder, if it is there."""
-    if path.is_dir():
+    """Delete a file, a folder, or a symbolic link itself, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

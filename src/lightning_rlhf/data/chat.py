@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation import StopStringCriteria
 
+from lightning_rlhf.core.bounded import write_dialogue
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.rows import Message, Messages
@@ -85,21 +86,18 @@ class ChatFormat:
 
         Raises:
             DataError: the chat template refuses these messages.
+            ConfigError: the chat template takes more time or memory than it may.
         """
         try:
-            tokens: list[int] = self.tokenizer.apply_chat_template(
-                _as_dicts(prompt),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **self.template_kwargs,
-            )
+            text = self._written(prompt, add_generation_prompt=True)
+        except ConfigError:
+            raise
         except Exception as error:  # a template is a program: it may fail in any way
             roles = ", ".join(turn["role"] for turn in _as_dicts(prompt))
             raise DataError(
                 f"the chat template refuses a prompt with the turns {roles}: {_told(error)}"
             ) from error
-        return tokens
+        return self._encode(text)
 
     def response_tokens(self, response: str) -> list[int]:
         """The response and its end token."""
@@ -131,10 +129,10 @@ class ChatFormat:
 
         Raises whatever a chat template that refuses these messages raises.
         """
-        text: str = self.tokenizer.apply_chat_template(
-            _as_dicts(messages), tokenize=False, **self.template_kwargs
-        )
-        return text
+        return self._written(messages)
+
+    def _written(self, messages: str | Messages, **form: bool) -> str:
+        return write_dialogue(self.tokenizer, _as_dicts(messages), **form, **self.template_kwargs)
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -146,6 +144,8 @@ class ChatFormat:
         question, answer = (message.content for message in _SENTINELS)
         try:
             _, found_question, rest = self.render(_SENTINELS).partition(question)
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "

@@ -30,7 +30,7 @@ class DataConfig:
     val_fraction: float
     """Share of the prompts held out where a split names no validation source."""
     max_val_rows: int | None
-    """A larger validation set is sampled down to so many rows; null keeps them all."""
+    """Largest number of rows to validate on, drawn from those that fit; null keeps them all."""
     on_bad_row: Literal["stop", "skip"]
     max_prompt_tokens: int
     """Of the prompt as the chat template writes it."""

@@ -32,6 +32,15 @@ _HH_ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
 
 IDENTICAL = "chosen and rejected are identical"
 """Why a pair that prefers nothing is left out."""
+MAX_LINE_BYTES = 16 * 2**20
+"""Bytes of one line of JSON, its end included."""
+MAX_CHARACTERS = 1_000_000
+"""Characters of one text: a message, a prompt or a response."""
+UNREAD = object()
+"""Value of a column that is there and is not read."""
+DEMONSTRATION_FIELDS = ("prompt", "response", "chosen", "messages")
+PREFERENCE_FIELDS = ("prompt", "chosen", "rejected", "margin")
+"""Fields of a row that are read; of a prompt all are, which rewards may want."""
 
 
 class BadRow(Exception):
@@ -46,14 +55,18 @@ class BadRow(Exception):
 ONE_A_LINE = "allowed: one JSON object a line"
 
 
-def decode_row(raw: bytes | Row) -> Row:
+def decode_row(raw: bytes | Row | BadRow) -> Row:
     """The row in one line of JSON; a row that is decoded already stays as it is.
 
     Raises:
-        BadRow: the line is not UTF-8, not JSON, or not a JSON object.
+        BadRow: the line is too long, not UTF-8, not JSON, or not a JSON object; or it is `raw`.
     """
+    if isinstance(raw, BadRow):
+        raise raw
     if not isinstance(raw, bytes):
         return raw
+    if len(raw) > MAX_LINE_BYTES:
+        raise BadRow("the line is too long", f"more than {MAX_LINE_BYTES:,} bytes; {ONE_A_LINE}")
     try:
         row = json.loads(raw.decode("utf-8").rstrip("\r\n"), object_pairs_hook=_once_each)
     except UnicodeDecodeError as error:
@@ -107,7 +120,8 @@ def parse_preference(row: Row) -> Preference:
     prompt, chosen = _split(_dialogue(row, "chosen"), "chosen")
     rejected_prompt, rejected = _split(_dialogue(row, "rejected"), "rejected")
     if prompt != rejected_prompt:
-        raise BadRow("chosen and rejected differ before the last turn")
+        raise BadRow("chosen and rejected differ before the last turn",
+                     _difference(prompt, rejected_prompt))  # fmt: skip
     if chosen.strip() == rejected.strip():
         raise BadRow(IDENTICAL)
     return Preference(prompt, chosen, rejected, _margin(row))
@@ -137,6 +151,17 @@ def parse_prompt(row: Row) -> Prompt:
 def is_answered(row: Row) -> bool:
     """Whether the row is more than a prompt, so that its prompt may come in many rows."""
     return any(_has(row, field) for field in ("response", "chosen", "messages"))
+
+
+def _difference(chosen: Messages, rejected: Messages) -> str:
+    """Return which of the turns before the last is the first that is not the same."""
+    if chosen[: len(rejected)] == rejected or rejected[: len(chosen)] == chosen:
+        count = len(chosen)
+        turns = f"{count} turn{'s' * (count != 1)}"
+        return f"{turns} before the last of chosen, {len(rejected)} of rejected"
+    pairs = zip(chosen, rejected, strict=False)
+    number = next(i for i, (one, other) in enumerate(pairs, start=1) if one != other)
+    return f"turn {number} is not the same"
 
 
 def _margin(row: Row) -> float | None:
@@ -202,36 +227,51 @@ def _messages(value: Any, field: str) -> Messages:
                      f"found {type(value).__name__}")  # fmt: skip
     if not value:
         raise BadRow(f"field '{field}' is empty or blank")
-    return tuple(_message(turn, field) for turn in value)
+    return tuple(_message(turn, field, f"{field}[{i}]") for i, turn in enumerate(value))
 
 
-def _message(turn: Any, field: str) -> Message:
+def _message(turn: Any, field: str, place: str) -> Message:
     if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
-        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}')
-    role = turn["role"]
+        names = ", ".join(map(repr, turn)) or "nothing" if isinstance(turn, dict) else ""
+        found = f"has {names[:200]}" if names else f"is {type(turn).__name__}"
+        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
+    role, content = turn["role"], turn["content"]
     if role not in get_args(Role):
         raise BadRow(f"unknown role in '{field}'",
-                     f"found {role!r}; known are system, user, assistant")  # fmt: skip
-    return Message(role, _text(turn["content"], field))
+                     f"found {role!r} in {place}.role; known are system, user, assistant"
+                     )  # fmt: skip
+    if not isinstance(content, str):
+        found = f"{place}.content is {type(content).__name__}"
+        if isinstance(content, list):
+            found = f"{place}.content is a list of parts; allowed: one text"
+        elif turn.get("tool_calls"):
+            found += f", and {place}.tool_calls stands for it; calls of tools are not trained on"
+        raise BadRow(f"field '{field}' is not text", found)
+    return Message(role, _text(content, field, f"{place}.content"))
 
 
 def _hh_messages(text: str, field: str) -> Messages:
     if not text.startswith(_HH_START):
         raise BadRow(f"field '{field}' is text but not a dialogue")
     _, *pieces = _HH_TURN.split(text)
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
     return tuple(
-        Message(_HH_ROLES[speaker], _text(content, field).strip())
-        for speaker, content in zip(pieces[::2], pieces[1::2], strict=True)
+        Message(_HH_ROLES[speaker], _text(content, field, f"turn {number}").strip())
+        for number, (speaker, content) in enumerate(turns, start=1)
     )
 
 
-def _text(value: Any, field: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow(f"field '{field}' is not text", f"found {type(value).__name__}")
-    if not value.strip():
-        raise BadRow(f"field '{field}' is empty or blank")
-    if "\x00" in value:
-        raise BadRow(f"field '{field}' holds a null byte")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise BadRow(f"field '{field}' holds half a surrogate pair, which UTF-8 cannot express")
-    return value
+def _text(text: str, field: str, place: str = "") -> str:
+    """Return the text. place: where in the field it stands, if that is more than one text."""
+    if not text.strip():
+        raise BadRow(f"field '{field}' is empty or blank", place)
+    if len(text) > MAX_CHARACTERS:
+        raise BadRow(f"field '{field}' is too long", ", ".join(filter(None, [
+            place, f"{len(text):,} characters; allowed: {MAX_CHARACTERS:,}"])))  # fmt: skip
+    if "\x00" in text:
+        raise BadRow(f"field '{field}' holds a null byte", place)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise BadRow(
+            f"field '{field}' holds half a surrogate pair, which UTF-8 cannot express", place
+        )
+    return text

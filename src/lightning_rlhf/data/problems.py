@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_rlhf.core.percent import percent
 from lightning_rlhf.data.parsing import IDENTICAL
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Messages, Preference, prompt_text
@@ -67,13 +68,15 @@ class LengthShare:
             return f"length: all {self.same:,} pairs have two responses of one length"
         low, high = self.interval
         words = (
-            f"length: chosen is longer in {self.share:.1%} of the {self.longer + self.shorter:,} "
-            f"pairs of different lengths (95% interval {low:.1%} to {high:.1%})"
+            f"length: chosen is longer in {percent(self.share)} of the "
+            f"{self.longer + self.shorter:,} pairs of different lengths (95% interval "
+            f"{percent(low)} to {percent(high)})"
         )
         if not self.one_sided:
             return words
         side = "longer" if self.share > 0.5 else "shorter"
-        return f"{words}; taking the {side} response is right that often, whatever it says"
+        right = percent(max(self.share, 1 - self.share))
+        return f"{words}; taking the {side} response is right in {right}, whatever it says"
 
 
 @dataclass(frozen=True, kw_only=True)

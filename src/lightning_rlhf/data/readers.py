@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Generic, Literal, Self, TypeVar
 
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.parsing import (
+    DEMONSTRATION_FIELDS,
+    MAX_LINE_BYTES,
+    PREFERENCE_FIELDS,
     BadRow,
     Row,
     decode_row,
@@ -18,10 +23,12 @@ from lightning_rlhf.data.parsing import (
     parse_prompt,
 )
 from lightning_rlhf.data.rows import Demonstration, Messages, Preference, Prompt
-from lightning_rlhf.data.sources import Unit, open_source
+from lightning_rlhf.data.sources import NumberedRows, Unit, open_source
 
 OnBadRow = Literal["stop", "skip"]
 T = TypeVar("T")
+LOOK_AHEAD = 1_000
+"""Rows after the first, a bad one, among which another is looked for that can be used."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,12 @@ def read_demonstrations(source: str, on_bad_row: OnBadRow) -> Rows[Demonstration
             row is bad; names file, line and reason.
         HubError: the hub data set cannot be loaded.
     """
-    return _read(source, on_bad_row, parse_demonstration)
+    return _read(source, on_bad_row, parse_demonstration, DEMONSTRATION_FIELDS)
 
 
 def read_preferences(source: str, on_bad_row: OnBadRow) -> Rows[Preference]:
     """Preference pairs. Raises as `read_demonstrations`."""
-    return _read(source, on_bad_row, parse_preference)
+    return _read(source, on_bad_row, parse_preference, PREFERENCE_FIELDS)
 
 
 def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
@@ -70,7 +77,7 @@ def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
     A prompt that comes with answers is kept once, where it is first seen; rows that hold a
     prompt alone are all kept, since their other columns may differ.
     """
-    read = _read(source, on_bad_row, lambda row: (parse_prompt(row), is_answered(row)))
+    read = _read(source, on_bad_row, lambda row: (parse_prompt(row), is_answered(row)), None)
     kept: list[int] = []
     seen: set[Messages] = set()
     for i, (prompt, answered) in enumerate(read.rows):
@@ -87,8 +94,13 @@ def say_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
-def _read(source: str, on_bad_row: OnBadRow, parse: Callable[[Row], T]) -> Rows[T]:
-    opened = open_source(source)
+def _read(
+    source: str,
+    on_bad_row: OnBadRow,
+    parse: Callable[[Row], T],
+    columns: Collection[str] | None,
+) -> Rows[T]:
+    opened = open_source(source, columns)
     rows: list[T] = []
     numbers: list[int] = []
     left_out: Counter[str] = Counter()
@@ -98,12 +110,26 @@ def _read(source: str, on_bad_row: OnBadRow, parse: Callable[[Row], T]) -> Rows[
             numbers.append(number)
         except BadRow as bad:
             if on_bad_row == "stop":
-                raise DataError(
-                    f"{source}, {opened.unit} {number}: {bad}. "
-                    "With data.on_bad_row=skip such rows are left out and counted"
-                ) from bad
+                told = f"{source}, {opened.unit} {number}: {bad}"
+                if rows or _any_usable(raw, opened.rows, parse):
+                    told += ". With data.on_bad_row=skip such rows are left out and counted"
+                raise DataError(told) from bad
             left_out[bad.reason] += 1
     if not rows:
         reasons = f": {say_counts(left_out)}" if left_out else ", it is empty"
         raise DataError(f"{source} holds no row that can be used{reasons}")
     return Rows(source, tuple(rows), left_out, opened.unit, tuple(numbers))
+
+
+def _any_usable(bad: object, rows: NumberedRows, parse: Callable[[Row], T]) -> bool:
+    """Return whether one of the LOOK_AHEAD rows after a bad one can be used.
+
+    After a line that is too long none is looked for: its end may be far.
+    """
+    if isinstance(bad, bytes) and len(bad) > MAX_LINE_BYTES:
+        return False
+    for _, raw in islice(rows, LOOK_AHEAD):
+        with suppress(BadRow):
+            parse(decode_row(raw))
+            return True
+    return False

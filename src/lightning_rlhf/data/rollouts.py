@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from lightning_rlhf.core.storage import make_folder
 from lightning_rlhf.core.types import Collected, Experience, UpdateStats
 from lightning_rlhf.data.tables import (
     FACTS,
@@ -133,7 +134,7 @@ def write_recorded(path: Path, recorded: Recorded) -> None:
 
     Raises StorageError where the disk holds no more.
     """
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     write_table(path, as_table(recorded), facts_of(recorded))
 
 

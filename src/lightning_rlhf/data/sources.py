@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import itertools
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pyarrow import ArrowException, parquet
+from pyarrow import ArrowException, RecordBatch, parquet
 
 from lightning_rlhf.core.errors import DataError, HubError, first_line
+from lightning_rlhf.data.parsing import MAX_LINE_BYTES, UNREAD, BadRow
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 _OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".arrow", ".zip")
@@ -28,24 +30,30 @@ _OTHER_FORMS = (
 )
 """How a file starts -> what it is, where its name promises lines of JSON."""
 
-NumberedRows = Iterator[tuple[int, "bytes | dict[str, Any]"]]
+NumberedRows = Iterator[tuple[int, "bytes | dict[str, Any] | BadRow"]]
 Unit = Literal["line", "row"]
 """What the numbers count."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of a source with their numbers, from 1; a line of JSON is not decoded yet."""
+    """The rows of a source with their numbers, from 1.
+
+    A line of JSON is not decoded yet, and is cut after MAX_LINE_BYTES + 1 bytes. A row of which a
+    value cannot be read is the BadRow that says so.
+    """
 
     rows: NumberedRows
     unit: Unit
 
 
-def open_source(source: str) -> Source:
+def open_source(source: str, columns: Collection[str] | None) -> Source:
     """The rows of `path.jsonl`, `path.jsonl.gz`, `path.parquet`, `org/name` or `org/name:split`.
 
     A hub data set is read from its split "train" unless another is named. Blank lines of a
     JSONL file are passed over, though counted.
+
+    columns: those of a table that are read; the values of others are UNREAD. None reads all.
 
     Raises:
         DataError: the file is missing, cannot be read, or is of another kind.
@@ -57,7 +65,7 @@ def open_source(source: str) -> Source:
             what = "is no file" if path.exists() else "does not exist"
             raise DataError(f"data file {source} {what}")
         if source.endswith(".parquet"):
-            return Source(_parquet_rows(path), "row")
+            return Source(_parquet_rows(path, columns), "row")
         return Source(_json_lines(path), "line")
     name, _, split = source.partition(":")
     here = path.exists() or Path(name).exists()
@@ -66,17 +74,23 @@ def open_source(source: str) -> Source:
             f"data source {source!r} is neither a file ending in {', '.join(_ENDINGS)} "
             "nor a hub data set org/name or org/name:split"
         )
-    return Source(_hub_rows(name, split or "train"), "row")
+    return Source(_hub_rows(name, split or "train", columns), "row")
 
 
 def _json_lines(path: Path) -> NumberedRows:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            number, line = 0, b"\n"
+            while line:
+                is_rest = not line.endswith(b"\n")  # of a line that was cut
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if is_rest:
+                    continue
+                number += 1
                 if number == 1:
                     _refuse_other_forms(path, line)
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if text.strip():
+                if text.strip() or len(line) > MAX_LINE_BYTES:
                     yield number, text
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"data file {path} cannot be read: {error}") from error
@@ -89,20 +103,48 @@ def _refuse_other_forms(path: Path, start: bytes) -> None:
             raise DataError(f"data file {path} is {form}")
 
 
-def _parquet_rows(path: Path) -> NumberedRows:
+def _parquet_rows(path: Path, columns: Collection[str] | None) -> NumberedRows:
     try:
         with parquet.ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=1024)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except (OSError, ArrowException) as error:
+            names = file.schema_arrow.names
+            read = [name for name in names if columns is None or name in columns]
+            if twice := [name for name in read if names.count(name) > 1]:
+                raise DataError(f"data file {path} has two columns {twice[0]!r}")
+            unread = dict.fromkeys(names, UNREAD)
+            if not read:
+                yield from enumerate(itertools.repeat(unread, file.metadata.num_rows), start=1)
+                return
+            batches = file.iter_batches(batch_size=1024, columns=read)
+            rows = (row for batch in batches for row in _decoded(batch))
+            for number, row in enumerate(rows, start=1):
+                yield number, row if isinstance(row, BadRow) else unread | row
+    except (OSError, ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
+
+
+def _decoded(batch: RecordBatch) -> list[dict[str, Any] | BadRow]:
+    """The rows of a batch; where a value is none of Python's, its row is a BadRow."""
+    try:
+        return batch.to_pylist()
+    except (ArrowException, ValueError, OverflowError):
+        return [_decoded_row(batch, i) for i in range(batch.num_rows)]
+
+
+def _decoded_row(batch: RecordBatch, i: int) -> dict[str, Any] | BadRow:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[i].as_py()
+        except (ArrowException, ValueError, OverflowError) as error:
+            return BadRow(f"column {name!r} cannot be read", first_line(error))
+    return row
 
 
 # `datasets` is imported where it is used: it takes a second, and files do without it. What it
 # raises for an unreachable hub comes from half a dozen libraries.
 
 
-def _hub_rows(name: str, split: str) -> NumberedRows:
+def _hub_rows(name: str, split: str, columns: Collection[str] | None) -> NumberedRows:
     import datasets
 
     try:
@@ -112,4 +154,13 @@ def _hub_rows(name: str, split: str) -> NumberedRows:
             f"data set {name}, split {split}, cannot be loaded: {first_line(error)}. "
             f"A local file ending in {', '.join(_ENDINGS)} can be given instead"
         ) from error
-    yield from enumerate(table, start=1)
+    read = [column for column in table.column_names if columns is None or column in columns]
+    unread, number = dict.fromkeys(table.column_names, UNREAD), 0
+    rows = table.select_columns(read) if read else itertools.repeat({}, len(table))
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield number, unread | row
+    except (ArrowException, ValueError, OverflowError) as error:
+        raise DataError(
+            f"data set {name}, split {split}, row {number + 1} cannot be read: {first_line(error)}"
+        ) from error

@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from lightning_rlhf.core.errors import ConfigError, DataError
-from lightning_rlhf.data.config import DataConfig, Split
+from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.readers import (
     OnBadRow,
     Rows,
@@ -18,8 +18,15 @@ from lightning_rlhf.data.readers import (
     read_prompts,
 )
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
+from lightning_rlhf.data.sources import open_source
 
 T = TypeVar("T", Demonstration, Preference, Prompt)
+Kind = Literal["demonstrations", "preferences", "prompts"]
+NEEDS: dict[Kind, str] = {
+    "demonstrations": 'stage=sft needs demonstrations {"prompt", "response"}',
+    "preferences": 'stage=rm needs preference pairs {"prompt", "chosen", "rejected"}',
+    "prompts": 'stage=ppo needs prompts {"prompt"}',
+}
 
 
 @dataclass(frozen=True)
@@ -35,52 +42,60 @@ def load_demonstrations(config: DataConfig, seed: int) -> TrainVal[Demonstration
 
     Where no validation source is named, `val_fraction` of the different prompts (at least one),
     drawn by `seed`, are held out with all their rows, so that no prompt is on both sides.
+    Rows to validate on are all there; `sample` draws `max_val_rows` of those that fit.
 
     Raises:
         ConfigError: no source is set.
         DataError, HubError: a source cannot be read, or too little is in it to hold some out.
     """
-    needs = 'stage=sft needs demonstrations {"prompt", "response"}'
-    train = _source(config.demonstrations, "data.demonstrations", needs)
-    return _load(train, config.demonstrations.val, read_demonstrations, config, seed)
+    return _load("demonstrations", read_demonstrations, config, seed)
 
 
 def load_preferences(config: DataConfig, seed: int) -> TrainVal[Preference]:
     """The rows of `data.preferences`, for reward modelling; as `load_demonstrations`."""
-    needs = 'stage=rm needs preference pairs {"prompt", "chosen", "rejected"}'
-    train = _source(config.preferences, "data.preferences", needs)
-    return _load(train, config.preferences.val, read_preferences, config, seed)
+    return _load("preferences", read_preferences, config, seed)
 
 
 def load_prompts(config: DataConfig, seed: int) -> TrainVal[Prompt]:
     """The rows of `data.prompts`, for PPO; as `load_demonstrations`."""
-    needs = 'stage=ppo needs prompts {"prompt"}'
-    train = _source(config.prompts, "data.prompts", needs)
-    return _load(train, config.prompts.val, read_prompts, config, seed)
+    return _load("prompts", read_prompts, config, seed)
 
 
-def _source(split: Split, key: str, needs: str) -> str:
+def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
+    """Return the sources to train on and to validate on, by their names alone.
+
+    Raises ConfigError where there is none to train on, and DataError where a file is missing or
+    has a name of no kind that is read; both name the key.
+    """
+    split, key = getattr(config, kind), f"data.{kind}"
     if split.train is None:
-        raise ConfigError(f"{key}.train is not set; {needs}: {key}.train=path.jsonl")
-    return split.train
+        raise ConfigError(f"{key}.train is not set; {NEEDS[kind]}: {key}.train=path.jsonl")
+    for part, source in (("train", split.train), ("val", split.val)):
+        try:
+            if source is not None:
+                open_source(source, None)
+        except DataError as error:
+            raise DataError(f"{key}.{part}: {error}") from error
+    return split.train, split.val
 
 
 def _load(
-    train: str,
-    val: str | None,
-    read: Callable[[str, OnBadRow], Rows[T]],
-    config: DataConfig,
-    seed: int,
+    kind: Kind, read: Callable[[str, OnBadRow], Rows[T]], config: DataConfig, seed: int
 ) -> TrainVal[T]:
+    train, val = check_sources(config, kind)
     rows = read(train, config.on_bad_row)
     if val is None:
-        split = _hold_out(rows, config.val_fraction, seed)
-    else:
-        split = TrainVal(rows, read(val, config.on_bad_row))
-    if config.max_val_rows is None or len(split.val) <= config.max_val_rows:
-        return split
-    kept = sorted(random.Random(seed).sample(range(len(split.val)), config.max_val_rows))
-    return replace(split, val=split.val.only(kept))
+        return _hold_out(rows, config.val_fraction, seed)
+    return TrainVal(rows, read(val, config.on_bad_row))
+
+
+def sample(rows: Rows[T], limit: int | None, seed: int) -> Rows[T]:
+    """Return `limit` of the rows, drawn by `seed`, in their order; None returns all."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    kept = sorted(random.Random(seed).sample(range(len(rows)), limit))
+    left_out = rows.left_out + Counter({"over data.max_val_rows": len(rows) - limit})
+    return replace(rows.only(kept), left_out=left_out)
 
 
 def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:

@@ -48,7 +48,8 @@ def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
     except KeyError as error:
         cause, reason = error, f"it has no {error.args[0]}"
     except (
-        pa.ArrowException, OSError, zlib.error, TypeError, ValueError, OverflowError, RuntimeError,
+        pa.ArrowException, OSError, zlib.error, AttributeError, OverflowError, TypeError,
+        ValueError, RuntimeError,
     ) as error:  # fmt: skip
         cause, reason = error, first_line(error)
     raise DataError(f"{path} cannot be read as {what}: {reason}") from cause

@@ -12,27 +12,35 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import sys
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.loading import is_folder, naming, refuse_missing_folder
-from lightning_rlhf.models.weights import ADAPTER, PICKLES, json_object
+from lightning_rlhf.core.verdict import Verdict
+from lightning_rlhf.models.adapter import check_adapter
+from lightning_rlhf.models.weights import (
+    ADAPTER,
+    PICKLES,
+    is_folder,
+    json_object,
+    refuse_missing_folder,
+)
+
+# torch and transformers, which take seconds to import, are imported where they are used: what the
+# folders alone tell is said before.
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightning_rlhf.models.heads import RewardHeads
 
 MANIFEST = "manifest.json"
 FROM_CONFIG = "from_config"
 """Base of what was trained from random weights."""
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
 
 
@@ -55,6 +63,9 @@ class Manifest:
     metrics: dict[str, float]
     config: dict[str, Any]
     versions: dict[str, str]
+    verdicts: dict[str, Any] = field(default_factory=dict)
+    """Reward -> the verdict of its fitness report: of stage=rm on itself, as "rm"; of the
+    components that stage=ppo was paid by, by their names."""
 
     def __post_init__(self) -> None:
         """Raise TypeError where a value is of another type, as in a file of another program."""
@@ -62,6 +73,8 @@ class Manifest:
             kind = dict if typing.get_origin(kind) is dict else kind
             if not isinstance(getattr(self, key), kind):
                 raise TypeError(f"{key} is {getattr(self, key)!r}")
+        if not 0 <= self.base_seed < 2**32:
+            raise TypeError(f"base_seed is {self.base_seed!r}")
         for name, value in self.metrics.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"metrics.{name} is {value!r}")
@@ -70,6 +83,9 @@ class Manifest:
         for role, source in self.parents.items():
             if not isinstance(source, str):
                 raise TypeError(f"parents.{role} is {source!r}")
+        for name, verdict in self.verdicts.items():
+            if not Verdict.is_json(verdict):
+                raise TypeError(f"verdicts.{name} is {verdict!r}")
 
 
 @dataclass(frozen=True)
@@ -86,12 +102,7 @@ class Final:
     @property
     def base_folder(self) -> str | None:
         """The folder of the weights that the adapter stands on; None where that is no folder."""
-        file = self.path / ADAPTER
-        config = json_object(file)
-        for key in ("base_model_name_or_path", "peft_type"):
-            if key not in config or not isinstance(config[key], str | None):
-                raise CheckpointError(f"{file} does not describe an adapter: it lacks {key}")
-        base: str | None = config["base_model_name_or_path"]
+        base: str | None = json_object(self.path / ADAPTER)["base_model_name_or_path"]
         return base if base and os.path.isdir(base) else None
 
     def require_manifest(self, stage: str) -> Manifest:
@@ -107,13 +118,22 @@ class Final:
             )
         return self.manifest
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """What stage=rm found when it asked whether this reward model is fit to be maximised.
+
+        None where no report was written, or by another program.
+        """
+        found = {} if self.manifest is None else self.manifest.verdicts
+        return Verdict(**found["rm"]) if "rm" in found else None
+
     def reward_moments(self) -> tuple[float, float]:
         """Mean and standard deviation of the reward on SFT samples, as stage=rm measured them."""
         manifest = self.require_manifest("rm")
         mean, std = manifest.reward_mean, manifest.reward_std
         for key, value, allowed in (
-            ("reward_mean", mean, mean is not None and math.isfinite(mean)),
-            ("reward_std", std, std is not None and math.isfinite(std) and std > 0),
+            ("reward_mean", mean, mean is not None and abs(mean) <= FLOAT32_MAX),
+            ("reward_std", std, std is not None and 0 < std <= FLOAT32_MAX),
         ):
             if not allowed:
                 raise CheckpointError(
@@ -131,8 +151,14 @@ def find(source: str, key: str) -> Final:
         path = Path(os.path.expanduser(source))
     else:
         refuse_missing_folder(source, key)
+        from huggingface_hub import snapshot_download
+
+        from lightning_rlhf.models.loading import naming
+
         with naming(source, key):
             path = Path(snapshot_download(source, ignore_patterns=[f"*{p}" for p in PICKLES]))
+    if (path / ADAPTER).is_file():
+        check_adapter(path)
     file = path / MANIFEST
     if file.is_file():
         return Final(path, read_manifest(file))
@@ -154,6 +180,11 @@ def read_manifest(file: Path) -> Manifest:
 
 def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
     """The heads in `final`, which must fit `hidden_size`; mostly one. Never random ones."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from lightning_rlhf.models.heads import RewardHeads
+
     file = final.path / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")

@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.core.bounded import write_dialogue
+from lightning_rlhf.core.errors import ConfigError, RewardError
 
 
 class Classifier:
@@ -30,13 +31,16 @@ class Classifier:
         if self.pair:
             return dict(self.tokenizer(row["prompt"], response))
         # The template writes the special tokens; the tokenizer must not add them again.
-        return {"input_ids": list(self._written(row, response, tokenize=True, return_dict=False))}
+        text = self._written(row, response)
+        return {"input_ids": self.tokenizer(text, add_special_tokens=False).input_ids}
 
-    def _written(self, row: Mapping[str, Any], response: str, **form: bool) -> Any:
+    def _written(self, row: Mapping[str, Any], response: str) -> str:
         """The dialogue as the chat template writes it."""
         messages = [*row["messages"], {"role": "assistant", "content": response}]
         try:
-            return self.tokenizer.apply_chat_template(messages, **form)
+            return write_dialogue(self.tokenizer, messages)
+        except ConfigError:
+            raise
         except Exception as error:  # a template is a program: it may fail in any way
             turns = ", ".join(turn["role"] for turn in messages)
             raise RewardError(
@@ -93,7 +97,7 @@ class Classifier:
         """What a chat template seldom does, in words; some are made that way."""
         if self.pair:
             return []
-        text: str = self._written(row, response, tokenize=False)
+        text = self._written(row, response)
         said, answer = row["messages"][-1]["content"].strip(), response.strip()
         at, end = text.find(said), text.rfind(answer)
         if at < 0:

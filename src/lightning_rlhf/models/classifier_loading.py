@@ -25,7 +25,7 @@ from lightning_rlhf.models.loading import (
     naming,
     read_weights,
 )
-from lightning_rlhf.models.weights import check_weights
+from lightning_rlhf.models.weights import check_references, check_weights
 
 
 def load_classifier(config: ClassifierConfig, key: str, device: torch.device) -> Classifier:
@@ -65,6 +65,7 @@ def check_classifier(
 
     Raises as `load_classifier`, one error for all options that do not fit.
     """
+    check_references(folder / "config.json")
     with naming(str(folder), f"{key}.name_or_path"):
         own = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     faults: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -16,6 +17,10 @@ from lightning_rlhf.core.config import (
 )
 from lightning_rlhf.core.errors import ConfigError
 
+BASE, SFT, REFERENCE = "base", "sft", "reference"
+POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
+"""Roles that one base model plays, and the heads on it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRASettings:
@@ -24,7 +29,8 @@ class LoRASettings:
     r: int
     alpha: float
     target_modules: str | tuple[str, ...]
-    """Names of the linear layers that get an adapter, or "all-linear"."""
+    """Names of the linear layers that get an adapter, a regular expression for them, or
+    "all-linear"."""
 
     def __post_init__(self) -> None:
         require_number("model.lora.r", self.r, at_least=1, whole=True)
@@ -34,6 +40,14 @@ class LoRASettings:
         is_names = isinstance(names, list | tuple) and all(isinstance(n, str) and n for n in names)
         require(is_names and len(names) > 0, "model.lora.target_modules", targets,
                 "a list of module names, or all-linear")  # fmt: skip
+        if isinstance(targets, str):
+            try:
+                re.compile(targets)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ConfigError(
+                    f"model.lora.target_modules is {targets[:100]!r}, which is no regular "
+                    f"expression: {error}; allowed: a list of module names, or all-linear"
+                ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

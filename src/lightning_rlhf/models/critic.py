@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import CriticKind
+from lightning_rlhf.models.adapter import check_for_model
 from lightning_rlhf.models.checkpoint import Final, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import ScalarHead
@@ -82,6 +83,7 @@ def whole_weights(
     model = load_causal_lm(config, weights, trainable=True, seed=seed)
     for adapter in adapters:
         check_weights(Path(adapter))
+        check_for_model(Path(adapter), model)
         with naming(adapter, "ppo.critic"):
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return model.requires_grad_(True)

@@ -6,9 +6,10 @@ import warnings
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.models.checkpoint import Final, find, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.fingerprint import check_fingerprint, has_fingerprint
@@ -24,6 +25,10 @@ from lightning_rlhf.models.roles import (
     rounding,
     same_logits,
 )
+
+SAMPLING_BYTES = 25
+"""Of one position of a response that is sampled: its token 8, its mask 1, its log-probability 4,
+its value 4 and its random number 4, on the CPU and on the device."""
 
 
 def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed: int) -> Roles:
@@ -156,6 +161,37 @@ def check_positions(
         "nonsense",
         stacklevel=2,
     )
+
+
+def check_room(
+    roles: Roles, rows: int, prompt: int, response: int, key: str, device: torch.device
+) -> None:
+    """Raise ConfigError where `device` cannot hold `rows` responses while they are sampled.
+
+    Counted is what is reserved before the first token, and the keys and values of one row.
+
+    prompt, response: tokens of the longest; `key` holds the latter.
+    """
+    config, there = roles.causal_lm.config.get_text_config(), total_memory(device)
+    a_token = rows * SAMPLING_BYTES + _cache_bytes(config, roles.causal_lm.dtype)
+    need = (prompt + response) * a_token
+    if need > there:
+        raise ConfigError(
+            f"{key} is {response}; allowed: at most {there // a_token - prompt}, since {rows} "
+            f"responses at once would take {need / 2**30:.3g} GiB and more, and the device has "
+            f"{there / 2**30:.3g} GiB"
+        )
+
+
+def _cache_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of a token in the layers of full attention; 0 without any."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    return int(2 * kinds.count("full_attention") * shared * size * dtype.itemsize)
 
 
 def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,11 +26,18 @@ from transformers import (
 from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import Quantization, require
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
+from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.core.products import fp32_by_onednn
 from lightning_rlhf.models.compiled import check_compiler
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.packed import compile_layers, recompute
-from lightning_rlhf.models.weights import check_weights
+from lightning_rlhf.models.weights import (
+    DEEPEST,
+    beyond_depth,
+    check_weights,
+    is_folder,
+    refuse_missing_folder,
+)
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -77,12 +85,10 @@ def load_causal_lm(
         if not _stay_as_they_are(dtype):
             check_compiler()
     if weights is None and config.from_config is not None:
-        torch.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(**config.from_config),
-                attn_implementation=config.attn_implementation,
-            ).to(dtype)
+            model = _random_model(config, seed).to(dtype)
+        except ConfigError:
+            raise
         except Exception as error:  # sizes that do not fit fail anywhere in the library
             message = " ".join(str(error).split())[:300] or repr(error)
             raise ConfigError(f"model.from_config: {message}") from error
@@ -99,6 +105,39 @@ def load_causal_lm(
         compile_layers(model)
         warnings.warn(f"model.compile=true: {_what_is_compiled(dtype)}", stacklevel=2)
     return model.eval().requires_grad_(trainable)
+
+
+def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
+    """The model of `from_config`, whose sizes are checked before memory is taken for it."""
+    assert config.from_config is not None
+    for key, layers in beyond_depth(config.from_config):
+        require(False, f"model.from_config.{key}", layers, f"1 to {DEEPEST}")
+    described = AutoConfig.for_model(**config.from_config)
+
+    def build() -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            described,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+        return model
+
+    with torch.device("meta"):
+        shapes = {name: tuple(x.shape) for name, x in build().named_parameters()}
+    empty = next((name for name, shape in shapes.items() if 0 in shape), None)
+    if empty is not None:
+        raise ConfigError(
+            f"model.from_config gives {empty} the shape {shapes[empty]}; allowed: sizes of 1 and "
+            "more"
+        )
+    count, there = sum(map(math.prod, shapes.values())), total_memory(torch.device("cpu"))
+    if 4 * count > there:  # transformers makes random weights in float32
+        raise ConfigError(
+            f"model.from_config describes {count:.3g} parameters, {4 * count / 2**30:.3g} GiB in "
+            f"float32, and this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
+        )
+    torch.manual_seed(seed)
+    return build()
 
 
 def _stay_as_they_are(dtype: torch.dtype) -> bool:
@@ -210,22 +249,6 @@ def naming(source: str, key: str) -> Iterator[None]:
             f"({_in_short(error)}). Download it on a machine with access "
             f"(hf download {source} --local-dir FOLDER) and set {key}=FOLDER"
         ) from error
-
-
-def is_folder(source: str) -> bool:
-    """Whether it is a folder of this machine, and no hub id."""
-    return os.path.isdir(os.path.expanduser(source))
-
-
-def refuse_missing_folder(source: str, key: str) -> None:
-    """Raise CheckpointError where `source` is written as a folder's path, and there is none."""
-    if not is_folder(source) and (
-        source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
-    ):
-        raise CheckpointError(
-            f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
-            "tokenizer, or a hub id"
-        )
 
 
 def _in_short(error: Exception) -> str:

@@ -33,16 +33,23 @@ from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, last_real
 from lightning_rlhf.core.products import compiled_by_shape
 from lightning_rlhf.models import folding
+from lightning_rlhf.models.adapter import check_for_model, check_settings
 from lightning_rlhf.models.attention import attend_widely
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.config import (
+    BASE,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    SFT,
+    LoRASettings,
+)
+from lightning_rlhf.models.config import CRITIC as CRITIC
+from lightning_rlhf.models.config import VALUE as VALUE
 from lightning_rlhf.models.loading import naming
 from lightning_rlhf.models.lora import QuickLinear, quicken
 from lightning_rlhf.models.packed import pack, rotates_by_length
 from lightning_rlhf.models.packing import Packing, columns_to_add
 from lightning_rlhf.models.weights import check_weights
-
-BASE, SFT, REFERENCE = "base", "sft", "reference"
-POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
 
 
 class Roles(nn.Module):
@@ -93,6 +100,7 @@ class Roles(nn.Module):
 
         Where it starts depends on (seed, role) alone.
         """
+        check_settings(settings, self.causal_lm)
         targets = settings.target_modules
         config = LoraConfig(
             r=settings.r,
@@ -118,6 +126,7 @@ class Roles(nn.Module):
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
         """An adapter from a `final/` folder, on top of the reference."""
         check_weights(folder)
+        check_for_model(folder, self.causal_lm)
         with naming(str(folder), role), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*missing adapter keys.*")
             if isinstance(self.model, PeftModel):

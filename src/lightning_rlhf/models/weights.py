@@ -6,6 +6,8 @@ A pickle can run code of whoever wrote it when it is read.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,26 @@ from lightning_rlhf.core.errors import CheckpointError
 ADAPTER = "adapter_config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OF_ADAPTER = "adapter_model.safetensors"
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+DEEPEST = 1000
+"""Layers of a model; each takes milliseconds to build, whatever its size."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+def is_folder(source: str) -> bool:
+    """Whether it is a folder of this machine, and no hub id."""
+    return os.path.isdir(os.path.expanduser(source))
+
+
+def refuse_missing_folder(source: str, key: str) -> None:
+    """Raise CheckpointError where `source` is written as a folder's path, and there is none."""
+    if not is_folder(source) and (
+        source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
+    ):
+        raise CheckpointError(
+            f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
+            "tokenizer, or a hub id"
+        )
 
 
 def check_weights(folder: Path) -> None:
@@ -49,17 +70,37 @@ def check_references(config: Path) -> None:
     """Raise CheckpointError where a model's configuration has weights or code come from elsewhere.
 
     Attention named org/repository is code of the hub's, which transformers would fetch and run.
+    Nor may it have no layers, or so many that building them does not end.
     """
     found = json_object(config)
     name = found.get("transformers_weights")
     if name is not None and not _is_safe(name):
         raise CheckpointError(f"{config}: transformers_weights is {name!r}; allowed: *.safetensors")
-    for key in ("attn_implementation", "_attn_implementation"):
-        if key in found and "/" in str(found[key]):
-            raise CheckpointError(
-                f"{config}: {key} is {found[key]!r}, code on the hub; allowed: eager, sdpa, "
-                "flash_attention_2, or none and model.attn_implementation"
-            )
+    for key, value in attention_of_the_hub(found):
+        raise CheckpointError(
+            f"{config}: {key} is {value!r}, code on the hub; allowed: eager, sdpa, "
+            "flash_attention_2, or none and model.attn_implementation"
+        )
+    for key, layers in beyond_depth(found):
+        raise CheckpointError(f"{config}: {key} is {layers}; allowed: 1 to {DEEPEST}")
+
+
+def beyond_depth(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Numbers of layers in a configuration, nested ones too, below 1 or above DEEPEST."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from beyond_depth(value, f"{prefix}{key}.")
+        elif key in LAYERS and isinstance(value, int) and not 1 <= value <= DEEPEST:
+            yield f"{prefix}{key}", value
+
+
+def attention_of_the_hub(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys of a configuration, nested ones too, that name attention as org/repository, its code."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from attention_of_the_hub(value, f"{prefix}{key}.")
+        elif key in ("attn_implementation", "_attn_implementation") and "/" in str(value):
+            yield f"{prefix}{key}", value
 
 
 def json_object(file: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import NotFiniteError
+from lightning_rlhf.core.finite import advice
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.modules.optim import backward, step
@@ -111,19 +112,3 @@ class Learner:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on as a run that was never stopped."""
         self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
-
-
-def advice(stage: str, made: int) -> str:
-    """What to do about updates that are not finite, behind so many that were made."""
-    if made == 0:
-        reward = ", or a reward of enormous size" * (stage == "ppo")
-        return (
-            "No update was made before them, so that no learning rate did this: it is the model "
-            f"that the run starts from, or its data{reward}"
-        )
-    reward = ", and so does a reward of enormous size" * (stage == "ppo")
-    beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
-    return (
-        f"A learning rate that is too large does this{reward}. Start anew (overwrite=true or "
-        f"{beside}) with a smaller {stage}.lr: a resumed run keeps its numbers"
-    )

@@ -156,7 +156,7 @@ class PPOModule(L.LightningModule):
         try:
             rollout = self.generate(prompts, generator, self.config.samples_per_prompt)
         except DivergedError as error:
-            raise TrainingError(self.diverged()) from error
+            raise TrainingError(self.diverged(f"iteration {self.iteration + 1}")) from error
         rollout = self.valued(rollout)
         rolled_out = time.perf_counter()
         try:
@@ -184,8 +184,15 @@ class PPOModule(L.LightningModule):
         return {"logprobs": logprobs, "values": values}
 
     def validation_step(self, prompts: Prompts, batch_idx: int) -> dict[str, Any]:
-        """Sample and score held-out prompts; the same draws at every evaluation."""
-        rollout = self.generate(prompts, self.generator(EVALUATION, batch_idx))
+        """Sample and score held-out prompts; the same draws at every evaluation.
+
+        Raises TrainingError where nothing can be sampled, after which iteration.
+        """
+        try:
+            rollout = self.generate(prompts, self.generator(EVALUATION, batch_idx))
+        except DivergedError as error:
+            where = f"the evaluation after iteration {self.iteration}"
+            raise TrainingError(self.diverged(where)) from error
         replies = self.said(rollout, "val")
         return {"replies": replies, "scores": self.score(replies)}
 
@@ -216,9 +223,12 @@ class PPOModule(L.LightningModule):
                 "ppo.max_response_tokens needs less"
             ) from error
 
-    def diverged(self) -> str:
-        """Why there are no responses to learn from, and how to go on."""
-        said = f"iteration {self.iteration + 1}: {DIVERGED}. "
+    def diverged(self, where: str) -> str:
+        """Return why there are no responses of the policy as it is now, and how to go on.
+
+        where: what they were to be sampled for.
+        """
+        said = f"{where}: {DIVERGED}. "
         if self.iteration == 0:
             return said + "No update was made yet: so is the model that the run starts from"
         count = self.learner.nonfinite

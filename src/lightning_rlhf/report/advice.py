@@ -15,6 +15,7 @@ from lightning_rlhf.report.checks import (
     Check,
     Finding,
 )
+from lightning_rlhf.report.findings import is_unfit
 
 LOOK_FOR: Sequence[tuple[set[Check], str]] = (
     ({BEATS_LENGTH, LENGTH_GAP, LENGTH_CORRELATION},
@@ -34,7 +35,7 @@ def for_ppo(findings: Sequence[Finding], in_pairs: Sequence[Finding]) -> str:
     if untold:
         words = "It may run, but nothing says that what it is paid is what people chose: hold out "
         words += "more pairs, of more prompts, and measure again."
-    elif ACCURACY in flags:
+    elif is_unfit(findings):
         words = "Do not run it on this reward: it would maximise what is not surely better than "
         words += "guessing."
     elif flags:

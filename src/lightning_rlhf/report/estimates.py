@@ -11,6 +11,10 @@ from numpy import ndarray
 
 RESAMPLES = 2000
 """Of a bootstrap: the ends of a 95% interval are then means of about 50 resamples each side."""
+FAR_SPANS = 3
+"""Beyond so many spans of the middle values these would fill less than a quarter of an axis."""
+FEWEST = 8
+"""Values without which none is called far outside."""
 
 Interval = tuple[float, float]
 
@@ -49,7 +53,8 @@ class Distribution:
     median: float
     highest: float
     histogram: tuple[int, ...]
-    """Responses between each two of the edges that all kinds share; the last edge included."""
+    """Responses between each two of the edges that all kinds share; the last edge included.
+    What lies far outside is in no bin."""
 
 
 def resampled_means(
@@ -148,9 +153,30 @@ def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distr
     )
 
 
+def inner_range(values: Float[ndarray, " N"]) -> Interval | None:
+    """Return the lowest and highest value that is not far outside; None where none is.
+
+    Far outside is what is more than FAR_SPANS spans from the middle values, whose span is that
+    of all but the lowest and the highest twentieth. Of fewer than FEWEST finite values, and where
+    the middle values are all equal, none is far outside.
+    """
+    finite = np.sort(values[np.isfinite(values)])
+    trimmed = max(1, len(finite) // 20)
+    if len(finite) < FEWEST:
+        return None
+    low, high = finite[trimmed], finite[-1 - trimmed]
+    reach = FAR_SPANS * (high - low)
+    inside = finite[(finite >= low - reach) & (finite <= high + reach)]
+    if reach == 0 or len(inside) == len(finite):
+        return None
+    return float(inside[0]), float(inside[-1])
+
+
 def shared_edges(values: Float[ndarray, " N"]) -> Float[ndarray, " E"]:
-    """Edges of sqrt(N) equal bins, 10 at least and 40 at most, from the lowest to the highest."""
-    return np.histogram_bin_edges(values, bins=int(np.clip(np.sqrt(len(values)), 10, 40)))
+    """Edges of sqrt(N) equal bins, 10 at least and 40 at most, from the lowest to the highest
+    value that is not far outside."""
+    bins = int(np.clip(np.sqrt(len(values)), 10, 40))
+    return np.histogram_bin_edges(values, bins, range=inner_range(values))
 
 
 def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:

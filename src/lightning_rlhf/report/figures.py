@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -14,6 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.report.curves import Axis, Panel, panels
+from lightning_rlhf.report.outliers import mark_outside, view
 
 TITLES: Mapping[Stage, str] = {
     "sft": "Supervised fine-tuning",
@@ -28,6 +31,8 @@ X_LABELS: Mapping[Stage, str] = {
 COLUMNS: Mapping[Stage, int] = {"sft": 3, "rm": 2, "ppo": 3}
 
 WIDTH_IN, ROW_IN, DPI = 12.8, 3.4, 150
+LETTERS_AN_INCH = 10
+"""Of a heading, bold and wide ones."""
 GREY = "#777777"
 STYLE = {
     "axes.spines.top": False,
@@ -46,8 +51,8 @@ LEGEND = {
 Curve = tuple[list[int], list[float]]
 
 
-def draw_curves(run_dir: Path, stage: Stage) -> Path:
-    """Draw `<run_dir>/curves.png` from `<run_dir>/metrics.csv`."""
+def draw_curves(run_dir: Path, stage: Stage, name: str) -> Path:
+    """Draw `<run_dir>/curves.png` from `<run_dir>/metrics.csv`, headed with the run's `name`."""
     import matplotlib as mpl
 
     curves = read_curves(run_dir / "metrics.csv")
@@ -57,7 +62,7 @@ def draw_curves(run_dir: Path, stage: Stage) -> Path:
     with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(wspace=0.05, hspace=0.06)
         figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.4), layout=layout)
-        figure.suptitle(f"{TITLES[stage]}: {_short(run_dir)}", x=0.01, ha="left", weight="bold")
+        head(figure, f"{TITLES[stage]}: {name}")
         grid = figure.add_gridspec(rows, columns)
         for k, panel in enumerate(shown, start=1):
             row, column = divmod(k - 1, columns)
@@ -69,6 +74,14 @@ def draw_curves(run_dir: Path, stage: Stage) -> Path:
         path = run_dir / "curves.png"
         figure.savefig(path, dpi=DPI)
     return path
+
+
+def head(figure: Figure, title: str) -> None:
+    """Write `title` above a figure as it is, in lines that its width holds."""
+    lines = textwrap.wrap(title, int(LETTERS_AN_INCH * figure.get_figwidth())) or [title]
+    figure.suptitle(
+        "\n".join(lines), x=0.01, ha="left", weight="bold", fontsize=11, parse_math=False
+    )
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
@@ -96,6 +109,8 @@ def _draw_panel(axes: Axes, panel: Panel, curves: Mapping[str, Curve]) -> None:
     if panel.reference is not None:
         level, name = panel.reference
         handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, level), max(high, level))
     if not any(metric in curves for metric in panel.metrics):
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
     axes.legend(handles=handles, ncols=len(handles), handlelength=1.6, **LEGEND)
@@ -121,10 +136,21 @@ def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Lin
                 linewidth=1.8 if line.sparse else 1.3, zorder=3 if line.sparse else 2,
             )  # fmt: skip
             handles += drawn if line.label else []
+    if axis.limits is None:
+        _keep_in_view(axes)
     return handles
 
 
-def _short(run_dir: Path) -> str:
-    """The last folders of the path, enough to tell runs apart."""
-    parts: Sequence[str] = run_dir.resolve().parts[-3:]
-    return "/".join(parts)
+def _keep_in_view(axes: Axes) -> None:
+    """Fit the y-axis to all values but those far outside, which are marked at its edge."""
+    lines = list(axes.lines)
+    limits = view(
+        [y for line in lines for y in np.asarray(line.get_ydata())],
+        is_log=axes.get_yscale() == "log",
+    )
+    if limits is None:
+        return
+    axes.set_ylim(*limits)
+    for line in lines:
+        points = np.asarray(line.get_xydata(), dtype=float)
+        mark_outside(axes, points, None, limits, str(line.get_color()))

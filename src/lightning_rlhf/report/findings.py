@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_rlhf.core.percent import percent
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.problems import LengthShare, Problem, Problems
 from lightning_rlhf.report.checks import (
     ACCURACY,
@@ -62,12 +64,24 @@ def about_pairs(findings: Sequence[Finding]) -> str:
     return f"About the pairs: {words} {_counts(findings)}."
 
 
+def is_unfit(findings: Sequence[Finding]) -> bool:
+    """Whether PPO should not be run: held-out pairs do not show that it beats guessing."""
+    return any(finding.check is ACCURACY and finding.outcome == "flag" for finding in findings)
+
+
+def judgement(findings: Sequence[Finding]) -> Verdict:
+    """All findings of a reward as a verdict."""
+    flags = [finding for finding in findings if finding.outcome == "flag"]
+    reasons = tuple(f"{finding.subject}: {finding.words}" for finding in flags)
+    return Verdict(is_unfit(findings), verdict(findings), reasons)
+
+
 def verdict(findings: Sequence[Finding]) -> str:
     """All findings of a reward in two sentences."""
     flags = [finding for finding in findings if finding.outcome == "flag"]
     if any(f.check is ACCURACY and f.outcome == "not tested" for f in findings):
         words = "Cannot be told: too few held-out pairs or prompts to say if it beats guessing."
-    elif any(finding.check is ACCURACY for finding in flags):
+    elif is_unfit(findings):
         words = "Not fit: on held-out pairs it is not surely better than guessing."
     elif flags:
         words = "Fit with reservations: PPO will look for the weak spots below."
@@ -89,7 +103,10 @@ def _accuracy(fitness: Fitness) -> Finding:
         words = f"{counted(group.pairs, 'pair')} of {counted(fitness.prompts, 'prompt')}; "
         return untested(ACCURACY, group.accuracy, words + f"{MIN_COUNT} pairs are needed")
     low, high = group.interval
-    words = f"ranks {group.accuracy:.1%} of held-out pairs right, interval {low:.1%} to {high:.1%}"
+    words = (
+        f"ranks {percent(group.accuracy)} of held-out pairs right, interval {percent(low)} to "
+        f"{percent(high)}"
+    )
     return judged(ACCURACY, low <= ACCURACY.threshold, group.accuracy, words)
 
 
@@ -101,8 +118,8 @@ def _beats_length(fitness: Fitness) -> Finding:
         words = f"{counted(group.pairs, 'pair')} of {counted(fitness.prompts, 'prompt')}; "
         return untested(BEATS_LENGTH, lead, words + f"{MIN_COUNT} pairs are needed")
     words = (
-        f"ranks {group.accuracy:.1%} of held-out pairs right; always taking the {side} response is "
-        f"right in {rule:.1%}"
+        f"ranks {percent(group.accuracy)} of held-out pairs right; always taking the {side} "
+        f"response is right in {percent(rule)}"
     )
     told = "; its accuracy cannot be told from length"
     return judged(BEATS_LENGTH, group.interval[0] <= rule, lead, words, told)
@@ -116,12 +133,14 @@ def _length_gap(fitness: Fitness) -> Finding:
         words = f"chosen is longer in {counts[0]} pairs and shorter in {counts[1]}; "
         return untested(LENGTH_GAP, length.gap, words + f"{MIN_COUNT} of each are needed")
     low, high = length.gap_interval
+    assert length.model_prefers_longer is not None  # as there is a gap
+    assert length.people_prefer_longer is not None
     taste = "longer" if length.gap > 0 else "shorter"
     words = (
-        f"accuracy where chosen is longer less where it is shorter is {length.gap:+.2f}, interval "
-        f"{low:+.2f} to {high:+.2f}; the longer response scores higher in "
-        f"{length.model_prefers_longer:.0%} of pairs, and was chosen in "
-        f"{length.people_prefer_longer:.0%}"
+        f"accuracy where chosen is longer less where it is shorter is {length.gap:+z.2f}, interval "
+        f"{low:+z.2f} to {high:+z.2f}; the longer response scores higher in "
+        f"{percent(length.model_prefers_longer, 0)} of pairs, and was chosen in "
+        f"{percent(length.people_prefer_longer, 0)}"
     )
     flagged = abs(length.gap) >= LENGTH_GAP.threshold and not low <= 0 <= high
     return judged(LENGTH_GAP, flagged, length.gap, words, f"; it prefers the {taste} response")
@@ -135,7 +154,7 @@ def _length_correlation(fitness: Fitness) -> Finding:
     if found.pearson is None:
         words = "undefined: the differences of score or of length are all equal"
         return untested(LENGTH_CORRELATION, None, words)
-    words = f"difference of score and difference of length correlate by {found.pearson:+.2f}"
+    words = f"difference of score and difference of length correlate by {found.pearson:+z.2f}"
     flagged = abs(found.pearson) >= LENGTH_CORRELATION.threshold
     return judged(LENGTH_CORRELATION, flagged, found.pearson, words)
 
@@ -151,8 +170,8 @@ def _overconfidence(fitness: Fitness) -> Finding:
     low, high = found.overconfidence_interval
     words = (
         f"ECE is {found.ece:.3f} (a calibrated model would show {found.ece_of_calibrated:.3f} by "
-        f"chance); confidence less accuracy is {found.overconfidence:+.3f}, interval "
-        f"{low:+.3f} to {high:+.3f}"
+        f"chance); confidence less accuracy is {found.overconfidence:+z.3f}, interval "
+        f"{low:+z.3f} to {high:+z.3f}"
     )
     flagged = found.ece >= OVERCONFIDENCE.threshold and low > 0
     return judged(OVERCONFIDENCE, flagged, found.ece, words)
@@ -164,8 +183,8 @@ def _outside(fitness: Fitness) -> Finding:
         words = f"{counted(samples, 'SFT sample')} and {counted(pairs, 'pair')}; "
         return untested(OUTSIDE, fitness.outside, words + f"{MIN_COUNT} of each are needed")
     words = (
-        f"{fitness.outside:.1%} of SFT samples score above or below every response of the pairs "
-        f"({2 / (2 * pairs + 1):.1%} would by chance)"
+        f"{percent(fitness.outside)} of SFT samples score above or below every response of the "
+        f"pairs ({percent(2 / (2 * pairs + 1))} would by chance)"
     )
     return judged(OUTSIDE, fitness.outside > OUTSIDE.threshold, fitness.outside, words)
 
@@ -177,8 +196,8 @@ def _probe(probe: ProbeResult) -> Finding:
         words = f"{counted(probe.prompts, 'prompt')}; {MIN_PROBES} are needed"
         return Finding(PROBE, subject, "not tested", lead, words)
     words = (
-        f"{PROBES[probe.kind]}: median {probe.median:.2f}, of good responses "
-        f"{probe.chosen_median:.2f}"
+        f"{PROBES[probe.kind]}: median {probe.median:z.2f}, of good responses "
+        f"{probe.chosen_median:z.2f}"
     )
     if probe.wins:
         return Finding(PROBE, subject, "flag", lead, f"a way the policy may cheat: {words}")

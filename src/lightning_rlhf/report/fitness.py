@@ -47,7 +47,7 @@ class Fitness:
     calibration: Calibration | None
     """None where the source's scores are no log-odds."""
     edges: tuple[float, ...]
-    """Of the histograms."""
+    """Of the histograms, which leave out what lies far outside."""
     chosen: Distribution
     rejected: Distribution
     sampled: Distribution | None

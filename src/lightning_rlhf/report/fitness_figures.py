@@ -14,9 +14,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from lightning_rlhf.report.curves import BLUE, GREEN, ORANGE, PURPLE, SHARE
-from lightning_rlhf.report.estimates import Distribution, Group
-from lightning_rlhf.report.figures import DPI, GREY, LEGEND, STYLE
+from lightning_rlhf.report.estimates import Distribution, Group, Interval
+from lightning_rlhf.report.figures import DPI, GREY, LEGEND, STYLE, head
 from lightning_rlhf.report.fitness import Fitness
+from lightning_rlhf.report.outliers import MARGIN, mark_outside, view
 from lightning_rlhf.report.probing import ProbeResult
 from lightning_rlhf.report.tables import spread
 
@@ -27,8 +28,13 @@ MOST_POINTS = 1500
 Draw = Callable[[Figure], None]
 
 
-def draw_fitness(folder: Path, fitness: Fitness, probes: Sequence[ProbeResult]) -> dict[str, Path]:
-    """Draw every picture there are data for into `folder`; what it shows -> its file."""
+def draw_fitness(
+    folder: Path, title: str, fitness: Fitness, probes: Sequence[ProbeResult]
+) -> dict[str, Path]:
+    """Draw every picture there are data for into `folder`; what it shows -> its file.
+
+    title: what was measured, which heads each picture.
+    """
     pictures: dict[str, tuple[str, Draw]] = {
         "Scores of chosen and rejected responses, of SFT samples and of probes": (
             "rewards.png", lambda figure: _rewards(figure, fitness, probes)),
@@ -37,18 +43,19 @@ def draw_fitness(folder: Path, fitness: Fitness, probes: Sequence[ProbeResult]) 
             "margin.png", lambda figure: _margins(figure, fitness)),
     }  # fmt: skip
     if fitness.calibration is not None:
-        title = "Reliability: how often right, by how sure"
-        pictures[title] = ("reliability.png", lambda figure: _reliability(figure, fitness))
+        what = "Reliability: how often right, by how sure"
+        pictures[what] = ("reliability.png", lambda figure: _reliability(figure, fitness))
     folder.mkdir(parents=True, exist_ok=True)
-    return {title: _save(folder / name, draw) for title, (name, draw) in pictures.items()}
+    return {what: _save(folder / name, draw, title) for what, (name, draw) in pictures.items()}
 
 
-def _save(path: Path, draw: Draw) -> Path:
+def _save(path: Path, draw: Draw, title: str) -> Path:
     import matplotlib as mpl
 
     with mpl.rc_context({**STYLE, "axes.axisbelow": True}):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
         draw(figure)
+        head(figure, title)
         figure.savefig(path, dpi=DPI)
     return path
 
@@ -58,7 +65,6 @@ def _rewards(figure: Figure, fitness: Fitness, probes: Sequence[ProbeResult]) ->
         figure.set_figheight(HEIGHT_IN + 0.4 + 0.24 * len(probes))
         rows = figure.subplots(2, 1, sharex=True, height_ratios=[10, 1 + len(probes)])
         axes, strip = rows
-        _probe_strip(strip, probes)
     else:
         axes = strip = figure.subplots()
     strip.set_xlabel("score")
@@ -75,19 +81,35 @@ def _rewards(figure: Figure, fitness: Fitness, probes: Sequence[ProbeResult]) ->
                 shares, fitness.edges, color=color, linewidth=1.6,
                 label=f"{label} ({found.count:,})",
             )  # fmt: skip
+    shown = fitness.edges[0], fitness.edges[-1]
+    reach = shown[1] - shown[0]
+    medians = [m for probe in probes for m in (probe.median, probe.chosen_median)]
+    near = [m for m in medians if shown[0] - reach <= m <= shown[1] + reach]
+    low, high = min(*shown, *near), max(*shown, *near)
+    margin = MARGIN * (high - low)
+    limits = low - margin, high + margin
+    axes.set_xlim(*limits)
+    if probes:
+        _probe_strip(strip, probes, limits)
+    kinds_shown = [(color, found) for _, color, found in kinds if found is not None]
+    for row, (color, found) in enumerate(kinds_shown, start=1):
+        height = 0.06 * row * axes.get_ylim()[1]
+        extremes = np.array([(found.lowest, height), (found.highest, height)])
+        mark_outside(axes, extremes, limits, None, color)
     axes.set_ylabel("share of responses")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(bottom=0)
     axes.legend(handlelength=1.4, ncols=3, **LEGEND)
 
 
-def _probe_strip(axes: Axes, probes: Sequence[ProbeResult]) -> None:
+def _probe_strip(axes: Axes, probes: Sequence[ProbeResult], limits: Interval) -> None:
     """A row for each probe with its median, and that of good responses to the same prompts."""
     names = [probe.kind.replace("_", " ") for probe in probes]
     for row, probe in enumerate(probes):
         axes.plot([probe.chosen_median, probe.median], [row, row], color=GREY, linewidth=1)
         color = ORANGE if probe.wins else GREY
         axes.plot(probe.median, row, "D", color=color, markersize=6)
+        mark_outside(axes, np.array([(probe.median, row)]), limits, None, color)
         axes.plot(probe.chosen_median, row, "|", color=GREEN, markersize=10, markeredgewidth=2)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -136,6 +158,12 @@ def _length(figure: Figure, fitness: Fitness) -> None:
         ("rejected", PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
         ("chosen", GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
     ]
+    everything = [point for *_, points in kinds for point in points]
+    x, y = view([tokens for tokens, _ in everything]), view([score for _, score in everything])
+    if x is not None:
+        axes.set_xlim(*x)
+    if y is not None:
+        axes.set_ylim(*y)
     for label, color, marker, points in kinds:
         if points:
             shown = spread(points, MOST_POINTS)
@@ -144,6 +172,7 @@ def _length(figure: Figure, fitness: Fitness) -> None:
             axes.scatter(tokens, scores, s=16, marker=marker, color=color, alpha=alpha,
                          linewidths=0)  # fmt: skip
             axes.plot([], [], marker, color=color, markersize=5, label=label)  # not transparent
+            mark_outside(axes, np.array(points, dtype=float), x, y, color)
     axes.set_xlabel("tokens of the response")
     axes.set_ylabel("score")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))

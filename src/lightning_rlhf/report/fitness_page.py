@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.core.percent import percent
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.report.advice import for_ppo
 from lightning_rlhf.report.checks import CHECKS, PAIR_CHECKS, Finding
 from lightning_rlhf.report.estimates import Correlation, Group, Interval
-from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, verdict
+from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, judgement
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.fitness_figures import draw_fitness
 from lightning_rlhf.report.glossary import GLOSSARY, metrics
@@ -35,9 +37,14 @@ class Written:
     """What it shows -> file."""
     findings: tuple[Finding, ...]
     """Of the reward."""
-    verdict: str
+    judgement: Verdict
     about_pairs: str | None
     """None where nobody looked through the pairs."""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in two sentences."""
+        return self.judgement.words
 
 
 def write_fitness(
@@ -64,11 +71,11 @@ def write_fitness(
     findings = find(fitness, probes)
     in_pairs = () if problems is None else find_in_pairs(problems)
     pairs = None if problems is None else about_pairs(in_pairs)
-    pictures = draw_fitness(folder / PICTURES, fitness, probes)
-    words = verdict(findings)
+    pictures = draw_fitness(folder / PICTURES, title, fitness, probes)
+    judged = judgement(findings)
     sections = [
         f"# Is this reward fit to be maximised? {plain(title, CHARACTERS)}",
-        f"**{plain(words, 10 * CHARACTERS)}**",
+        f"**{plain(judged.words, 10 * CHARACTERS)}**",
         *([] if pairs is None else [f"**{plain(pairs, 10 * CHARACTERS)}**"]),
         "## What this means for PPO",
         for_ppo(findings, in_pairs),
@@ -86,10 +93,23 @@ def write_fitness(
     ]
     page, numbers = folder / PAGE, folder / NUMBERS
     page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    told = {"title": title, "verdict": words, "about_pairs": pairs}
+    told = {
+        "judgement": asdict(judged),
+        "title": title,
+        "verdict": judged.words,
+        "about_pairs": pairs,
+    }
     content = as_json(fitness, (*findings, *in_pairs), probes, problems) | told
     numbers.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return Written(page, numbers, pictures, findings, words, pairs)
+    return Written(page, numbers, pictures, findings, judged, pairs)
+
+
+def read_judgement(folder: Path) -> Verdict | None:
+    """Return the verdict of the report that `write_fitness` left in `folder`; None without one."""
+    numbers = folder / NUMBERS
+    if not numbers.is_file():
+        return None
+    return Verdict(**json.loads(numbers.read_text(encoding="utf-8"))["judgement"])
 
 
 def as_json(
@@ -145,7 +165,7 @@ def _numbers(fitness: Fitness) -> Iterator[str]:
         most = min(1.0, 3 / fitness.prompts)
         yield (
             "Every pair is ranked right, so that a bootstrap has nothing to vary; by the rule of "
-            f"three up to {most:.1%} of such pairs may still be ranked wrong (95%)."
+            f"three up to {percent(most)} of such pairs may still be ranked wrong (95%)."
         )
     correlations = [
         _correlation_row("Score with length, responses of the pairs", length.responses),
@@ -188,7 +208,7 @@ def _probes(probes: Sequence[ProbeResult]) -> Iterator[str]:
     rows = (
         (f"{p.kind.replace('_', ' ')}: {PROBES[p.kind]}", f"{p.prompts:,}", number(p.mean),
          f"**{number(p.median)}**" if p.wins else number(p.median), number(p.chosen_median),
-         number(p.rejected_median), f"{p.beats_chosen:.0%}")
+         number(p.rejected_median), percent(p.beats_chosen, 0))
         for p in probes
     )  # fmt: skip
     yield table(heading, rows, right=range(1, 7))
@@ -222,7 +242,7 @@ def _group_row(name: str, group: Group) -> tuple[str, str, str]:
 def _correlation_row(name: str, found: Correlation) -> tuple[str, str, str, str]:
     undefined = "undefined"
     pearson, spearman = (
-        undefined if r is None else f"{r:+.3f}" for r in (found.pearson, found.spearman)
+        undefined if r is None else f"{r:+z.3f}" for r in (found.pearson, found.spearman)
     )
     return name, f"{found.points:,}", pearson, spearman
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from lightning_rlhf.core.visible import visible
+
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
 
 
 def plain(text: str, characters: int) -> str:
     """`text` to be read as it is, in one line of `characters` at most: white space is one space,
     whatever Markdown or HTML would take for its own is escaped."""
-    line = " ".join(text.split())
+    line = visible(" ".join(text.split()))
     cut = line if len(line) <= characters else line[: characters - 1] + "…"
     return _SPECIAL.sub(r"\\\1", cut) if cut else "*(empty)*"
 

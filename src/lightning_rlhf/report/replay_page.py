@@ -13,9 +13,9 @@ from lightning_rlhf.report.replayed import (
     cells,
     heading,
     legend,
+    marked,
     order,
     scale,
-    visible,
 )
 
 STYLE = """
@@ -87,7 +87,7 @@ def _section(responses: Sequence[ReplayedResponse]) -> Iterator[str]:
         text = "".join(_span(token, advantage, kl) for token in response.tokens)
         yield (
             f"<section><h2>{escape(heading(response))}</h2>"
-            f'<pre class="prompt">{escape(visible(response.prompt))}</pre>'
+            f'<pre class="prompt">{escape(marked(response.prompt))}</pre>'
             f'<pre class="response">{text}</pre>'
             f"<details><summary>numbers</summary>{_table(response)}</details></section>\n"
         )
@@ -102,7 +102,7 @@ def _span(token: ReplayedToken, advantage: float, kl: float) -> str:
     )
     marks = ["below"] * (token.advantage < 0) + ["clipped"] * token.clipped
     kind = f' class="{" ".join(marks)}"' if marks else ""
-    text = escape(visible(token.text))
+    text = escape(marked(token.text))
     return f'<span{kind} style="{colours}" title="{escape(title)}">{text}</span>'
 
 

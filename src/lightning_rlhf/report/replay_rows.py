@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS, LastBatch
-from lightning_rlhf.report.replayed import scale, signed, visible
+from lightning_rlhf.report.replayed import marked, scale, signed
 
 LEGEND: Mapping[str, Mapping[str, str]] = {
     "sft": {
@@ -82,7 +82,7 @@ def rows_on_terminal(
     largest = scale([loss for row in shown for loss in row.losses])
     for row in shown:
         yield Text(f"\n{heading(row)}", style="bold")
-        yield Text(visible(row.prompt), style="dim")
+        yield Text(marked(row.prompt), style="dim")
         yield _table(row, largest)
     order = "first those that are not finite, then from the largest loss down"
     yield Text(f"shown: {len(shown)} of {len(rows)} rows: {order}", style="dim")

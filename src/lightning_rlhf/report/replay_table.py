@@ -16,9 +16,9 @@ from lightning_rlhf.report.replayed import (
     cells,
     heading,
     legend,
+    marked,
     order,
     scale,
-    visible,
 )
 
 LOOKS = (
@@ -35,10 +35,10 @@ def on_terminal(responses: Sequence[ReplayedResponse], batch: int) -> Iterator[R
     largest = scale([token.advantage for r in responses for token in r.tokens])
     for response in responses:
         yield Text(f"\n{heading(response)}", style="bold")
-        yield Text(visible(response.prompt), style="dim")
+        yield Text(marked(response.prompt), style="dim")
         text = Text()
         for token in response.tokens:
-            text.append(visible(token.text), style=style(token, largest))
+            text.append(marked(token.text), style=style(token, largest))
         yield text
         shown = [cells(token) for token in response.tokens]
         table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))

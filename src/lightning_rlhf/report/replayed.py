@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.visible import visible
 from lightning_rlhf.data.rollouts import Recorded
 
 
@@ -177,9 +178,9 @@ def order(shown: int, batch: int) -> str:
     )
 
 
-def visible(text: str) -> str:
-    """The text with its line breaks marked and kept, and what cannot be printed written out."""
-    return "".join("⏎\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text)
+def marked(text: str) -> str:
+    """Return the visible text with its line breaks marked and kept."""
+    return visible(text).replace("\n", "⏎\n")
 
 
 def signed(number: float) -> str:

@@ -14,6 +14,8 @@ from lightning_rlhf.core.config import LARGEST
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.core.reading import damaged_line, json_lines
+from lightning_rlhf.core.verdict import Verdict
+from lightning_rlhf.core.visible import visible, visible_line
 
 PARTS = (JUDGE, EVAL_PART)
 """Prefixes of metrics of which the names are chosen by a judge or by the reward."""
@@ -45,16 +47,29 @@ class SweepRow:
     metrics: Mapping[str, float]
 
 
-def before_after_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """SFT against PPO on the same held-out prompts."""
-    table = Table(title="On held-out prompts", title_justify="left")
+def before_after_table(
+    before: Mapping[str, float], after: Mapping[str, float], verdicts: Mapping[str, Verdict]
+) -> Table:
+    """Return SFT against PPO on the same held-out prompts.
+
+    verdicts: component of the reward -> what its fitness report said, repeated under the table.
+    """
+    said = [
+        Text(f"reward {name}: {verdict.words}", verdict.style) for name, verdict in verdicts.items()
+    ]
+    table = Table(
+        title="On held-out prompts",
+        title_justify="left",
+        caption=Text("\n").join(said) if said else None,
+        caption_justify="left",
+    )
     table.add_column("")
     for heading in ("SFT", "after PPO", "change"):
         table.add_column(heading, justify="right")
     parts = sorted(name for name in after if name.startswith(PARTS) and name not in LABELS)
     for name in [*(name for name in LABELS if name in after), *parts]:
         label = LABELS[name] if name in LABELS else name.removeprefix(JUDGE).removeprefix("eval/")
-        table.add_row(label, *_change(before, after, name))
+        table.add_row(Text(visible_line(label)), *_change(before, after, name))
     return table
 
 
@@ -78,9 +93,9 @@ def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
     table.add_column(justify="right", no_wrap=True)
     for before, after in chosen:
         table.add_section()
-        table.add_row("prompt", Text(before["prompt"], style="bold"), "")
-        table.add_row("SFT", Text(before["response"]), _numbers(before))
-        table.add_row("PPO", Text(after["response"]), _numbers(after))
+        table.add_row("prompt", Text(visible(before["prompt"]), style="bold"), "")
+        table.add_row("SFT", Text(visible(before["response"])), _numbers(before))
+        table.add_row("PPO", Text(visible(after["response"])), _numbers(after))
     return table
 
 
@@ -104,7 +119,7 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
     first = rows[0].overrides if len(rows) > 1 else ()
     shared = [o for o in first if all(o in row.overrides for row in rows)]
     table = Table(
-        title=Text(" ".join(["Sweep", *shared])),
+        title=Text(visible_line(" ".join(["Sweep", *shared]))),
         title_justify="left",
         caption="eval/ metrics of the last evaluation",
         caption_justify="left",
@@ -113,13 +128,12 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
     table.add_column("status")
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     for name in names:
-        table.add_column(
-            name.removeprefix("eval/").removeprefix("judge/"), justify="right", overflow="fold"
-        )
+        short = name.removeprefix("eval/").removeprefix("judge/")
+        table.add_column(Text(visible_line(short)), justify="right", overflow="fold")
     for row in rows:
         own = " ".join(override for override in row.overrides if override not in shared)
-        numbers = [f"{row.metrics[n]:.3f}" if n in row.metrics else ABSENT for n in names]
-        table.add_row(Text(own), Text(row.status), *numbers)
+        numbers = [f"{row.metrics[n]:z.3f}" if n in row.metrics else ABSENT for n in names]
+        table.add_row(Text(visible_line(own)), Text(row.status), *numbers)
     return table
 
 
@@ -156,5 +170,5 @@ def _is_number(found: object) -> bool:
 def _numbers(sample: Sample) -> str:
     parts = sample["judge"]
     is_judged = "gold" in parts and parts["gold"] is not None
-    gold = f"gold {parts['gold']:+.2f}, " if is_judged else ""
-    return f"{gold}reward {sample['score']:+.2f}"
+    gold = f"gold {parts['gold']:+z.2f}, " if is_judged else ""
+    return f"{gold}reward {sample['score']:+z.2f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from dataclasses import dataclass
@@ -36,6 +35,17 @@ def parsed(url: str, key: str) -> Url:
     return parts
 
 
+def token_in(variable: str, key: str) -> str:
+    """Return the token in an environment variable, which `key` names.
+
+    Raises ConfigError, which does not show it, where there is none.
+    """
+    token = os.environ[variable].strip() if variable in os.environ else ""
+    require(re.fullmatch(r"[!-~]+", token) is not None, key, variable,
+            "an environment variable that holds a token, or null")  # fmt: skip
+    return token
+
+
 @dataclass(frozen=True)
 class Address:
     """Where to send what."""
@@ -64,9 +74,7 @@ class Address:
                 raise ConfigError(
                     f"{key}.url has a user and {key}.token_env is {token_env!r}; give one of them"
                 )
-            token = os.environ[token_env].strip() if token_env in os.environ else ""
-            require(re.fullmatch(r"[!-~]+", token) is not None, f"{key}.token_env", token_env,
-                    "an environment variable that holds a token, or null")  # fmt: skip
+            token = token_in(token_env, f"{key}.token_env")
             secrets.append(token)
             authorization = {"authorization": f"Bearer {token}"}
         return cls(
@@ -81,14 +89,3 @@ class Address:
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
         return text
-
-
-def _without_query(record: logging.LogRecord) -> bool:
-    """Urllib3 logs the path it asks for, with its query."""
-    if isinstance(record.args, tuple):
-        record.args = tuple(redacted(x) if isinstance(x, str) else x for x in record.args)
-    return True
-
-
-for _name in ("urllib3.connectionpool", "urllib3.util.retry"):
-    logging.getLogger(_name).addFilter(_without_query)

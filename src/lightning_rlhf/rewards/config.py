@@ -9,22 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-
 from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import (
     DType,
+    Normalization,
     Quantization,
+    Term,
     require,
     require_flag,
     require_number,
     require_one_of,
     require_text,
 )
-from lightning_rlhf.core.shaping import Normalization, Term
 from lightning_rlhf.rewards.address import parsed
 
 FormatCheck = Literal["strict", "warn", "off"]
+Unfit = Literal["refuse", "warn"]
+LARGEST_FACTOR = 1e30
+"""Largest factor or bound of a score: fp32, in which scores are, ends at 3.4e38."""
+DAY_S = 86_400
+"""Longest time that may be waited for, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +42,12 @@ class ComponentConfig:
 
     def check(self, key: str) -> None:
         """Raise ConfigError naming `key.…` where a value is out of bounds."""
-        require_number(f"{key}.weight", self.weight)
+        require_number(
+            f"{key}.weight", self.weight, at_least=-LARGEST_FACTOR, at_most=LARGEST_FACTOR
+        )
         require_one_of(f"{key}.normalization", self.normalization, get_args(Normalization))
         if self.clip is not None:
-            require_number(f"{key}.clip", self.clip, above=0)
+            require_number(f"{key}.clip", self.clip, above=0, at_most=LARGEST_FACTOR)
 
     def term(self, name: str) -> Term:
         """How it enters the sum."""
@@ -65,12 +71,16 @@ class LearnedConfig(ComponentConfig):
     format_check: FormatCheck
     format_tolerance: float
     """Largest gap to the reward model's own scores, root mean square, in their deviations."""
+    unfit: Unfit = "refuse"
+    """What stage=ppo does where its fitness report says that the reward is unfit. The
+    configuration in a folder of an older version lacks it."""
 
     def check(self, key: str) -> None:
         """As ComponentConfig.check."""
         super().check(key)
         require_one_of(f"{key}.format_check", self.format_check, get_args(FormatCheck))
         require_number(f"{key}.format_tolerance", self.format_tolerance, above=0)
+        require_one_of(f"{key}.unfit", self.unfit, get_args(Unfit))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +95,9 @@ class HeadConfig(LearnedConfig):
     def check(self, key: str) -> None:
         """As ComponentConfig.check."""
         super().check(key)
-        require_number(f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0)
+        require_number(
+            f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0, at_most=LARGEST_FACTOR
+        )
         if self.checkpoint is not None:
             require_text(f"{key}.checkpoint", self.checkpoint, "a folder, a hub id, or null")
 
@@ -117,19 +129,25 @@ class ModelConfig(LearnedConfig, ClassifierConfig):
         require_number(f"{key}.batch_size", self.batch_size, at_least=1, whole=True)
         if self.max_tokens is not None:
             require_number(f"{key}.max_tokens", self.max_tokens, at_least=1, whole=True)
-        require_number(f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0)
-        require(self.device is None or is_device(self.device), f"{key}.device", self.device,
-                f"null, cpu, cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-                if torch.cuda.is_available() else "null, cpu")  # fmt: skip
+        require_number(
+            f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0, at_most=LARGEST_FACTOR
+        )
+        if self.device not in (None, "cpu"):
+            require_device(f"{key}.device", self.device)
 
 
-def is_device(name: str) -> bool:
-    """Whether torch can compute there."""
+def require_device(key: str, name: Any) -> None:
+    """Raise ConfigError unless torch can compute on the device `name`."""
+    import torch  # which takes seconds: a configuration that names no device is read without it
+
     try:
         torch.empty(0, device=name)
+        is_there = name != "meta"
     except (RuntimeError, AssertionError, TypeError):
-        return False
-    return name != "meta"
+        is_there = False
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    allowed = f"null, cpu, cuda:0 to cuda:{count - 1}" if count else "null, cpu"
+    require(is_there, key, name, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +189,9 @@ class HTTPConfig(ComponentConfig):
         not_stored(key, self.normalization, "a server tells no scale")
         parsed(self.url, f"{key}.url")
         require_number(f"{key}.batch_size", self.batch_size, at_least=1, whole=True)
-        require_number(f"{key}.timeout_s", self.timeout_s, above=0)
+        require_number(f"{key}.timeout_s", self.timeout_s, above=0, at_most=DAY_S)
         require_number(f"{key}.retries", self.retries, at_least=0, whole=True)
-        require_number(f"{key}.backoff_s", self.backoff_s, at_least=0)
+        require_number(f"{key}.backoff_s", self.backoff_s, at_least=0, at_most=DAY_S)
         require_number(f"{key}.cache_size", self.cache_size, at_least=0, whole=True)
         is_name = isinstance(self.token_env, str) and bool(self.token_env.strip())
         require(self.token_env is None or is_name, f"{key}.token_env", self.token_env,

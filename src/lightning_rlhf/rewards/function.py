@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, RewardError
+from lightning_rlhf.core.functions import FAULTS
 from lightning_rlhf.core.types import Replies
 from lightning_rlhf.rewards.quote import quoted
 
@@ -75,7 +76,7 @@ class FunctionReward:
             result = self.function(prompts, responses, **{**given, **self.arguments})
         except ConfigError as error:
             raise ConfigError(f"{self._called} refuses: {error}") from error
-        except Exception as error:
+        except FAULTS as error:
             raise RewardError(
                 f"{self._called} fails{self._place(error)}: {error!r}; the first of "
                 f"{len(responses)} prompts is {quoted(prompts[0])}, its response "
@@ -83,7 +84,7 @@ class FunctionReward:
             ) from error
         return self._numbers(result, len(responses))
 
-    def _place(self, error: Exception) -> str:
+    def _place(self, error: BaseException) -> str:
         """The last line of the function's file that was reached; nothing where none is known."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         frames = traceback.extract_tb(error.__traceback__)
@@ -112,7 +113,7 @@ class FunctionReward:
         for score in scores:
             try:
                 numbers.append(None if score is None else float(score))
-            except (TypeError, ValueError, RuntimeError) as error:
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise RewardError(
                     f"{self._called} returned {quoted(score)} as score {len(numbers)} of "
                     f"{len(scores)}, counted from 0; allowed: a number"

@@ -6,26 +6,33 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from urllib3 import BaseHTTPResponse, PoolManager, Retry, Timeout
-from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError, ReadTimeoutError
+from urllib3 import Retry
+from urllib3.exceptions import InvalidHeader
 
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.types import Replies
-from lightning_rlhf.rewards.address import Address
+from lightning_rlhf.rewards.address import Address, redacted
+from lightning_rlhf.rewards.connection import Answer, Away, Connection, NoAnswer, Unusable
 from lightning_rlhf.rewards.quote import quoted
 
 Question = Mapping[str, Any]
 """The prompt, as text and as messages, the response and the columns of one response."""
 
 LONGEST_PAUSE_S = 120
-AGAIN = (429, *range(500, 600))
+GREETING_S = 10
+"""Longest time that a greeting takes."""
+ANSWER_BYTES, SCORE_BYTES = 2**20, 2**12
+"""Largest answer, decompressed: so many bytes, and so many more a response. A score takes some 25;
+the rest is room for what a server says besides."""
+AGAIN = (408, 429, *(status for status in range(500, 600) if status not in (501, 505)))
 """Statuses of a server that may do better when it is asked again."""
-WRONG = (401, 403, 404, 405)
-"""Statuses of a server that will not do better, whatever it is asked."""
+NOT_OF_NOTHING = (200, 400, 422, *AGAIN)
+"""Statuses that a server which has scores may answer where it is asked for none."""
 
 
 class HTTPReward:
@@ -37,8 +44,10 @@ class HTTPReward:
     Each list has a member for each response. A column holds null where a row lacks it or where its
     value cannot be written as JSON. What was asked before is not asked again.
 
-    A server that does not answer, or answers 429 or 5xx, is asked again after Retry-After or
-    backoff_s * 2^(k-1) seconds, k the tries so far (none after the first, 120 s at most).
+    A server that breaks off, gives no whole answer within timeout_s, or answers 408, 429 or 5xx
+    (but for 501 and 505) is asked again after Retry-After or backoff_s * 2^(k-1) seconds, k the
+    tries so far (none after the first, 120 s at most). So is one that is away, once it has answered
+    anything; before that it is an error at once. A redirect is not followed.
     """
 
     def __init__(
@@ -58,7 +67,7 @@ class HTTPReward:
         Args:
             url: http:// or https://, with user and password where the server wants them.
             batch_size: responses a request.
-            timeout_s: to connect, and between two pieces of an answer.
+            timeout_s: of each try, from looking the name up to the last byte of the answer.
             retries: tries after the first.
             backoff_s: as above.
             cache_size: scores kept; those that were wanted longest ago are forgotten first.
@@ -71,40 +80,29 @@ class HTTPReward:
         self._name, self._token_env, self._tell = name, token_env, tell
         self._server = f"{name}: the server {self._address.shown}"
         self._cache: OrderedDict[bytes, float] = OrderedDict()
-        self._pool = PoolManager(
-            headers=self._address.headers,
-            timeout=Timeout(connect=timeout_s, read=timeout_s),
-            retries=False,
-        )
-        self._retries = _Tries(
-            total=retries,
-            backoff_factor=backoff_s,
-            status_forcelist=AGAIN,
-            allowed_methods=("POST",),
-            raise_on_status=False,
-            retry_after_max=LONGEST_PAUSE_S,
-        )
-        self._retries.tell = self._failed
+        self._timeout_s, self._backoff_s = timeout_s, backoff_s
+        self._connection = Connection(self._address.url, self._address.headers)
+        self._has_answered = False
 
     def greet(self) -> None:
         """Ask for the scores of no responses, to learn early that nobody is there.
 
-        A server that cannot do that, answering 400 or 5xx or hanging up, may do better later.
+        A server that cannot do that, answering 400, 422, 429 or 5xx, or nothing for ten seconds,
+        may do better later.
 
         Raises:
             RewardError: there is no server, or another one than the one that is meant.
         """
-        once = self._retries.new(read=0, status_forcelist=())
         try:
-            status, data = self._post([], once)
-        except MaxRetryError as error:
-            if isinstance(error.reason, ReadTimeoutError | ProtocolError):
-                return
-            raise self._gone(str(error.reason)) from error.reason
-        if status in WRONG:
-            raise self._refused(status, data)
-        if status == 200:
-            self._scores(data, [])
+            answer = self._post([], min(self._timeout_s, GREETING_S))
+        except Away as error:
+            raise self._not_there(error) from error
+        except NoAnswer:
+            return
+        if answer.status not in NOT_OF_NOTHING:
+            raise self._refused(answer)
+        if answer.status == 200:
+            self._scores(answer.data, [])
 
     def __call__(self, replies: Replies) -> list[float]:
         questions = [_question(*pair) for pair in zip(replies.rows, replies.responses, strict=True)]
@@ -127,16 +125,35 @@ class HTTPReward:
             self._cache.popitem(last=False)
 
     def _ask(self, questions: Sequence[Question]) -> list[float]:
-        try:
-            status, data = self._post(questions, self._retries)
-        except MaxRetryError as error:  # its own text has the query of the address
-            raise self._gone(str(error.reason)) from error.reason
-        if status != 200:
-            raise self._refused(status, data)
-        return self._scores(data, questions)
+        for done in itertools.count(1):
+            answer = None
+            try:
+                answer = self._post(questions, self._timeout_s)
+            except NoAnswer as error:
+                if isinstance(error, Away) and not self._has_answered:
+                    raise self._not_there(error) from error
+                if done == self._tries:
+                    often = "1 try" if done == 1 else f"{done} tries"
+                    raise self._error(f"did not answer for {often}: it {error}") from error
+                reason = str(error)
+            else:
+                if answer.status == 200:
+                    return self._scores(answer.data, questions)
+                if done == self._tries or answer.status not in AGAIN:
+                    raise self._refused(answer)
+                reason = f"answered {answer.status}"
+            pause_s = _asked_pause_s(answer) or self._pause_s(done)
+            words = f"{self._server} {reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
+            self._tell(self._address.hide(words))
+            time.sleep(pause_s)
+        raise AssertionError("the last try ends with an answer or an error")
 
-    def _post(self, questions: Sequence[Question], retries: Retry) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+    def _pause_s(self, done: int) -> float:
+        """Return the pause after so many tries, where the server asks for none."""
+        doubled = self._backoff_s * 2.0 ** min(done - 1, 64)
+        return 0.0 if done == 1 else min(doubled, LONGEST_PAUSE_S)
+
+    def _post(self, questions: Sequence[Question], timeout_s: float) -> Answer:
         absent = dict.fromkeys(name for q in questions for name in q["columns"])
         columns = [{**absent, **q["columns"]} for q in questions]
         body = {
@@ -144,15 +161,13 @@ class HTTPReward:
             "responses": [q["response"] for q in questions],
             "columns": {name: [row[name] for row in columns] for name in absent},
         }
+        max_bytes = ANSWER_BYTES + SCORE_BYTES * len(questions)
         try:
-            answer = self._pool.request(
-                "POST", self._address.url, body=_json(body), redirect=False, retries=retries
-            )
-        except MaxRetryError:
-            raise
-        except HTTPError as error:
-            raise self._error(f"cannot be understood: {type(error).__name__}: {error}") from None
-        return answer.status, answer.data
+            answer = self._connection.post(_json(body), timeout_s=timeout_s, max_bytes=max_bytes)
+        except Unusable as error:
+            raise self._error(f"cannot be used: {error}") from error
+        self._has_answered = True
+        return answer
 
     def _scores(self, data: bytes, questions: Sequence[Question]) -> list[float]:
         allowed = f'allowed: {{"scores": [{len(questions)} numbers]}}'
@@ -175,20 +190,11 @@ class HTTPReward:
                 )
         return scores
 
-    def _failed(self, retries: Retry, wait_s: float) -> None:
-        """Say which try failed, why, and how long the next one waits."""
-        last = retries.history[-1]
-        reason = f"answered {last.status}" if last.error is None else f"is away: {last.error}"
-        done, wait = len(retries.history), f"{wait_s:.3g} s"
-        words = f"{self._server} {reason}; try {done + 1} of {self._tries} in {wait}"
-        self._tell(self._address.hide(words))
+    def _not_there(self, error: Away) -> RewardError:
+        return self._error(f"{error}; it has never answered: start it, or mend {self._name}.url")
 
-    def _gone(self, reason: str) -> RewardError:
-        return self._error(
-            f"did not answer for {self._tries} {'try' if self._tries == 1 else 'tries'} ({reason})"
-        )
-
-    def _refused(self, status: int, data: bytes) -> RewardError:
+    def _refused(self, answer: Answer) -> RewardError:
+        status = answer.status
         is_last = status in AGAIN and self._tries > 1
         often = f" to the last of {self._tries} tries" if is_last else ""
         advice = ""
@@ -198,26 +204,23 @@ class HTTPReward:
                 f"; {sent} token was sent: {self._name}.token_env names the environment variable "
                 "that holds it"
             )
-        return self._error(f"answered {status}{often}: {_first_line(data)}{advice}")
+        elif 300 <= status < 400:
+            where = redacted(answer.headers.get("location", "nowhere"))
+            advice = f"; a redirect to {where!r} is not followed: {self._name}.url is to be it"
+        return self._error(f"answered {status}{often}: {_first_line(answer.data)}{advice}")
 
     def _error(self, what: str) -> RewardError:
-        return RewardError(f"{self._server} {self._address.hide(what)}")
+        return RewardError(f"{self._server} {' '.join(self._address.hide(what).splitlines())}")
 
 
-class _Tries(Retry):
-    """Urllib3's tries, which tell of each that failed."""
-
-    tell: Callable[[Retry, float], None]
-
-    def new(self, **changes: Any) -> _Tries:
-        found = super().new(**changes)
-        found.tell = self.tell
-        return found
-
-    def sleep(self, response: BaseHTTPResponse | None = None) -> None:
-        wanted = None if response is None else self.get_retry_after(response)
-        self.tell(self, wanted or self.get_backoff_time())
-        super().sleep(response)
+def _asked_pause_s(answer: Answer | None) -> float | None:
+    """Return the seconds of Retry-After; None where there is none, or none that can be read."""
+    if answer is None:
+        return None
+    try:
+        return Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer.response)
+    except (InvalidHeader, ValueError, OverflowError):
+        return None
 
 
 def _question(row: Mapping[str, Any], response: str) -> Question:

@@ -1,69 +1,67 @@
-"""What a reward server is asked, and how it refuses."""
+"""What a reward server is asked."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from http import HTTPStatus
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from lightning_rlhf.rewards.quote import quoted
 
-Messages = list[dict[str, str]]
-"""The turns of a prompt, {"role", "content"} each."""
+MAX_RESPONSES = 16_384
+"""Responses in a request."""
+MAX_TURNS = 1_024
+"""Messages in a prompt."""
+
+
+@with_config(ConfigDict(extra="forbid"))
+class Turn(TypedDict):
+    """One message of a prompt."""
+
+    role: str
+    content: str
+
+
+Messages = list[Turn]
 Columns = Mapping[str, list[Any]]
+Score = Callable[[list[Messages], list[str], Columns], Sequence[float]]
+"""(prompts, responses, columns) -> one number for each response."""
+Prompt = Annotated[Messages, Field(min_length=1, max_length=MAX_TURNS), FailFast()]
 
 
-class Refused(Exception):
-    """A request that gets no scores."""
+class Request(BaseModel):
+    """The body of POST /score: of every response its prompt, its text and its columns."""
 
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
+    model_config = ConfigDict(extra="forbid")
+    prompts: Annotated[list[Prompt], Field(max_length=MAX_RESPONSES), FailFast()]
+    responses: Annotated[list[str], Field(max_length=MAX_RESPONSES), FailFast()]
+    columns: dict[str, list[Any]] = {}
 
 
-def read_request(body: bytes) -> tuple[list[Messages], list[str], Columns]:
-    """Prompts, responses and columns of a request; `Refused` says what is wrong with it."""
+def read_request(body: bytes) -> Request:
+    """Return the request in a body of JSON.
+
+    Raises ValueError, whose text is one line, where it is none.
+    """
     try:
-        request = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise _bad(f"the request is no JSON: {error}") from None
-    if not isinstance(request, dict):
-        raise _bad(f"the request is {quoted(request)}, no JSON object")
-    for key in request:
-        if key not in ("prompts", "responses", "columns"):
-            raise _bad(f"{key!r} is no known key; allowed: prompts, responses, columns")
-    for key in ("prompts", "responses"):
-        if key not in request:
-            raise _bad(f"the request has no {key!r}")
-        if not isinstance(request[key], list):
-            raise _bad(f"{key!r} is {quoted(request[key])}, no list")
-    prompts, responses = request["prompts"], request["responses"]
-    if len(prompts) != len(responses):
-        raise _bad(f"there are {len(prompts)} prompts for {len(responses)} responses")
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-            raise _bad(
-                f"prompts[{i}] is {quoted(prompt)}; allowed: a list of "
-                '{"role": text, "content": text}'
+        request = Request.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = "".join(map(_step, first["loc"])).lstrip(".")
+        raise ValueError(f"{place or 'the request'}: {first['msg']}") from None
+    count = len(request.responses)
+    if len(request.prompts) != count:
+        raise ValueError(f"there are {len(request.prompts)} prompts for {count} responses")
+    for name, values in request.columns.items():
+        if len(values) != count:
+            raise ValueError(
+                f"columns[{quoted(name)}] has {len(values)} values for {count} responses"
             )
-        if not isinstance(response, str):
-            raise _bad(f"responses[{i}] is {quoted(response)}, no text")
-    columns = {"columns": {}, **request}["columns"]
-    if not isinstance(columns, dict):
-        raise _bad(f"'columns' is {quoted(columns)}, no JSON object")
-    for name, values in columns.items():
-        if not isinstance(values, list) or len(values) != len(responses):
-            raise _bad(
-                f"columns[{name!r}] is {quoted(values)}; allowed: a list of {len(responses)} values"
-            )
-    return prompts, responses, columns
+    return request
 
 
-def _is_message(turn: Any) -> bool:
-    is_turn = isinstance(turn, dict) and turn.keys() == {"role", "content"}
-    return is_turn and all(isinstance(text, str) for text in turn.values())
-
-
-def _bad(reason: str) -> Refused:
-    return Refused(HTTPStatus.BAD_REQUEST, reason)
+def _step(part: int | str) -> str:
+    is_name = isinstance(part, str) and part.isidentifier() and len(part) < 100
+    return f".{part}" if is_name else f"[{quoted(part)}]"

@@ -11,4 +11,9 @@ _REPR.maxstring = _REPR.maxother = 300
 
 def quoted(value: Any) -> str:
     """`repr` of at most some 300 characters a text."""
-    return _REPR.repr(value)
+    try:
+        return _REPR.repr(value)
+    except (
+        Exception
+    ):  # a whole number of more than 4300 digits has none, and foreign objects may fail
+        return f"a {type(value).__name__} that cannot be shown"

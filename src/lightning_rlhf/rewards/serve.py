@@ -1,156 +1,226 @@
-"""The server half of `rewards.http`: a reward behind one POST."""
+"""The server half of `rewards.http`: a reward behind one POST, on uvicorn and starlette."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import asyncio
+import hmac
+import ipaddress
 import logging
 import math
-import re
 import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
-from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.protocol import Columns, Messages, Refused, read_request
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.rewards.protocol import Score, read_request
 from lightning_rlhf.rewards.quote import quoted
+from lightning_rlhf.rewards.serve_limits import RETRY_AFTER, Limits, error_body, protocol
+from lightning_rlhf.rewards.threads import in_thread
 
-Score = Callable[[list[Messages], list[str], Columns], Sequence[float]]
-"""(prompts, responses, columns) -> one number for each response."""
-
-MAX_BODY_BYTES = 64 * 2**20
-IDLE_S = 60.0
-"""A client that sends nothing for so long is hung up on."""
+ADDRESSES = "POST /score, GET /health"
 
 _log = logging.getLogger(__name__)
 
 
-def serve(score: Score, host: str, port: int, *, ready: Callable[[str], None]) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; requests that have come in are answered first.
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket at an address, at which nobody is listened to yet.
 
     Args:
-        score: asked for one request at a time.
+        host: name of this machine, IPv4 or IPv6 address.
         port: 0 for any that is free.
-        ready: told the address once it answers.
 
-    Raises:
-        ConfigError: there can be no server at this host and port.
+    Raises ConfigError where there can be no server.
     """
-    interrupted = contextlib.suppress(KeyboardInterrupt)
-    with RewardServer(score, host, port) as server, _sigterm_as_interrupt(), interrupted:
-        ready(server.url)
-        server.serve_forever()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        if not host.strip():
+            raise OSError("an empty host is every address of this machine: 0.0.0.0 or :: says so")
+        made = socket.socket(family)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except (OSError, OverflowError, ValueError, TypeError) as error:
+        raise ConfigError(f"there can be no server at {host!r}, port {port}: {error}") from error
+    return made
 
 
-class RewardServer(ThreadingHTTPServer):
-    """POST /score and GET /health; `serve_forever()` and `shutdown()` as of its base."""
-
-    daemon_threads = False  # so that closing waits for requests that have come in
-    request_queue_size = 128
+class RewardServer:
+    """POST /score and GET /health. One request is read and scored at a time."""
 
     def __init__(
-        self, score: Score, host: str, port: int, *, max_body_bytes: int = MAX_BODY_BYTES
+        self,
+        score: Score,
+        bound_to: socket.socket,
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        self.score, self.max_body_bytes = score, max_body_bytes
-        self.lock = threading.Lock()
+        """
+        Args:
+            score: asked for the scores of one request at a time, in a thread of its own.
+            bound_to: from `bound`.
+            token: what a request for scores must bring as "Authorization: Bearer TOKEN".
+            limits: of what clients may use.
+        """
+        self.limits = limits or Limits()
+        self._score, self._socket = score, bound_to
+        bound_to.listen()  # who connects now is answered once `run` is called
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._held_bytes = 0
+        self._turn = asyncio.Lock()
+        routes = [
+            Route("/score", self._post, methods=["POST"]),
+            Route("/health", self._health, methods=["GET"]),
+        ]
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+        self.app.router.redirect_slashes = False
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self.app, http=protocol(self.limits), ws="none", loop="asyncio", lifespan="off",
+                log_config=None, log_level="critical", access_log=False, proxy_headers=False,
+                server_header=False, h11_max_incomplete_event_size=self.limits.head_bytes,
+                timeout_graceful_shutdown=self.limits.stop_s,
+            )
+        )  # fmt: skip
+
+    @property
+    def host(self) -> str:
+        """The address that it listens at."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def port(self) -> int:
+        """The port that it listens at."""
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """Where scores are asked for."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/score"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines may reach it."""
+        return not ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Call `ready`, then answer until Ctrl-C, SIGTERM or `stop`.
+
+        Requests that have come in are answered first, if that takes no more than `limits.stop_s`.
+        """
+        with _sigterm_as_interrupt(), suppress(KeyboardInterrupt):
+            ready()
+            self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """End `run`, which another thread is in."""
+        self._server.should_exit = True
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _post(self, request: Request) -> Response:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if self._authorization and not hmac.compare_digest(given, self._authorization):
+            raise HTTPException(
+                HTTPStatus.UNAUTHORIZED, "no token, or a wrong one", {"www-authenticate": "Bearer"}
+            )
+        body = bytearray()
         try:
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"there can be no server at {host}:{port}: {error}") from error
-        self.url = f"http://{host}:{self.server_port}/score"
+            await self._read(request, body)
+            async with self._turn:
+                if await request.is_disconnected():
+                    return Response()  # which nobody reads
+                scores = await asyncio.wrap_future(in_thread(lambda: self._scores(bytes(body))))
+        except ClientDisconnect:
+            return Response()
+        finally:
+            self._held_bytes -= len(body)
+        return JSONResponse({"scores": scores})
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # the client hung up
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-    timeout = IDLE_S
-
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._answer(HTTPStatus.OK, {"status": "ok"})
-        else:
-            self.send_error(HTTPStatus.NOT_FOUND)
-
-    def do_POST(self) -> None:
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Append the body of a request; as it grows, it counts as held."""
+        limits = self.limits
         try:
-            body = self._body()
-            if self.path.partition("?")[0] != "/score":
-                raise Refused(HTTPStatus.NOT_FOUND, _no_such("POST", self.path))
-            self._answer(HTTPStatus.OK, {"scores": _scores(self.server, *read_request(body))})
-        except Refused as refusal:
-            self._answer(refusal.status, {"error": str(refusal)})
+            async with asyncio.timeout(limits.body_s):
+                async for piece in request.stream():
+                    body += piece
+                    self._held_bytes += len(piece)
+                    if len(body) > limits.body_bytes:
+                        raise HTTPException(
+                            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                            f"the request has more than {limits.body_bytes} bytes; ask for fewer "
+                            "responses at once",
+                        )
+                    if self._held_bytes > limits.held_bytes:
+                        raise HTTPException(
+                            HTTPStatus.SERVICE_UNAVAILABLE,
+                            f"{limits.held_bytes} bytes of requests wait already; come again",
+                            RETRY_AFTER,
+                        )
+        except TimeoutError:
+            raise HTTPException(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {limits.body_s:g} s"
+            ) from None
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        reason = message or _no_such(self.command, self.path)
-        self._answer(HTTPStatus(code), {"error": reason})
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a path may hold a token."""
-
-    def _body(self) -> bytes:
-        length = self.headers["content-length"]
-        if length is None:
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "there is no Content-Length")
-        if re.fullmatch("[0-9]{1,18}", length) is None:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"Content-Length is {length!r}, no number")
-        size, limit = int(length), self.server.max_body_bytes
-        if size <= limit:
-            return self.rfile.read(size)
-        while size > 0 and (piece := self.rfile.read(min(size, 2**16))):  # a client reads last
-            size -= len(piece)
-        raise Refused(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the request has {length} bytes; allowed: {limit}; ask for fewer responses at once",
-        )
-
-    def _answer(self, status: HTTPStatus, answer: Mapping[str, Any]) -> None:
-        body = json.dumps(answer, allow_nan=False).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
-def _scores(
-    server: RewardServer, prompts: list[Messages], responses: list[str], columns: Columns
-) -> list[float]:
-    try:
-        with server.lock:
-            scores = [float(score) for score in server.score(prompts, responses, columns)]
-    except Exception as error:
-        _log.exception("%d responses could not be scored", len(responses))
-        raise _failed(f"{type(error).__name__}: {error}") from None
-    if len(scores) != len(responses):
-        raise _failed(f"the reward gave {len(scores)} scores for {len(responses)} responses")
-    for i, score in enumerate(scores):
-        if not math.isfinite(score):
-            raise _failed(f"the reward gave {score} for responses[{i}], {quoted(responses[i])}")
-    return scores
+    def _scores(self, body: bytes) -> list[float]:
+        """Return the answer to a request, which other code computes in whatever way."""
+        try:
+            asked = read_request(body)
+        except ValueError as error:
+            raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
+        responses = asked.responses
+        try:
+            scores = [float(x) for x in self._score(asked.prompts, responses, asked.columns)]
+        except RLHFError as error:  # of a dialogue that the model has no template for, say
+            raise HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
+        except (Exception, SystemExit) as error:
+            _log.exception("%d responses could not be scored", len(responses))
+            raise _failed(f"{type(error).__name__}: {error}") from None
+        if len(scores) != len(responses):
+            raise _failed(f"the reward gave {len(scores)} scores for {len(responses)} responses")
+        for i, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise _failed(f"the reward gave {score} for responses[{i}], {quoted(responses[i])}")
+        return scores
 
 
-def _no_such(method: str, path: str) -> str:
-    return f"there is no {method} {path.partition('?')[0]}; allowed: POST /score, GET /health"
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reason = error.detail
+    if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+        asked = f"{request.method} {request.url.path}"[:300]
+        reason = f"there is no {asked}; allowed: {ADDRESSES}"
+    return Response(
+        error_body(reason), error.status_code, error.headers, media_type="application/json"
+    )
 
 
-def _failed(reason: str) -> Refused:
-    return Refused(HTTPStatus.INTERNAL_SERVER_ERROR, reason)
+def _failed(reason: str) -> HTTPException:
+    return HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, reason)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    def interrupt(*_: Any) -> None:
+    """Let SIGTERM raise KeyboardInterrupt, which uvicorn does with it where it has ended."""
+
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # signals belong to the main thread, and this is another
+        yield
+        return
     try:
         yield
     finally:

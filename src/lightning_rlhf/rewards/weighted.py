@@ -59,7 +59,9 @@ def checked(found: Any, replies: Replies, name: str) -> Float[Tensor, " B"]:
         for i, number in enumerate(found):
             is_number = isinstance(number, int | float) or hasattr(number, "__float__")
             require_number(is_number, number, replies, i, name)
-        found = torch.tensor([float(number) for number in found])
+        found = torch.tensor(
+            [_as_float(number, replies, i, name) for i, number in enumerate(found)]
+        )
     require_number(found.dim() == 1, f"a tensor {list(found.shape)}", replies, 0, name)
     found = found.to(replies.rollout.tokens.device, torch.float32)
     finite = found.isfinite()
@@ -69,10 +71,19 @@ def checked(found: Any, replies: Replies, name: str) -> Float[Tensor, " B"]:
     return found
 
 
+def _as_float(number: Any, replies: Replies, i: int, name: str) -> float:
+    try:
+        return float(number)
+    except (OverflowError, TypeError, ValueError):
+        require_number(False, number, replies, i, name)
+        raise
+
+
 def require_number(holds: bool, found: Any, replies: Replies, i: int, name: str) -> None:
     """Raise RewardError naming what a component gave for the i-th reply, unless it holds."""
     if not holds:
+        shown = found if isinstance(found, str) else quoted(found)
         raise RewardError(
-            f"reward {name!r} gave {found} for the response {quoted(replies.responses[i])} to the "
+            f"reward {name!r} gave {shown} for the response {quoted(replies.responses[i])} to the "
             f"prompt {quoted(replies.rows[i]['prompt'])}; allowed: a finite number"
         )

@@ -69,6 +69,17 @@ EARLY: list[tuple[str, str, Edit, list[str]]] = [
     ("rm", ADAPTER, Path.unlink, ["rm cannot be loaded: it has no weights", ADAPTER]),
     ("rm", ADAPTER, pickled, ["rm cannot be loaded", "pickle", ADAPTER]),
     ("rm", "manifest.json", sets(reward_mean="x"), ["is not a manifest", "reward_mean is 'x'"]),
+    ("rm", "manifest.json", sets(base_seed=-1), ["is not a manifest", "base_seed is -1"]),
+    ("rm", "adapter_config.json", cut, ["rm/adapter_config.json cannot be loaded"]),
+    ("rm", "adapter_config.json", says("[]"), ["adapter_config.json holds no JSON", "list"]),
+    ("rm", "adapter_config.json", sets(peft_type="X"), ["rm cannot be loaded", "'X'", "LORA"]),
+    ("rm", "adapter_config.json", sets(peft_type=...), ["adapter_config.json", "peft_type"]),
+    (
+        "sft",
+        "config.json",
+        sets(text_config={"attn_implementation": "a/b"}),
+        ["text_config.attn_implementation is 'a/b', code on the hub"],
+    ),
 ]
 """Seen before a model loads."""
 LATE: list[tuple[str, str, Edit, list[str]]] = [
@@ -82,9 +93,15 @@ LATE: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", "fingerprint.safetensors", cut, ["sft/fingerprint.safetensors cannot be read"]),
     ("rm", HEAD, cut, [f"rm/{HEAD} is not a reward head"]),
     ("rm", ADAPTER, cut, ["rm cannot be loaded", "header"]),
-    ("rm", "adapter_config.json", cut, ["rm cannot be loaded"]),
-    ("rm", "adapter_config.json", says("[]"), ["rm cannot be loaded", "list"]),
-    ("rm", "adapter_config.json", sets(peft_type="X"), ["rm cannot be loaded", "'X'"]),
+    ("sft", "config.json", sets(num_hidden_layers=0), ["sft/config.json: num_hidden_layers is 0"]),
+    ("sft", "config.json", sets(num_hidden_layers=10**9), ["sft/config.json: ", "1 to 1000"]),
+    ("rm", "adapter_config.json", sets(r=10**9), ["r is 1000000000; allowed: at most 64"]),
+    (
+        "rm",
+        "adapter_config.json",
+        sets(target_modules="(([a-z_.0-9]+)+)+!"),
+        ["rm cannot be loaded: adapter_config.json: target_modules takes more than 2 s"],
+    ),
     ("rm", "adapter_config.json", sets(r=3), ["rm cannot be loaded", "size mismatch"]),
     ("rm", "adapter_config.json", sets(target_modules=["x"]), ["rm cannot be loaded", "'x'"]),
     ("rm", "manifest.json", Path.unlink, ["rm has no manifest.json", "stage=rm"]),
@@ -138,3 +155,43 @@ def test_what_is_no_folder(models: Refusals, checkpoint: str, named: list[str]) 
 def test_a_base_folder(models: Refusals, file: str, edit: Edit, named: list[str]) -> None:
     edit(models.folder / "sft" / file)
     models("stage=sft", "model=hub", "model.name=mini", "model.name_or_path=sft", named=named)
+
+
+def within(**values: Any) -> Edit:
+    """The configuration in the manifest has other values; one that is ... is not there."""
+
+    def edit(file: Path) -> None:
+        manifest = json.loads(file.read_text())
+        config = manifest["config"] | values
+        manifest["config"] = {k: v for k, v in config.items() if v is not ...}
+        file.write_text(json.dumps(manifest))
+
+    return edit
+
+
+OWN: list[tuple[Edit, list[str]]] = [
+    (within(data=...), ["data is 'missing'"]),
+    (within(data=[]), ["data is []"]),
+    (within(data={}), ["data.chat_template_kwargs is 'missing'"]),
+    (within(data={"chat_template_kwargs": 5}), ["data.chat_template_kwargs is 5"]),
+    (within(model=...), ["model is 'missing'"]),
+    (within(model="tiny"), ["model is 'tiny'"]),
+    (within(model={"lora": 5}), ["model.lora is 5"]),
+    (within(model={"lora": {}}), ["model.lora.alpha is missing"]),
+]
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(("edit", "named"), OWN, ids=range(len(OWN)))
+def test_the_configuration_of_a_reward_model_that_reads_text(
+    models: Refusals, edit: Edit, named: list[str]
+) -> None:
+    edit(models.folder / "rm" / "manifest.json")
+    text = (
+        "stage=ppo",
+        "run=next",
+        "policy.checkpoint=sft",
+        "reward=model",
+        "reward.name_or_path=rm",
+    )
+    models.value("debug", False, *text, named=["rm/manifest.json: config: ", *named])

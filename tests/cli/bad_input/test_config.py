@@ -34,8 +34,13 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     (SFT, "sft.lr", True, ["sft.lr is True", "a number"]),
     (SFT, "sft.lr", [1e-4], ["sft.lr is (0.0001,)", "a number"]),
     (SFT, "sft.batch_size", 2.0, ["sft.batch_size is 2.0", "a whole number"]),
-    (SFT, "sft.batch_size", DIGITS, ["sft.batch_size is 9999", f"<= {2**53}"]),
+    (SFT, "sft.batch_size", DIGITS, ["sft.batch_size is 9999", "<= 1000000"]),
+    (SFT, "sft.batch_size", 2**53, ["sft.batch_size is 9007199254740992", "<= 1000000"]),
+    (SFT, "sft.val_every", DIGITS, ["sft.val_every is 9999", f"<= {2**53}"]),
     (SFT, "sft.epochs", 1e30, ["sft.epochs is 1e+30", "<= 1000000"]),
+    (SFT, "sft.epochs", 1e300, ["sft.epochs is 1e+300", "<= 1000000"]),
+    (SFT, "sft.epochs", 1e-300, ["sft.epochs is 1e-300", ">= 0.03125", "1 of the 32 examples"]),
+    (RM, "rm.epochs", 1e-8, ["rm.epochs is 1e-08", ">= 0.03125", "1 of the 32 examples"]),
     (SFT, "sft.val_every", 0, ["sft.val_every is 0", ">= 1"]),
     (SFT, "sft.lr_schedule", {"a": 1}, ["sft.lr_schedule is {'a': 1}", "cosine"]),
     (SFT, "sft", 5, ["sft is 5", "a mapping"]),
@@ -94,6 +99,11 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     (WANDB, "logger.mode", ["x"], ["logger.mode is ['x']", "offline"]),
     # the stages
     (RM, "rm.heads", 0, ["rm.heads is 0"]),
+    (RM, "rm.heads", 2**53, ["rm.heads is 9007199254740992", "<= 1000000"]),
+    (RM, "rm.calibration_samples", 2**53, ["rm.calibration_samples is", "<= 1000000"]),
+    (EVAL, "eval.samples", 2**53, ["eval.samples is 9007199254740992", "<= 1000000"]),
+    (PPO, "ppo.rollout_batch_size", 2**53, ["ppo.rollout_batch_size is", "<= 1000000"]),
+    (PPO, "ppo.val_samples_per_prompt", 2**53, ["ppo.val_samples_per_prompt", "<= 1000000"]),
     (RM, "rm.label_smoothing", 0.5, ["rm.label_smoothing is 0.5", "< 0.5"]),
     (EVAL, "eval.samples", "all", ["eval.samples is 'all'", "a whole number"]),
     (PPO, "ppo.temperature", 0, ["ppo.temperature is 0", "> 0"]),
@@ -172,6 +182,21 @@ COMMANDS: list[tuple[list[str], list[str]]] = [
     (["stage=sft", "~sft.lr"], ["sft.lr is missing"]),
     (["recipe=../x"], ["recipe=../x is not known", "quickstart"]),
     (["recipe=5"], ["recipe=5 is not known", "quickstart"]),
+    (["stage=../stage/sft"], ["stage=../stage/sft is not known; allowed: eval, ppo, rm, sft"]),
+    (["stage=sft.yaml"], ["stage=sft.yaml is not known; allowed: eval"]),
+    (["stage=sft", "model=./tiny"], ["model=./tiny is not known", "tiny"]),
+    (["stage=sft", "data=../data/small"], ["data=../data/small is not known", "small"]),
+    (["stage=ppo", "reward=/head"], ["reward=/head is not known", "composite"]),
+    (["stage=sft", "trainer=./cpu"], ["trainer=./cpu is not known", "cpu, gpu"]),
+    (["stage=sft", "logger=../logger/csv"], ["logger=../logger/csv is not known", "wandb"]),
+    (["stage=ppo", "advantage=./gae"], ["advantage=./gae is not known", "rloo"]),
+    (["recipe=quickstart", "model=./tiny"], ["model=./tiny is not known", "tiny"]),
+    (["recipe=quickstart", "job='a/b'"], ["job is 'a/b'; allowed: a folder name"]),
+    (["recipe=quickstart", "job=${nosuch}"], ["job has no value", "nosuch"]),
+    (["config=my.yaml"], ["config=my.yaml is no", "--config-dir . --config-name my"]),
+    (["config=/a/b.yml"], ["--config-dir /a --config-name b, where /a/b.yaml begins"]),
+    (["--config-name", "my"], ["--config-name my: no folder", "--config-dir FOLDER"]),
+    (["-cn", "a/my.yaml", "stage=sft"], ["--config-name a/my.yaml: no folder"]),
 ]
 
 
@@ -240,3 +265,25 @@ def test_as_a_shell_sees_it(
     assert (outcome.status, outcome.out) == (1, "")
     assert outcome.error
     assert not workplace.outputs.exists()
+
+
+@pytest.mark.parametrize("key", ["run", "job", "model.name"])
+@pytest.mark.parametrize(
+    "name",
+    ["a\x9b", "a\u2028b", "a\u2029", "\u202ea", "a\u202e", "a\x00", "a\nb", "a\x1b[31m", "a\x7f",
+     "a.", "a ", "a\ud800", "a\u200b", "a\xa0", ".a", " a", "-a", "a\\b", "", "\u2028"],
+)  # fmt: skip
+def test_a_name_of_a_folder_can_be_read(refused: Refusals, key: str, name: str) -> None:
+    refused.value(key, name, *SFT, named=[f"{key} is "])
+
+
+@pytest.mark.parametrize(
+    "name", ["a'b", 'a"b', "kl_coef=0.02,seed=1", "é 漢", "a.b", "1", "x+y[z]{"]
+)
+def test_other_names_of_folders_are_taken(workplace: Workplace, name: str) -> None:
+    """By a recipe too, which hands its job to the commands of its stages."""
+    quoted = name.replace("'", r"\'")
+    missing = "data.demonstrations.train=none.jsonl"
+    for word in ("stage=sft", "recipe=quickstart"):
+        error = workplace.mini(word, f"job='{quoted}'", f"run='{quoted}'", missing).error
+        assert error == "data.demonstrations.train: data file none.jsonl does not exist"

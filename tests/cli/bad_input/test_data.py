@@ -208,6 +208,28 @@ def test_what_is_taken_on_purpose(refused: Refusals, content: bytes) -> None:
     assert "a model was loaded" in outcome.err
 
 
+def test_rows_to_validate_on_are_counted_after_those_that_are_dropped(refused: Refusals) -> None:
+    """Of 9 rows 4 are too long, and 3 of the other 5 are drawn."""
+    texts = ["a" * (9999 if i % 2 else 1) + str(i) for i in range(9)]
+    lines = b"".join(row(prompt=text, response="b") for text in texts)
+    (refused.folder / "data" / "x.jsonl").write_bytes(lines)
+    command = [*SFT, "data.demonstrations.val=data/x.jsonl"]
+    outcome = run(refused.place, "data.max_val_rows", 3, *command)
+    assert (
+        "3 demonstrations to validate on, 2 left out (over data.max_val_rows), "
+        "4 left out (prompt too long), too few to measure with\n"
+    ) in outcome.out
+    assert "a model was loaded" in outcome.err
+
+
+def test_a_line_of_100_mb(refused: Refusals) -> None:
+    file = refused.folder / "data" / "x.jsonl"
+    file.write_bytes(GOOD + b'{"prompt": "' + b"a" * 100_000_000 + b'", "response": "b"}\n')
+    named = ["data/x.jsonl, line 2: the line is too long", "16,777,216 bytes"]
+    refused.value(KEY["sft"], "data/x.jsonl", *SFT, named=named)
+    file.unlink()
+
+
 def test_as_a_shell_sees_it(workplace: Workplace) -> None:
     (workplace.folder / "data" / "sft_train.jsonl").write_bytes(GOOD + b"{")
     (workplace.folder / "outputs").mkdir()

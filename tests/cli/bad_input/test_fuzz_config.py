@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_rlhf.cli.changes import flatten
 from lightning_rlhf.cli.settings import Settings, read_settings
 from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.visible import is_hidden
 
 from .conftest import Refusals, composed
 
@@ -77,11 +78,14 @@ WORDS = st.sampled_from(
         "seed", "run", "sft.lr", "sft.batch_size", "model", "data", "stage", "model.lora.r",
         "trainer.threads", "reward", "logger", "~seed", "+x", "++sft.y", "model.from_config.z",
         "data.demonstrations.train", "reward@x", "hydra.x", "", "a b", "policy.checkpoint",
+        "job", "outputs", "config", "advantage", "stage_model", "hydra.sweep.dir", "resume",
+        "logger.project", "sft.stop", "++data", "~model", "model.name", "\x1b[31m",
     ]
 )  # fmt: skip
 GIVEN = st.text(max_size=6) | st.sampled_from(
-    ["1", "-1", "[1", "{a:1}", "'x", "${x}", "${oc.env:X}", "a=b", "1,2", "null", "???", "nan"]
-)
+    ["1", "-1", "[1", "{a:1}", "'x", "${x}", "${oc.env:X}", "a=b", "1,2", "null", "???", "nan",
+     "../sft", "./x", "a'b", "\u202e", "\x9b2J", "a\\", "[red]", "${", "choice(1,2)", "~", "1e999"]
+)  # fmt: skip
 
 
 def test_any_override(refused: Refusals) -> None:
@@ -89,12 +93,13 @@ def test_any_override(refused: Refusals) -> None:
     (refused.folder / "data" / "sft_train.jsonl").unlink()
     place = refused.place
 
-    @settings(derandomize=True, max_examples=20, deadline=None)
+    @settings(derandomize=True, max_examples=60, deadline=None)
     @given(word=WORDS, value=GIVEN)
     def search(word: str, value: str) -> None:
         outcome = place.mini("stage=sft", f"{word}={value}")
         assert outcome.error
         assert len(outcome.err) < 700
+        assert not any(map(is_hidden, outcome.err.removesuffix("\n")))
 
     search()
     assert not place.outputs.exists()

@@ -6,10 +6,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
 
 from lightning_rlhf.cli import secrecy
 from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.rewards.serve import RewardServer
+from lightning_rlhf.rewards.serve import RewardServer, bound
 
 from .conftest import Refusals
 
@@ -52,15 +55,16 @@ def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, b
     def score(prompts: list[object], responses: list[str], columns: object) -> list[float]:
         return [float(len(response)) for response in responses]
 
-    server = RewardServer(score, "127.0.0.1", 0)
-    handle = server.RequestHandlerClass.do_POST
+    server = RewardServer(score, bound("127.0.0.1", 0))
+    answer = server._post
 
-    def watch(self: object) -> None:
-        seen.append(self.path + str(self.headers))  # type: ignore[attr-defined]
-        handle(self)
+    async def watch(request: Request) -> Response:
+        seen.append(f"{request.url.query} {dict(request.headers)}")
+        return await answer(request)
 
-    monkeypatch.setattr(server.RequestHandlerClass, "do_POST", watch)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(server.app.routes[0], "app", request_response(watch))
+    thread = threading.Thread(target=server.run)
+    thread.start()
     user = f"{USER}:{PASSWORD}@" if by == "password" else ""
     url = server.url.replace("//", f"//{user}") + f"?key={QUERY}"
     token = ["reward.token_env=JUDGE_TOKEN"] if by == "token" else []
@@ -70,8 +74,8 @@ def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, b
             "ppo.iterations=1", "logger=wandb", "logger.mode=offline", *token,
         ).succeeded  # fmt: skip
     finally:
-        server.shutdown()
-        server.server_close()
+        server.stop()
+        thread.join()
     assert QUERY in seen[0]
     assert (SECRETS["JUDGE_TOKEN"] if by == "token" else "Basic ") in seen[0]
     secrets = [*SECRETS.values(), USER, PASSWORD, QUERY]
@@ -165,6 +169,60 @@ def test_a_sweep_over_an_address_with_secrets(refused: Refusals, word: str) -> N
     word = word.format(user=USER, password=PASSWORD, query=QUERY)
     outcome = refused.place.sweep("stage=ppo", "reward=http", word)
     assert outcome.status == 1
+    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+
+
+SHOWN = (
+    ["--cfg", "job"],
+    ["--cfg", "all"],
+    ["--cfg", "hydra"],
+    ["-c", "job", "--resolve"],
+    ["--cfg", "job", "--package", "reward"],
+    ["--cfg", "job", "--package", "reward.url", "--resolve"],
+    ["--info"],
+    ["--info", "all"],
+    ["--info", "config"],
+    ["-i", "defaults"],
+)
+
+
+@pytest.mark.parametrize("options", SHOWN, ids=" ".join)
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_configuration_that_is_printed(
+    refused: Refusals, monkeypatch: pytest.MonkeyPatch, options: list[str], typed: bool
+) -> None:
+    """With an address on the command line, or in a variable of the environment."""
+    url = f"http://{USER}:{PASSWORD}/x@127.0.0.1:9/?key={QUERY}&a=b"
+    monkeypatch.setenv("JUDGE_URL", url)
+    given = f"reward.url='{url}'" if typed else "reward.url=${oc.env:JUDGE_URL}"
+    outcome = refused.place.mini("stage=ppo", *options, "reward=http", given, "ppo.kl_coef=0.1")
+    assert outcome.status == 0, outcome.err
+    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+    # After a job Hydra's logger is off in the process that runs the tests, and --info logs.
+    assert outcome.out or options[0] in ("--info", "-i")
+    assert "++" not in outcome.out.replace("reinforce++", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hydra.output_subdir=kept", "{}"],
+        ["--cfg", "{}"],
+        ["--nothing", "{}"],
+        ["hydra.verbose=true", "{}"],
+        ["{}", "reward.nothing=1"],
+        ["{}", "nothing"],
+        ["{}", "--resolve"],
+    ],
+    ids=" ".join,
+)
+def test_where_hydra_would_write_or_repeat_an_address(refused: Refusals, words: list[str]) -> None:
+    address = f"reward.url=http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}"
+    outcome = refused.place.mini(
+        "stage=ppo", "reward=http", "policy.checkpoint=base",
+        *(word.format(address) for word in words),
+    )  # fmt: skip
+    assert outcome.status != 0
     assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
 
 

@@ -15,6 +15,7 @@ import torch
 
 import lightning_rlhf
 
+from ..conftest import Workplace
 from .conftest import Refusals, run
 
 PPO = ("stage=ppo", "run=next", "policy.checkpoint=sft", "reward.checkpoint=rm")
@@ -128,6 +129,7 @@ def test_code_beside_a_model_that_is_known(models: Refusals, marker: Path) -> No
         "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}",
         "{{ messages.append(messages[0]) }}",
         "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 'a' * 10**13 }}",
         "{% include '/etc/passwd' %}",
     ],
 )
@@ -153,6 +155,116 @@ def test_functions_that_a_manifest_names_are_not_loaded(models: Refusals, marker
         file.write_text(json.dumps(manifest))
     outcome = run(models.place, "ppo.iterations", 1, *PPO)
     assert outcome.succeeded
+    assert not marker.exists()
+
+
+@pytest.fixture
+def planted(models: Refusals, marker: Path) -> Path:
+    """A model that only the code in its folder could load."""
+    sft = models.folder / "sft"
+    (sft / "x.py").write_text(f"open({str(marker)!r}, 'w')")
+    config = json.loads((sft / "config.json").read_text())
+    auto_map = {"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"}
+    (sft / "config.json").write_text(
+        json.dumps(config | {"model_type": "unheard_of", "auto_map": auto_map})
+    )
+    return sft
+
+
+def edit_model(run_folder: Path, **values: Any) -> None:
+    file = run_folder / "config.json"
+    tree = json.loads(file.read_text())
+    tree["model"] |= values
+    file.write_text(json.dumps(tree))
+
+
+@pytest.fixture
+def recorded(models: Refusals) -> Path:
+    """The folder of a run of PPO, from the base model, that can be replayed."""
+    base = ("stage=ppo", "run=recorded", "reward=random", "policy.checkpoint=base")
+    models.place.mini(*base, "record=true", "ppo.iterations=1").succeeded  # noqa: B018
+    return models.place.stage("ppo", "recorded")
+
+
+def test_a_run_that_is_replayed(
+    models: Refusals, recorded: Path, planted: Path, marker: Path
+) -> None:
+    """Its own configuration trusts the model that it names: only the command line may."""
+    edit_model(recorded, from_config=None, name_or_path=str(planted), trust_remote_code=True)
+    error = models.place.call("replay", str(recorded)).error
+    assert f"{recorded / 'config.json'} asks for code that a model brings" in error
+    assert "model.trust_remote_code is True" in error
+    assert "--trust-remote-code" in error
+    assert not marker.exists()
+    models.place.call("replay", str(recorded), "--trust-remote-code")
+    assert marker.exists()
+
+
+def test_code_of_a_run_that_is_replayed_without_its_asking(
+    models: Refusals, recorded: Path, planted: Path, marker: Path
+) -> None:
+    edit_model(recorded, from_config=None, name_or_path=str(planted))
+    assert "asks for Python code that it brings" in models.place.call("replay", str(recorded)).error
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("model.attn_implementation", {"attn_implementation": "org/kernel"}),
+        ("model.from_config.x.attn_implementation",
+         {"from_config": {"x": {"attn_implementation": "org/kernel"}}}),
+        ("model.trust_remote_code", {"trust_remote_code": "yes"}),
+    ],
+)  # fmt: skip
+def test_what_else_a_run_may_ask_for(
+    models: Refusals, pipeline: Workplace, key: str, values: dict[str, Any]
+) -> None:
+    for stage in ("sft", "rm", "ppo"):
+        folder = models.folder / f"run_{stage}"
+        folder.mkdir()
+        shutil.copy(pipeline.stage(stage) / "config.json", folder)
+        edit_model(folder, **values)
+        assert (
+            f"code that a model brings: {key} is" in models.place.call("replay", str(folder)).error
+        )
+
+
+def test_a_configuration_of_a_run_is_text(models: Refusals, pipeline: Workplace) -> None:
+    """What reads as one of Hydra's interpolations stands for nothing but itself."""
+    shutil.copy(pipeline.stage("ppo") / "config.json", models.folder)
+    edit_model(models.folder, dtype="${oc.env:HOME}")
+    error = models.place.call("replay", str(models.folder)).error
+    assert "model.dtype is '${oc.env:HOME}'" in error
+
+
+def test_code_beside_a_configuration(refused: Refusals, marker: Path) -> None:
+    """model.from_config of an encoder, with code of a folder that would make it speak."""
+    folder = refused.folder / "code"
+    folder.mkdir()
+    (folder / "x.py").write_text(f"open({str(marker)!r}, 'w')")
+    tree = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": f"{folder}--x.M"}}
+    refused.value("model.from_config", tree, "stage=sft", named=["model.from_config"])
+    assert not marker.exists()
+
+
+def test_an_adapter_that_would_load_a_tokenizer_with_code(models: Refusals, marker: Path) -> None:
+    """Prompt tuning starts from the words of a tokenizer, loaded as its configuration says."""
+    rm, code = models.folder / "rm", models.folder / "code"
+    shutil.copytree(models.folder / "sft", code)
+    (code / "x.py").write_text(f"open({str(marker)!r}, 'w')")
+    own = json.loads((code / "tokenizer_config.json").read_text())
+    auto_map = {"AutoTokenizer": ["x.T", None]}
+    own |= {"auto_map": auto_map, "tokenizer_class": "T"}
+    (code / "tokenizer_config.json").write_text(json.dumps(own))
+    tuning = {
+        "peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 2,
+        "base_model_name_or_path": None, "prompt_tuning_init": "TEXT",
+        "prompt_tuning_init_text": "a b", "tokenizer_name_or_path": str(code),
+        "tokenizer_kwargs": {"trust_remote_code": True},
+    }  # fmt: skip
+    (rm / "adapter_config.json").write_text(json.dumps(tuning))
+    models.value("debug", False, *PPO, named=["rm cannot be loaded", "'PROMPT_TUNING'", "LORA"])
     assert not marker.exists()
 
 

@@ -1,0 +1,305 @@
+"""Malformed HTTP: answers to the reward client, and requests to the reward server."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import mutations as m
+from malformed_cases import MINI, SMALL, Case, Kind
+
+Answer = Callable[[int], Iterator[bytes]]
+"""From the number of responses asked for to the pieces of an answer."""
+Pieces = Iterator[bytes]
+
+
+def reply(body: bytes, status: str = "200 OK", headers: bytes = b"", length: str = "") -> bytes:
+    """Return an answer as a server would write it."""
+    size = length or str(len(body))
+    head = f"HTTP/1.1 {status}\r\ncontent-length: {size}\r\n".encode("latin-1")
+    return head + headers + b"\r\n" + body
+
+
+def scores(count: int) -> bytes:
+    """Return the body of a right answer."""
+    return json.dumps({"scores": [0.5] * count}).encode()
+
+
+def endless(start: bytes, piece: bytes, pause_s: float = 0.0) -> Answer:
+    """Return an answer that goes on until the client has hung up."""
+
+    def answer(_: int) -> Pieces:
+        yield start
+        while True:
+            time.sleep(pause_s)
+            yield piece
+
+    return answer
+
+
+def fixed(data: bytes) -> Answer:
+    """Return an answer that is the same whatever is asked."""
+    return lambda _: iter([data])
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+ZIPPED = b"content-encoding: gzip\r\n"
+ANSWERS: dict[str, Answer] = {
+    "nothing": lambda _: iter([]),
+    "no HTTP": fixed(b"hello\r\n\r\n"),
+    "TLS": fixed(b"\x16\x03\x01\x02\x00" + bytes(200)),
+    "a status line alone": fixed(OK),
+    "no status": fixed(b"HTTP/1.1 \r\n\r\n"),
+    "status abc": fixed(reply(b"", "abc")),
+    "status 999": fixed(reply(b"{}", "999 X")),
+    "status -1": fixed(reply(b"{}", "-1 X")),
+    "status 200000": fixed(reply(b"{}", "200000 X")),
+    "HTTP/9.9": fixed(b"HTTP/9.9 200 OK\r\n\r\n{}"),
+    "a long status line": fixed(b"HTTP/1.1 200 " + b"a" * 100_000 + b"\r\n\r\n"),
+    "a long header": fixed(OK + b"x: " + b"a" * 100_000 + b"\r\n\r\n"),
+    "10,000 headers": fixed(OK + b"x: y\r\n" * 10_000 + b"\r\n"),
+    "headers without end": endless(OK, b"x: y\r\n"),
+    "100 Continue without end": endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a body without end": endless(OK + b"\r\n", b" " * 65536),
+    "chunks without end": endless(CHUNKED, b"1\r\n \r\n"),
+    "a body that drips": endless(OK + b"content-length: 1000000\r\n\r\n", b" ", 0.3),
+    "headers that drip": endless(OK, b"x", 0.3),
+    "silence": endless(b"", b"", 0.3),
+    "silence after the head": endless(OK + b"content-length: 5\r\n\r\n", b"", 0.3),
+    "a short body": fixed(reply(b"{", length="100")),
+    "a length that is negative": fixed(reply(b"{}", length="-5")),
+    "a length that is no number": fixed(reply(b"{}", length="x")),
+    "a length that is huge": fixed(reply(b"{}", length="9" * 30)),
+    "two lengths": fixed(reply(b"{}", headers=b"content-length: 1\r\n")),
+    "a chunk of size x": fixed(CHUNKED + b"x\r\n"),
+    "a chunk of huge size": fixed(CHUNKED + b"f" * 40 + b"\r\n"),
+    "a chunk that is cut": fixed(CHUNKED + b"ff\r\nabc"),
+    "no gzip": fixed(reply(b"{}", headers=ZIPPED)),
+    "gzip that is cut": fixed(reply(gzip.compress(b"{}" * 99)[:15], headers=ZIPPED)),
+    "a gzip bomb": fixed(reply(gzip.compress(b" " * 300_000_000, 1), headers=ZIPPED)),
+    "deflate in deflate": fixed(reply(b"{}", headers=b"content-encoding: deflate, deflate\r\n")),
+    "an unknown encoding": fixed(reply(b"{}", headers=b"content-encoding: x\r\n")),
+    "300 encodings": fixed(reply(b"{}", headers=b"content-encoding: " + b"gzip," * 300 + b"\r\n")),
+    "50 MB of brackets": fixed(reply(b"[" * 50_000_000)),
+    "a redirect to itself": fixed(reply(b"", "302 Found", b"location: /score\r\n")),
+    "a redirect to a file": fixed(reply(b"", "302 Found", b"location: file:///etc/passwd\r\n")),
+    "Retry-After: soon": fixed(reply(b"", "503 X", b"retry-after: soon\r\n")),
+    "Retry-After: -1": fixed(reply(b"", "503 X", b"retry-after: -1\r\n")),
+    "Retry-After: a day that is gone": fixed(
+        reply(b"", "429 X", b"retry-after: Sun, 06 Nov 1994 08:49:37 GMT\r\n")
+    ),
+    "escapes": fixed(reply(b"\x1b]0;title\x07\x1b[2J\x9b31m", "500 \x1b[31m")),
+    "a cookie": fixed(reply(b"{}", headers=b"set-cookie: \xff\x00\r\n")),
+}
+"""What a server may answer that is not what it should."""
+BODIES = [
+    b"", b" ", b"null", b"[]", b"{}", b"5", b'"x"', b"\xff", b"\xff\xfe{\0}\0", b"<html>", b"NaN",
+    b"[" * 100_000, b"9" * 5000, b'{"scores": null}', b'{"scores": 5}', b'{"scores": []}',
+    b'{"scores": {}}', b'{"score": [1]}', b'{"scores": [1]}', b'{"scores": "12345678"}',
+    b'{"scores": [1], "scores": [2]}', b'{"scores": ["\x1b[31m"]}', b"\xef\xbb\xbf{}",
+]  # fmt: skip
+STATUSES = ["201 X", "204 X", "206 X", "304 X", "400 X", "401 X", "403 X", "404 X", "405 X",
+            "413 X", "418 X", "429 X", "500 X", "501 X", "503 X", "599 X", "600 X"]  # fmt: skip
+
+
+def serve_answers(answer: Answer, after: int) -> int:
+    """Answer requests in a thread, the first `after` of them rightly; returns the port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    seen = 0
+
+    def one(connection: socket.socket) -> None:
+        nonlocal seen
+        with suppress(OSError), connection:
+            while (count := responses_asked(connection)) is not None:
+                seen += 1
+                if seen <= after:
+                    connection.sendall(reply(scores(count)))
+                    continue
+                for piece in answer(count):
+                    connection.sendall(piece)
+                return
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=one, args=[connection], daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def responses_asked(connection: socket.socket) -> int | None:
+    """Return for how many responses the next request asks; None where there is none."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        if not (piece := connection.recv(65536)):
+            return None
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    found = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+    size = int(found[1]) if found else 0
+    while len(body) < size:
+        if not (piece := connection.recv(65536)):
+            return None
+        body += piece
+    return len(json.loads(body)["responses"])
+
+
+def client_kind(share: float) -> Kind:
+    """Return bad answers to `reward=http`."""
+
+    def of_answer(answer: Answer, after: int, what: str) -> Case:
+        def prepare(folder: Path) -> tuple[str, Sequence[str]]:
+            port = serve_answers(answer, after)
+            http = ["reward=http", f"reward.url=http://127.0.0.1:{port}/score", "reward.retries=1",
+                    "reward.timeout_s=2", "reward.backoff_s=0.01"]  # fmt: skip
+            words = ["stage=ppo", *MINI, *SMALL["ppo"], "policy.checkpoint=base", *http]
+            return f"after {after} right answers: {what}", words
+
+        return Case(prepare, ["data"], "step")
+
+    def with_body(body: bytes, status: str, after: int) -> Case:
+        what = f"{status}, {m.shown(body)}"
+        return of_answer(lambda _: iter([reply(body, status)]), after, what)
+
+    table = [of_answer(answer, after, what) for what, answer in ANSWERS.items() for after in (1, 0)]
+    table += [with_body(body, "200 OK", 1) for body in BODIES]
+    table += [
+        with_body(b'{"error": "x"}', status, after) for status in STATUSES for after in (1, 0)
+    ]
+
+    def draw(dice: random.Random) -> Case:
+        after = dice.choice([0, 1, 2])
+        seed = dice.random()
+
+        def answer(count: int) -> Pieces:
+            own = random.Random(seed)
+            if own.random() < 0.5:
+                tree, _ = m.mutated(json.loads(scores(count)), own)
+                yield reply(json.dumps(tree).encode())
+            else:
+                yield m.mutated_bytes(reply(scores(count)), own)[0]
+
+        return of_answer(answer, after, f"a change drawn by {seed}")
+
+    return Kind("HTTP answers to reward=http", table, draw, share)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One bad request to the reward server."""
+
+    what: str
+    data: bytes
+
+
+GOOD = {
+    "prompts": [[{"role": "user", "content": "a question"}]],
+    "responses": ["an answer"],
+    "columns": {"x": [1]},
+}
+
+
+def post(body: bytes, line: bytes = b"POST /score HTTP/1.1", headers: bytes = b"") -> bytes:
+    """Return a request as a client would write it."""
+    size = b"content-length: %d\r\n" % len(body)
+    return line + b"\r\nhost: x\r\nconnection: close\r\n" + size + headers + b"\r\n" + body
+
+
+def request_table() -> list[Request]:
+    """Return the requests that are written by hand."""
+    good = json.dumps(GOOD).encode()
+    lines = [
+        b"", b" ", b"\r\n", b"POST", b"POST /score", b"POST  /score HTTP/1.1",
+        b"POST /score HTTP/9.9",
+        b"POST /score HTTP/x", b"post /score HTTP/1.1", b"PUT /score HTTP/1.1",
+        b"GET /score HTTP/1.1",
+        b"HEAD /health HTTP/1.1", b"OPTIONS * HTTP/1.1", b"CONNECT x:1 HTTP/1.1",
+        b"TRACE / HTTP/1.1",
+        b"DELETE / HTTP/1.1", b"GET /../../etc/passwd HTTP/1.1", b"GET /\xff HTTP/1.1",
+        b"GET /\x1b[31m HTTP/1.1", b"GET /%00 HTTP/1.1", b"GET " + b"/" * 70_000 + b" HTTP/1.1",
+        b"POST /" + b"a" * 70_000 + b" HTTP/1.1", b"POST /score?" + b"a" * 9000 + b" HTTP/1.1",
+        b"POST http://x/score HTTP/1.1", b"POST /score/ HTTP/1.1", b"POST /Score HTTP/1.1",
+        b"A" * 70_000 + b" / HTTP/1.1", b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0",
+    ]  # fmt: skip
+    headers = [
+        b"x: " + b"a" * 100_000 + b"\r\n", b"x: y\r\n" * 5_000, b": x\r\n", b"x\r\n", b" x: y\r\n",
+        b"x y: z\r\n", b"\xff: \xff\r\n", b"x: \0\r\n", b"x: a\r\n b\r\n", b"content-length: 5\r\n",
+        b"content-length: -1\r\n", b"transfer-encoding: chunked\r\n", b"transfer-encoding: x\r\n",
+        b"expect: 100-continue\r\n", b"expect: x\r\n", b"content-encoding: gzip\r\n",
+        b"content-type: text/html\r\n", b"connection: upgrade\r\nupgrade: h2c\r\n", b"host: y\r\n",
+        b"range: bytes=0-\r\n", b"authorization: Basic \xff\r\n",
+    ]  # fmt: skip
+    lengths = [
+        b"",
+        b"x",
+        b"-1",
+        b"+5",
+        b"1e3",
+        b"0x10",
+        b"9" * 30,
+        b"99999999999",
+        b"5, 5",
+        b"\xb2",
+    ]
+    found = [Request(f"line {m.shown(line)}", post(good, line)) for line in lines]
+    found += [Request(f"header {m.shown(h)}", post(good, headers=h)) for h in headers]
+    for length in lengths:
+        head = b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-length: " + length + b"\r\n\r\n"
+        found.append(Request(f"length {m.shown(length)}", head + good))
+    chunked = b"POST /score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for body in (
+        b"x\r\n",
+        b"f" * 40 + b"\r\n",
+        b"5\r\nabc",
+        b"-1\r\n",
+        b"0\r\n\r\n",
+        b"1;x=y\r\n{\r\n",
+    ):
+        found.append(Request(f"chunks {m.shown(body)}", chunked + body))
+    bodies = [b"[" * 100_000, b"9" * 5000, b'{"prompts": ' * 10_000, b"\xff", b"\xff\xfe{\0",
+              b"NaN", b"", b"null", b"[]", b'"x"', b"\0" * 1000, b"[],"* 1_000_000,
+              good.replace(b"user", b"tool"), good.replace(b"a question", b"\\ud800"),
+              good.replace(b"an answer", b"\\ud800"), good.replace(b"an answer", b""),
+              good.replace(b"an answer", b"\\u0000"), good.replace(b"a question", b"a " * 100_000),
+              good.replace(b"an answer", b"a " * 100_000), good.replace(b"user", b"assistant"),
+              good.replace(b"user", b"system"), good[:-1] + b', "prompts": []}']  # fmt: skip
+    found += [Request(f"body {m.shown(body)}", post(body)) for body in bodies]
+    for path in list(m.nodes(GOOD)):
+        for value in (None, 5, "", "x", [], {}, [None], "\ud800"):
+            body = json.dumps(m.replaced(GOOD, path, value)).encode()
+            where = ".".join(map(str, path)) or "the whole"
+            found.append(Request(f"{where} = {m.shown(value)}", post(body)))
+    return found
+
+
+def request_drawn(dice: random.Random) -> Request:
+    """Return a right request with one random change."""
+    if dice.random() < 0.5:
+        tree, what = m.mutated(GOOD, dice)
+        return Request(what, post(json.dumps(tree).encode()))
+    data, what = m.mutated_bytes(post(json.dumps(GOOD).encode()), dice)
+    return Request(what, data)
+
+
+def asked(port: int, request: Request, limit_s: float) -> bytes:
+    """Return all that the server answers until it hangs up. Raises TimeoutError."""
+    end, data = time.monotonic() + limit_s, b""
+    to = ("127.0.0.1", port)
+    with socket.create_connection(to, limit_s) as connection, suppress(ConnectionError):
+        connection.sendall(request.data)
+        connection.shutdown(socket.SHUT_WR)
+        while piece := connection.recv(65536):
+            data += piece
+            connection.settimeout(max(end - time.monotonic(), 0.01))
+    return data

@@ -1,0 +1,58 @@
+"""The start of a stage: what names and folders alone tell is told before the slow imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_rlhf.cli.folders import FINAL, find_parents, folder_of
+from lightning_rlhf.cli.resume import decide, held, resume_point
+from lightning_rlhf.cli.settings import AUTO, Settings, reward_key
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.functions import check_function_file
+from lightning_rlhf.data.splits import Kind, check_sources
+from lightning_rlhf.models.config import BASE, SFT
+from lightning_rlhf.models.weights import refuse_missing_folder
+from lightning_rlhf.rewards.config import FunctionConfig
+
+READ: dict[str, Kind] = {
+    "sft": "demonstrations",
+    "rm": "preferences",
+    "ppo": "prompts",
+    "eval": "preferences",
+}
+"""Stage -> the data that it reads."""
+
+
+def run_stage(settings: Settings) -> Path:
+    """Run the stage and return the path of its `final/` folder."""
+    with held(settings, folder_of(settings)):
+        if settings.resume == AUTO:
+            if (decided := decide(settings)) is None:
+                return folder_of(settings) / FINAL
+            settings = decided
+        checkpoint = resume_point(settings)
+        check_inputs(settings)
+        # Lightning, transformers and torch take ten seconds of processor time to import.
+        from lightning_rlhf.cli.run import run_in_folder
+
+        return run_in_folder(settings, checkpoint)
+
+
+def check_inputs(settings: Settings) -> None:
+    """Raise an RLHFError unless the models, files and folders that the stage reads are there."""
+    if settings.stage == "sft" and settings.policy.checkpoint not in (None, BASE):
+        raise ConfigError(
+            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage=sft starts from "
+            "model.name_or_path; set that instead"
+        )
+    if SFT not in find_parents(settings):
+        for name in ("name_or_path", "tokenizer"):
+            if (source := getattr(settings.model, name)) is not None:
+                refuse_missing_folder(source, f"model.{name}")
+    check_sources(settings.data, READ[settings.stage])
+    if settings.stage == "ppo" and settings.data.judge:
+        check_function_file(settings.data.judge, "data.judge")
+    if settings.stage in ("ppo", "eval"):
+        for name, component in settings.reward.items():
+            if isinstance(component, FunctionConfig):
+                check_function_file(component.path, f"{reward_key(settings, name)}.path")

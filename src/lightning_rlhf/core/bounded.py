@@ -1,0 +1,114 @@
+"""Programs that come with a model, chat templates and regular expressions, kept within limits."""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from lightning_rlhf.core.errors import ConfigError
+
+SECONDS = 10.0
+"""Processor time that one rendering of a chat template may take."""
+MEMORY = 1 << 30
+"""Bytes that one rendering of a chat template may take."""
+CHARACTERS = 1_000_000
+"""Characters that a chat template may write, beyond ten times those of the messages."""
+
+
+class Tokenizer(Protocol):
+    """What a chat template is rendered through: a tokenizer of transformers."""
+
+    name_or_path: str
+
+    def apply_chat_template(self, conversation: Any, **arguments: Any) -> Any:
+        """Return the dialogue as its chat template writes it."""
+
+
+@contextmanager
+def bounded(seconds: float, memory: int) -> Iterator[None]:
+    """Limit what runs inside to `seconds` of the process's time and `memory` bytes more than now.
+
+    Outside the main thread, which alone is sent signals, nothing is limited; memory is on Linux
+    alone.
+
+    Raises:
+        TimeoutError, MemoryError: inside, where it takes more.
+    """
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _Expired
+
+    with _address_space(memory):
+        before = signal.signal(signal.SIGPROF, stop)
+        # Again every second: an exception is lost where Python calls back out of C.
+        signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+        try:
+            yield
+        except _Expired as error:
+            raise TimeoutError(f"more than {seconds:g} s of processor time") from error
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
+
+
+class _Expired(BaseException):
+    """Not an Exception, which Jinja's compiler catches where it computes constants."""
+
+
+@contextmanager
+def _address_space(more: int) -> Iterator[None]:
+    """Inside, the process may reserve at most `more` bytes beyond what it has, on Linux."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    import resource  # not there on Windows
+
+    with open("/proc/self/statm", "rb") as file:
+        has = int(file.read().split()[0]) * mmap.PAGESIZE
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = has + more
+    lower = limit if soft == resource.RLIM_INFINITY else min(soft, limit)
+    resource.setrlimit(resource.RLIMIT_AS, (lower, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def write_dialogue(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], **arguments: Any
+) -> str:
+    """Return the dialogue as the tokenizer's chat template writes it, within the limits above.
+
+    arguments: those of `apply_chat_template`.
+
+    Raises:
+        ConfigError: it takes more time or memory, or writes more, than a template may.
+        Exception: whatever a template raises that refuses these messages.
+    """
+    most = CHARACTERS + 10 * sum(len(message["content"]) for message in messages)
+    try:
+        with bounded(SECONDS, MEMORY):
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    except (TimeoutError, MemoryError) as error:
+        found = "more memory" if isinstance(error, MemoryError) else "more processor time"
+        raise _beyond(tokenizer, f"takes {found} than it may") from error
+    if len(text) > most:
+        raise _beyond(tokenizer, f"writes {len(text)} characters, of which {most} are allowed")
+    return text
+
+
+def _beyond(tokenizer: Tokenizer, found: str) -> ConfigError:
+    return ConfigError(
+        f"the chat template of tokenizer {tokenizer.name_or_path!r} {found}; allowed for one "
+        f"dialogue: {SECONDS:g} s, {MEMORY >> 30} GiB, and {CHARACTERS} characters beyond ten "
+        "times those of its messages"
+    )

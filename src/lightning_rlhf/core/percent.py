@@ -1,0 +1,8 @@
+"""Shares as percentages."""
+
+from __future__ import annotations
+
+
+def percent(share: float, decimals: int = 1) -> str:
+    """Return `share`, of 1, as a percentage; what rounds to zero has no sign: -1e-9 -> 0.0%."""
+    return f"{share:z.{decimals}%}"

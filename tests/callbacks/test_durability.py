@@ -1,0 +1,163 @@
+"""What is on the disk, in which order, and what a kill between two deletions leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import Logger
+
+from lightning_rlhf.callbacks.checkpoint_files import WholeFiles, keep_newest, numbered, path_of
+from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.evaluation import Evaluation
+from lightning_rlhf.callbacks.loggers import RunTensorBoard
+from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.callbacks.stop import Stop
+
+from .conftest import FakePPO, FakeSFT, Fit
+from .test_checkpoints import ORIGIN, Run, config
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="tells the name of an open file"
+)
+
+
+class Disk:
+    """Which bytes of which file would survive a loss of power."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.synced: dict[Path, int] = {}
+        """File -> its size, or folder -> how many names were in it, at the latest fsync."""
+        self.at_checkpoint: dict[int, dict[Path, tuple[int, int]]] = {}
+        """Step -> file -> its bytes on the disk, and all, as the checkpoint got its name."""
+        fsync, replace = os.fsync, os.replace
+
+        def note_fsync(descriptor: int) -> None:
+            fsync(descriptor)
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            self.synced[path] = len(os.listdir(path)) if path.is_dir() else path.stat().st_size
+
+        def note_replace(source: Path, target: Path) -> None:
+            if target.suffix == ".ckpt" and target.stem.isdigit():
+                files = [f for f in target.parents[1].rglob("*") if f.is_file()]
+                self.at_checkpoint[int(target.stem)] = {
+                    f: (self.synced.get(f, 0), f.stat().st_size)
+                    for f in files
+                    if ".ckpt" not in f.name
+                }
+            replace(source, target)
+            if source in self.synced:
+                self.synced[target] = self.synced.pop(source)
+
+        monkeypatch.setattr(os, "fsync", note_fsync)
+        monkeypatch.setattr(os, "replace", note_replace)
+
+    def check(self, *steps: int) -> None:
+        """Fail unless all files were on the disk before each of the checkpoints of `steps`."""
+        assert tuple(self.at_checkpoint) == steps
+        for files in self.at_checkpoint.values():
+            assert files
+            assert {f.name: sizes for f, sizes in files.items() if sizes[0] != sizes[1]} == {}
+
+
+def fit_ppo(folder: Path, fit: Fit, *loggers: Logger) -> None:
+    fit(
+        FakePPO(),
+        [
+            PPOMetrics(),
+            Evaluation(None, folder),
+            Samples(every_n_iterations=1, count=2, characters=9, run_dir=folder),
+            Checkpoints(
+                folder / "checkpoints", config(checkpoint_every=2, val_every=3), ORIGIN, Stop()
+            ),
+        ],
+        [MetricsFile(folder), *loggers],
+        batches=6,
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1,
+        plugins=[WholeFiles()],
+    )
+
+
+def test_rows_and_samples_are_on_the_disk_before_the_checkpoint(
+    tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files of the run, whenever a checkpoint gets its name, and the names in their folder."""
+    disk = Disk(monkeypatch)
+    fit_ppo(tmp_path, fit)
+    disk.check(2, 3, 4, 6)
+    kept = disk.at_checkpoint[4]
+    assert {str(file.relative_to(tmp_path)) for file in kept} == {
+        "metrics.csv", "samples/train.jsonl", "samples/eval_000000.jsonl",
+        "samples/eval_000003.jsonl",
+    }  # fmt: skip
+    assert disk.synced[tmp_path / "samples"] >= 2, "the names of the files in it"
+
+
+def test_events_of_tensorboard_are_too(
+    tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer keeps them for two minutes, and a kill would lose them."""
+    disk = Disk(monkeypatch)
+    fit_ppo(tmp_path, fit, RunTensorBoard(tmp_path))
+    disk.check(2, 3, 4, 6)
+    (events,) = (tmp_path / "tensorboard").glob("events.*")
+    sizes = [files[events][0] for files in disk.at_checkpoint.values()]
+    assert sizes == sorted(set(sizes)), "each has more"
+
+
+def test_supervised_rows_are_too(tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    saver = Checkpoints(tmp_path / "checkpoints", config(checkpoint_every=3), ORIGIN, Stop())
+    fit(
+        FakeSFT(), [SFTMetrics(), saver], [MetricsFile(tmp_path)], batches=6, limit_val_batches=0,
+        log_every_n_steps=1, plugins=[WholeFiles()],
+    )  # fmt: skip
+    disk.check(3, 6)
+
+
+def test_a_new_folder_of_checkpoints_is_flushed_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    WholeFiles().save_checkpoint({}, tmp_path / "run" / "checkpoints" / "000001.ckpt")
+    assert disk.synced[tmp_path] == 1
+    assert disk.synced[tmp_path / "run"] == 1
+    assert disk.synced[tmp_path / "run" / "checkpoints"] == 1
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_a_kill_between_deletions_leaves_no_checkpoint_for_ever(
+    tmp_path: Path, fit: Fit, left: int
+) -> None:
+    """At the last step, after which nothing is saved any more: the resume deletes what is left."""
+    run = Run(tmp_path, fit)
+    run.train(checkpoint_every=1, checkpoints_kept=2 + left)
+    assert len(run.steps) == 2 + left
+    run.train(resume="000006", checkpoint_every=1, checkpoints_kept=2)
+    assert run.steps == [5, 6]
+
+
+def test_deletions_that_were_cut_off_are_done_at_the_next_save(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        path_of(tmp_path, step).touch()
+    unlink, gone = Path.unlink, []
+
+    def pull(path: Path, *arguments: Any) -> None:
+        if gone:
+            raise KeyboardInterrupt
+        gone.append(path)
+        unlink(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", pull)
+        with pytest.raises(KeyboardInterrupt):
+            keep_newest(tmp_path, 2)
+    assert len(numbered(tmp_path)) == 5
+    keep_newest(tmp_path, 2)
+    assert [path.stem for path in numbered(tmp_path)] == ["000005", "000006"]

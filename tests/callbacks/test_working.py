@@ -1,0 +1,115 @@
+"""Nothing is silent for more than ten seconds."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import rich
+from rich.console import Console
+
+from lightning_rlhf.callbacks import working
+from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.callbacks.working import PERIOD_S, Working
+
+from .conftest import FakePPO, Fit
+
+
+class Clock:
+    """Time that passes where it is waited for, or where somebody works."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def waiting(self, work: Callable[[], None], seconds: float) -> Callable[[float], bool]:
+        """As Event.wait of a block that works for `seconds`; `work` is done in each period."""
+        end = self.now + seconds
+
+        def stops(timeout_s: float) -> bool:
+            assert timeout_s == PERIOD_S == 10
+            work()
+            self.now = min(end, self.now + timeout_s)
+            return self.now == end
+
+        return stops
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(working, "monotonic", found)
+    return found
+
+
+def test_there_is_a_line_every_ten_seconds(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Working("sampling", 64) as sampling:
+        sampling.say_until(clock.waiting(lambda: sampling.advance(8), 35))
+    assert capsys.readouterr().out.splitlines() == [
+        "sampling 8/64  0:00:10 elapsed",
+        "sampling 16/64  0:00:20 elapsed",
+        "sampling 24/64  0:00:30 elapsed",
+    ]
+
+
+def test_what_takes_less_says_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with Working("loading [bold]it[/bold]") as loading:
+        loading.say_until(clock.waiting(lambda: None, 9.9))
+        assert capsys.readouterr().out == ""
+        loading.say_until(clock.waiting(lambda: None, 10.1))
+    assert capsys.readouterr().out == "loading [bold]it[/bold]  0:00:20 elapsed\n"
+
+
+def test_the_lines_come_by_themselves_and_end_with_the_block(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(working, "PERIOD_S", 0.01)
+    with Working("loading") as loading:
+        while "loading  0:00:00 elapsed" not in capsys.readouterr().out:
+            pass
+    assert loading._stopped.is_set()
+
+
+def test_items_count_once_the_next_is_asked_for(clock: Clock) -> None:
+    sampling = Working("sampling", 6)
+    sampling.start()
+    lines = [sampling.line for _ in sampling.track(["ab", "abc", "a"], len)]
+    assert [line.split()[1] for line in lines] == ["0/6", "2/6", "5/6"]
+    assert sampling.line.split()[1] == "6/6"
+    sampling.stop()
+
+
+def test_on_a_terminal_a_known_total_is_a_bar_that_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(rich, "_console", console)
+    with Working("sampling [from] it", 4) as sampling:
+        assert len(list(sampling.track(range(3)))) == 3
+        assert sampling._bar is not None
+        sampling._bar.refresh()
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "sampling [from] it" in shown
+    assert "3/4" in shown
+    assert shown.endswith("\x1b[2K"), "its line is erased"
+
+
+def test_an_evaluation_without_a_bar_is_counted_by_batches(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, within training, and of Trainer.validate alike."""
+    shown: list[str] = []
+
+    class Noted(Working):
+        def stop(self) -> None:
+            shown.append(self.line.partition("  ")[0])
+            super().stop()
+
+    monkeypatch.setattr("lightning_rlhf.callbacks.progress.Working", Noted)
+    fit(FakePPO(), [Progress("ppo")], [], batches=4, enable_progress_bar=True, val_check_interval=2)
+    assert shown
+    assert set(shown) == {"ppo evaluation, batches 2/2"}

@@ -1,0 +1,34 @@
+"""What a run of PPO warns of while it goes on."""
+
+from __future__ import annotations
+
+import json
+
+from lightning_rlhf.cli.replay_plan import settings_of
+from lightning_rlhf.core.ppo_config import PPOConfig
+
+from .conftest import Workplace, given
+
+
+def test_a_constant_reward_and_a_large_kl(finished: Workplace) -> None:
+    """Between the third iteration and the end; a resume may have another kl_warning."""
+    rules = finished.folder / "rules.py"
+    rules.write_text("def same(prompts, responses):\n    return [0.1] * len(responses)\n")
+    command = (
+        "stage=ppo", "run=constant", given(finished)[0], "reward=function",
+        f"reward.path={rules}:same", "ppo.iterations=4", "ppo.lr=0.1",
+    )  # fmt: skip
+    out = finished.mini(*command, "ppo.kl_warning=1e-6").succeeded.out
+    same = "warning: all responses of an iteration got the same reward, 3 iterations in a row"
+    assert out.count(same) == out.count("warning: kl_divergence is ") == 1
+    assert out.index(same) < out.index("ppo 4/4")
+
+
+def test_a_run_whose_configuration_lacks_the_bound_can_be_replayed(finished: Workplace) -> None:
+    file = finished.stage("ppo") / "config.json"
+    tree = json.loads(file.read_text())
+    del tree["ppo"]["kl_warning"]
+    file.write_text(json.dumps(tree))
+    config = settings_of(file.parent).config
+    assert isinstance(config, PPOConfig)
+    assert config.kl_warning is None

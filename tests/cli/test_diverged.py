@@ -1,0 +1,136 @@
+"""A run that has diverged, or has learned nothing, ends with status 1 and without final/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
+
+from .conftest import Workplace, given
+
+STAGES = ("sft", "rm", "ppo")
+ONE_STEP = {"sft": "sft.epochs=0.125", "rm": "rm.epochs=0.125", "ppo": "ppo.iterations=1"}
+"""Of the 32 rows of SFT and RM, a batch of 4."""
+BESIDE = {"sft": "run=NAME", "rm": "job=NAME", "ppo": "job=NAME"}
+
+
+def command(place: Workplace, stage: str, *more: str) -> list[str]:
+    parents = {"sft": [], "rm": given(place)[:1], "ppo": given(place)}[stage]
+    return [f"stage={stage}", "run=away", *parents, *more]
+
+
+def has_final(place: Workplace, stage: str) -> bool:
+    return (place.stage(stage, "away") / "final").exists()
+
+
+def infinite_weights(stage: str) -> tuple[str, ...]:
+    """Overrides with which Adam's first step, of about the learning rate, leaves fp32."""
+    return (f"{stage}.lr=1e39", f"{stage}.lr_schedule=constant", f"{stage}.warmup_fraction=0")
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_an_evaluation_that_is_not_finite_ends_the_run(finished: Workplace, stage: str) -> None:
+    """In the middle of the run; going on from its checkpoint evaluates, and ends, once more."""
+    every = (f"{stage}.val_every=2", f"{stage}.max_nonfinite=5")
+    failed = command(finished, stage, *infinite_weights(stage), *every)
+    loss = {"sft": "loss", "rm": "rm_loss"}[stage]
+    for resume in ("false", "true"):
+        error = finished.mini(*failed, f"resume={resume}").error
+        assert error.startswith(f"{stage} has diverged: after step 2, eval/{loss} is nan")
+        assert f"(overwrite=true or {BESIDE[stage]}) with a smaller {stage}.lr" in error
+        assert not has_final(finished, stage)
+
+
+def test_ppo_says_after_which_iteration_nothing_can_be_sampled(finished: Workplace) -> None:
+    own = (ONE_STEP["ppo"], "ppo.val_every=1")
+    failed = command(finished, "ppo", *infinite_weights("ppo"), *own)
+    error = finished.mini(*failed).error
+    assert error.startswith("the evaluation after iteration 1: the model's logits are NaN")
+    assert "A smaller ppo.lr may hold the model" in error
+    assert not has_final(finished, "ppo")
+
+
+def test_weights_that_no_evaluation_shows_are_looked_at(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fine(self: RewardModule, *_: Any) -> dict[str, torch.Tensor]:
+        return {"chosen": torch.ones(1), "rejected": torch.zeros(1)}
+
+    monkeypatch.setattr(RewardModule, "validation_step", fine)
+    failed = command(finished, "rm", *infinite_weights("rm"), ONE_STEP["rm"])
+    error = finished.mini(*failed).error
+    assert error.startswith("rm has diverged: after step 1, ")
+    assert "trained parameters are NaN or infinite (the first: roles." in error
+    assert "with a smaller rm.lr" in error
+    assert not has_final(finished, "rm")
+
+
+@pytest.mark.parametrize(("stage", "count"), [("sft", 1), ("rm", 1), ("ppo", 4)])
+def test_a_run_of_which_every_update_was_refused(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str, count: int
+) -> None:
+    """Fewer than max_nonfinite of them, 5, so that none of them ends the run."""
+    spoiled = {
+        "sft": (SFTModule, "logprobs"),
+        "rm": (RewardModule, "rewards"),
+        "ppo": (PPOModule, "policy_loss"),
+    }
+    owner, name = spoiled[stage]
+    original = getattr(owner, name)
+
+    def spoil(self: Any, *arguments: Any) -> Any:
+        found = original(self, *arguments)
+        if not torch.is_grad_enabled():
+            return found
+        if isinstance(found, dict):
+            return {key: x * torch.nan for key, x in found.items()}
+        return found * torch.nan
+
+    monkeypatch.setattr(owner, name, spoil)
+    failed = command(finished, stage, ONE_STEP[stage])
+    for resume in ("false", "true"):
+        error = finished.mini(*failed, f"resume={resume}").error
+        assert error.startswith(
+            f"{stage} has learned nothing, and writes no final/: none of its updates was made "
+            f"({count} with a loss or gradient that is not finite). No update was made before"
+        )
+        assert not has_final(finished, stage)
+
+
+@pytest.mark.parametrize(("key", "count"), [("target_kl", 1), ("max_ratio", 4)])
+def test_limits_that_let_no_update_through(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, key: str, count: int
+) -> None:
+    """target_kl ends the iteration at its first minibatch, max_ratio skips each of the four."""
+    monkeypatch.setattr("lightning_rlhf.modules.ppo.exceeds", lambda _, limit: limit is not None)
+    error = finished.mini(*command(finished, "ppo", ONE_STEP["ppo"], f"ppo.{key}=2.0")).error
+    assert error == (
+        "ppo has learned nothing, and writes no final/: none of its updates was made "
+        f"({count} above ppo.{key}). A larger ppo.{key}, or null, lets updates through"
+    )
+    assert not has_final(finished, "ppo")
+
+
+@pytest.mark.parametrize("reward", ["random"])
+def test_a_learning_rate_too_small_to_move_anything_is_allowed(
+    finished: Workplace, reward: str
+) -> None:
+    """To debug the loop."""
+    own = ("ppo.lr=1e-30", f"reward={reward}", ONE_STEP["ppo"])
+    finished.mini("stage=ppo", "run=away", given(finished)[0], *own).succeeded  # noqa: B018
+    assert has_final(finished, "ppo")
+
+
+def test_no_curve_is_in_the_way_of_an_infinite_perplexity(tmp_path: Path) -> None:
+    from lightning_rlhf.callbacks.metrics_file import MetricsFile
+    from lightning_rlhf.report.figures import draw_curves
+
+    for step, perplexity in enumerate((9.0, float("inf"), 7.0), start=1):
+        MetricsFile(tmp_path).log_metrics({"update/perplexity": perplexity}, step=step)
+    assert draw_curves(tmp_path, "sft").is_file()

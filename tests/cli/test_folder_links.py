@@ -1,0 +1,181 @@
+"""Run folders behind symbolic links, folders that cannot be written, and the modes of files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from .conftest import Workplace, tree, weights
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stage may begin: it is too late to refuse then."""
+
+    def load(*arguments: Any) -> None:
+        raise AssertionError("it is too late to refuse")
+
+    for stage in ("sft", "rm", "ppo"):
+        monkeypatch.setattr(f"lightning_rlhf.cli.run.run_{stage}", load)
+
+
+def linked(place: Workplace, link: Path) -> Path:
+    """Move a folder of the run to another disk, say, and leave a link; where it is now."""
+    target = place.folder / "disk" / link.name
+    target.parent.mkdir()
+    shutil.move(link, target)
+    link.symlink_to(target)
+    return target
+
+
+@pytest.mark.parametrize("which", ["sft", "mini", "default", "outputs"])
+def test_overwrite_replaces_what_a_link_points_to(
+    finished: Workplace, pipeline: Workplace, which: str
+) -> None:
+    """The stage's folder, one above it, or outputs= itself; what is beside it stays."""
+    stage = finished.stage("sft")
+    links = {path.name: path for path in (stage, *stage.parents)}
+    target = linked(finished, links[which])
+    beside = target.parent / "mine"
+    beside.touch()
+    (stage / "stale.txt").touch()
+    finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
+    assert links[which].is_symlink()
+    assert links[which].resolve() == target
+    assert not (stage / "stale.txt").exists()
+    assert weights(stage) == weights(pipeline.stage("sft"))
+    assert sorted(target.parent.iterdir()) == sorted([target, beside])
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_two_links_to_one_folder_have_one_lock(workplace: Workplace) -> None:
+    target = workplace.folder / "disk"
+    target.mkdir()
+    for run in ("a", "b"):
+        stage = workplace.stage("sft", run)
+        stage.parent.mkdir(parents=True)
+        stage.symlink_to(target)
+
+    def while_held(name: str) -> str:
+        return workplace.mini("stage=sft", f"run={name}").error
+
+    with FileLock(workplace.stage("sft", "a") / ".lock"):
+        assert "outputs/b/mini/sft is being written by another process" in while_held("b")
+    assert "too late to refuse" in workplace.mini("stage=sft", "run=b").err
+    assert list(target.iterdir()) == []
+
+
+def test_links_inside_a_run_are_replaced_and_not_followed(finished: Workplace) -> None:
+    """overwrite=true deletes the link to the checkpoints that are elsewhere, and not these."""
+    target = linked(finished, finished.stage("sft") / "checkpoints")
+    before = tree(target)
+    finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
+    assert tree(target) == before
+    assert not (finished.stage("sft") / "checkpoints").is_symlink()
+
+
+LINKS: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: path.symlink_to(path.parent / "gone"),
+    "itself": lambda path: path.symlink_to(path),
+    "a file": lambda path: path.symlink_to(__file__),
+    "file": lambda path: path.write_text("no folder"),
+}
+
+
+@pytest.mark.usefixtures("unbuilt")
+@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str, depth: int) -> None:
+    """As the stage's folder, or one of those above it."""
+    stage = workplace.stage("sft")
+    place = (stage, *stage.parents)[depth]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    LINKS[kind](place)
+    error = workplace.mini("stage=sft", *["overwrite=true"] * (depth % 2)).error
+    told = f", a symbolic link to {os.readlink(place)}," if place.is_symlink() else ""
+    name = place.relative_to(workplace.folder)
+    assert error.startswith("outputs=outputs: ")
+    assert error.endswith(f"{name}{told} is not a folder that can be written into")
+    assert os.path.lexists(place)
+
+
+@pytest.mark.usefixtures("unbuilt")
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_sweep_into_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str) -> None:
+    LINKS[kind](workplace.outputs)
+    done = workplace.sweep("stage=sft", "seed=1")
+    assert done.status == 1
+    assert "Traceback" not in done.out + done.err
+    assert "outputs" in done.out + done.err
+
+
+@pytest.mark.usefixtures("unbuilt")
+@pytest.mark.parametrize("outputs", ["/proc/outputs", "/proc", "/dev/null", "/dev/null/outputs"])
+@pytest.mark.parametrize("sweep", [False, True])
+def test_outputs_that_cannot_be_written(workplace: Workplace, outputs: str, sweep: bool) -> None:
+    call = workplace.sweep if sweep else workplace.mini
+    done = call("stage=sft", "seed=1", f"outputs={outputs}")
+    assert done.status == 1
+    assert "Traceback" not in done.out + done.err
+    assert outputs in done.out + done.err
+    if not sweep:
+        assert done.error.startswith(f"outputs={outputs}: ")
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_a_folder_in_which_no_lock_can_be_made(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that is read-only, which os.access does not tell of root."""
+
+    def refuse(self: FileLock) -> None:
+        raise PermissionError(13, "Permission denied", str(self.lock_file))
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
+    error = workplace.mini("stage=sft").error
+    assert error == "outputs=outputs: Permission denied: outputs/default/mini/sft"
+    assert not workplace.outputs.exists()
+
+
+# Modes.
+
+
+def modes(folder: Path) -> dict[str, set[str]]:
+    """Mode -> the endings of the files, or "/" of folders, that have it."""
+    found: dict[str, set[str]] = {}
+    for path in folder.rglob("*"):
+        mode = f"{stat.S_IMODE(path.stat().st_mode):o}"
+        found.setdefault(mode, set()).add("/" if path.is_dir() else path.suffix)
+    return found
+
+
+def current_umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def test_all_files_of_all_stages_have_the_modes_of_new_files(pipeline: Workplace) -> None:
+    """Weights, which safetensors writes for their owner alone, and rm/final with its pages too."""
+    assert modes(pipeline.outputs).keys() == {
+        f"{0o666 & ~current_umask():o}", f"{0o777 & ~current_umask():o}",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_a_private_umask_is_kept(finished: Workplace, stage: str) -> None:
+    shutil.rmtree(finished.stage(stage) / "final")
+    before = os.umask(0o077)
+    try:
+        finished.mini(f"stage={stage}", "resume=true").succeeded  # noqa: B018
+    finally:
+        os.umask(before)
+    assert modes(finished.stage(stage) / "final").keys() <= {"600", "700"}
+    assert stat.S_IMODE((finished.stage(stage) / "final").stat().st_mode) == 0o700

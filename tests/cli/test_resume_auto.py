@@ -1,0 +1,225 @@
+"""resume=auto: a run goes on if it can, and starts where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from .conftest import Workplace, rows, tree, weights
+from .test_resume import checkpoints
+
+
+@pytest.fixture
+def cut_off(finished: Workplace) -> Workplace:
+    """In which sft has six steps, the checkpoints of the last two and of the best, no final/."""
+    shutil.rmtree(finished.stage("sft") / "final")
+    return finished
+
+
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a stage begins."""
+
+    def load(*arguments: Any) -> None:
+        raise AssertionError("it has begun")
+
+    monkeypatch.setattr("lightning_rlhf.cli.run.run_sft", load)
+
+
+def test_it_starts_goes_on_and_ends(
+    workplace: Workplace, pipeline: Workplace, cut: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One command, called again until its status is 0, and once more."""
+    with monkeypatch.context():
+        cut("step", 3)
+        assert "PowerCut" in workplace.mini("stage=sft", "resume=auto").err
+        monkeypatch.undo()
+    assert checkpoints(workplace, "sft")[:2] == ["000002", "000003"]
+    out = workplace.mini("stage=sft", "resume=auto").succeeded.out
+    assert "going on from outputs/default/mini/sft/checkpoints/000003.ckpt" in out
+    folder, unbroken = workplace.stage("sft"), pipeline.stage("sft")
+    assert (weights(folder), rows(folder)) == (weights(unbroken), rows(unbroken))
+    before = tree(workplace.outputs)
+    unbuilt(monkeypatch)
+    out = workplace.mini("stage=sft", "resume=auto").succeeded.out
+    assert out.strip() == "sft: finished already, outputs/default/mini/sft/final"
+    assert tree(workplace.outputs) == before
+
+
+def test_a_run_without_a_checkpoint_starts_anew(cut_off: Workplace, pipeline: Workplace) -> None:
+    """Killed after its first row: neither resume=true nor the plain command goes on."""
+    folder = cut_off.stage("sft")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "metrics.csv").write_text("step,update/loss\n1,9.0\n")
+    assert "has no checkpoint to go on from" in cut_off.mini("stage=sft", "resume=true").error
+    assert "was cut off. Give overwrite=true" in cut_off.mini("stage=sft").error
+    out = cut_off.mini("stage=sft", "resume=auto").succeeded.out
+    assert "cut off before its first checkpoint; it starts anew" in out
+    assert rows(folder) == rows(pipeline.stage("sft"))
+
+
+def test_only_the_best_one_is_left(cut_off: Workplace, pipeline: Workplace) -> None:
+    """A run that could be resumed is not started anew."""
+    folder = cut_off.stage("sft") / "checkpoints"
+    for name in ("000005", "000006"):
+        (folder / f"{name}.ckpt").unlink()
+    out = cut_off.mini("stage=sft", "resume=auto").succeeded.out
+    assert "going on from outputs/default/mini/sft/checkpoints/best.ckpt" in out
+    assert weights(cut_off.stage("sft")) == weights(pipeline.stage("sft"))
+
+
+def test_a_damaged_newest_one_is_passed_over(cut_off: Workplace, pipeline: Workplace) -> None:
+    (cut_off.stage("sft") / "checkpoints" / "000006.ckpt").write_bytes(b"half")
+    out = cut_off.mini("stage=sft", "resume=auto").succeeded.out
+    assert "000006.ckpt cannot be read" in out
+    assert "resume=auto goes on from 000005.ckpt" in out
+    assert rows(cut_off.stage("sft")) == rows(pipeline.stage("sft"))
+
+
+@pytest.mark.parametrize("left", ["final", "checkpoints", "rows", "none readable", "other models"])
+def test_what_is_refused_is_left_as_it_is(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """Another configuration in each state, damage without a way on, and other models."""
+    unbuilt(monkeypatch)
+    monkeypatch.setattr("lightning_rlhf.cli.run.run_rm", lambda *_: pytest.fail("it has begun"))
+    folder = finished.stage("sft")
+    words, told = ["stage=sft", "sft.lr=0.5"], "cannot be resumed: sft.lr was 0.001, is 0.5"
+    if left != "final":
+        shutil.rmtree(folder / "final")
+    if left == "rows":
+        shutil.rmtree(folder / "checkpoints")
+    if left == "none readable":
+        for path in (folder / "checkpoints").iterdir():
+            path.write_bytes(b"")
+        words, told = ["stage=sft"], "000006.ckpt cannot be read"
+    if left == "other models":
+        shutil.copytree(finished.stage("rm"), folder.with_name("sft"), dirs_exist_ok=True)
+        words, told = ["stage=sft"], "cannot be resumed: "
+    before = tree(finished.outputs)
+    assert told in finished.mini(*words, "resume=auto").error
+    assert tree(finished.outputs) == before
+
+
+def test_other_models_under_a_finished_run_are_told(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor must not take what was made of the model before for the end."""
+    manifest = finished.stage("sft") / "final" / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    error = finished.mini("stage=rm", "resume=auto").error
+    assert "cannot be resumed: the models it was started from are others now" in error
+
+
+def test_where_a_stage_goes_on_by_itself_it_changes_nothing(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sweeps, whose finished jobs are passed over; recipes: test_recipe.py."""
+    finished.sweep("stage=sft", "run=swept", "sft.lr=0.01", "resume=auto").succeeded  # noqa: B018
+    unbuilt(monkeypatch)
+    finished.sweep("stage=sft", "run=swept", "sft.lr=0.01", "resume=auto").succeeded  # noqa: B018
+
+
+def test_it_excludes_overwrite(workplace: Workplace) -> None:
+    error = workplace.mini("stage=sft", "resume=auto", "overwrite=true").error
+    assert error == "resume=auto and overwrite=true exclude each other; give one of them"
+
+
+class TestGaps:
+    """Rows or samples of steps before the checkpoint are missing, as after a damaged disk."""
+
+    @pytest.fixture
+    def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+        """PPO's three iterations, whose checkpoints of 2 and 3 are there; nothing is trained."""
+        shutil.rmtree(finished.stage("ppo") / "final")
+        monkeypatch.setattr("lightning_rlhf.cli.run.run_ppo", lambda *_: pytest.fail("begun"))
+        return finished
+
+    def shorten(self, place: Workplace, name: str, lines: int) -> None:
+        file = place.stage("ppo") / name
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:-lines]))
+
+    def refused(self, place: Workplace) -> str:
+        before = tree(place.outputs)
+        error = place.mini("stage=ppo", "resume=true").error
+        assert tree(place.outputs) == before
+        return error.removeprefix("outputs/default/mini/ppo/")
+
+    def test_a_row(self, place: Workplace) -> None:
+        self.shorten(place, "metrics.csv", 1)
+        assert self.refused(place) == (
+            "metrics.csv lacks the row of step 3, which the checkpoint of step 3 stands behind. "
+            "Give resume=000002, up to which nothing is missing, or resume=000003 to go on without"
+        )
+
+    def test_rows_before_both_checkpoints(self, place: Workplace) -> None:
+        self.shorten(place, "metrics.csv", 3)
+        assert self.refused(place) == (
+            "metrics.csv lacks the row of step 1, which the checkpoint of step 3 stands behind. "
+            "Give resume=000003 to go on without"
+        )
+
+    def test_a_row_in_the_middle(self, place: Workplace) -> None:
+        file = place.stage("ppo") / "metrics.csv"
+        lines = file.read_text().splitlines(keepends=True)
+        assert lines[-2].startswith("2,")
+        file.write_text("".join([*lines[:-2], lines[-1]]))
+        assert self.refused(place).startswith("metrics.csv lacks the row of step 2, ")
+
+    def test_a_sample_of_an_iteration(self, place: Workplace) -> None:
+        self.shorten(place, "samples/train.jsonl", 1)
+        error = self.refused(place)
+        assert error.startswith("samples/train.jsonl lacks samples of iteration 3, which the ")
+        assert "Give resume=000002, " in error
+
+    @pytest.mark.parametrize("iteration", [0, 2])
+    def test_an_evaluation(self, place: Workplace, iteration: int) -> None:
+        (place.stage("ppo") / "samples" / f"eval_{iteration:06d}.jsonl").unlink()
+        error = self.refused(place)
+        assert error.startswith(f"samples/eval_{iteration:06d}.jsonl is missing, which ")
+        assert ("resume=000002" in error) == (iteration == 2), "at 2 that evaluation is still due"
+
+    def test_a_line_that_is_no_sample(self, place: Workplace) -> None:
+        with (place.stage("ppo") / "samples" / "train.jsonl").open("a") as file:
+            file.write("{}\n")
+        assert "samples/train.jsonl, line 13, is damaged: " in self.refused(place)
+
+    def test_half_a_line_at_the_end_is_none(
+        self, place: Workplace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with (place.stage("ppo") / "samples" / "train.jsonl").open("a") as file:
+            file.write('{"itera')
+        monkeypatch.undo()
+        place.mini("stage=ppo", "resume=true").succeeded  # noqa: B018
+
+    def test_auto_goes_back_to_where_nothing_is_missing(
+        self, place: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.shorten(place, "metrics.csv", 1)
+        monkeypatch.undo()
+        out = place.mini("stage=ppo", "resume=auto").succeeded.out
+        assert "resume=auto goes on from 000002.ckpt" in out
+        assert rows(place.stage("ppo")) == rows(pipeline.stage("ppo"))
+
+    def test_the_checkpoint_that_is_named_goes_on_with_a_warning(
+        self, place: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.shorten(place, "metrics.csv", 1)
+        monkeypatch.undo()
+        out = place.mini("stage=ppo", "resume=3").succeeded.out
+        assert "warning: outputs/default/mini/ppo/metrics.csv lacks the row of step 3" in out
+        assert weights(place.stage("ppo")) == weights(pipeline.stage("ppo"))
+
+    def test_a_row_of_a_supervised_stage(
+        self, finished: Workplace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of 6 steps; a row each 10 steps and at the evaluations after 2 and 4."""
+        shutil.rmtree(finished.stage("sft") / "final")
+        unbuilt(monkeypatch)
+        file = finished.stage("sft") / "metrics.csv"
+        lines = file.read_text().splitlines(keepends=True)
+        assert [line.split(",")[0] for line in lines] == ["step", "2", "4", "6"]
+        file.write_text("".join(lines[:2]))
+        error = finished.mini("stage=sft", "resume=true").error
+        assert "metrics.csv lacks the row of step 4, " in error

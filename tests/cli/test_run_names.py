@@ -1,0 +1,46 @@
+"""The name of a run, with its job, wherever people read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from lightning_rlhf.callbacks.loggers import RunIdentity, wandb_tags
+from lightning_rlhf.cli import launch
+
+from .conftest import Workplace, given
+
+
+def test_a_job_is_named_in_pictures_report_and_dashboard(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headings: dict[str, str] = {}
+    identities: list[RunIdentity] = []
+    real = launch.identity
+
+    def keep(figure: Figure, path: Path, **_: object) -> None:
+        headings[path.name] = "".join(figure.get_suptitle().split())
+
+    def noted(*arguments: object) -> RunIdentity:
+        identities.append(real(*arguments))  # type: ignore[arg-type]
+        return identities[-1]
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    monkeypatch.setattr(launch, "identity", noted)
+    finished.mini("stage=rm", "job=rm.lr-0.1", "rm.lr=0.1").succeeded  # noqa: B018
+    name = "default/mini/rm.lr-0.1/rm"
+    report = (finished.outputs / name / "final" / "report.md").read_text()
+    assert report.startswith(f"# Is this reward fit to be maximised? {name}\n")
+    assert headings["curves.png"] == f"Rewardmodel:{name}"
+    assert {headings[file] for file in ("rewards.png", "length.png", "margin.png")} == {name}
+    (identity,) = identities
+    assert (identity.name, identity.job) == (name, "rm.lr-0.1")
+    assert wandb_tags(identity) == ["rm", "mini", "rm.lr-0.1"]
+
+
+def test_a_run_without_a_job_has_three_parts_and_eval_names_its_reward(finished: Workplace) -> None:
+    finished.mini("stage=eval", "eval.samples=8", *given(finished)).succeeded  # noqa: B018
+    report = (finished.stage("eval") / "final" / "report.md").read_text()
+    assert report.startswith("# Is this reward fit to be maximised? default/mini/eval: head\n")

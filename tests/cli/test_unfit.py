@@ -1,0 +1,143 @@
+"""A reward that its own fitness report advises against: refused, or told at every turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.models.checkpoint import MANIFEST, find
+
+from .conftest import Workplace, given, make_workplace
+
+NOT_FIT = "Not fit: on held-out pairs it is not surely better than guessing."
+UNFIT = {
+    "is_unfit": True,
+    "words": f"{NOT_FIT} 1 of 6 checks flagged (better than guessing), 0 not tested.",
+    "reasons": ["better than guessing: ranks 50.0% of held-out pairs right"],
+}
+FIT = {"is_unfit": False, "words": "No check speaks against it.", "reasons": []}
+
+
+def judged(place: Workplace, verdict: dict[str, Any] | None) -> None:
+    """Write a verdict into rm/final, or take it out, as a version without verdicts wrote it."""
+    file = place.stage("rm") / "final" / MANIFEST
+    manifest = json.loads(file.read_text())
+    if verdict is None:
+        manifest.pop("verdicts")
+    else:
+        manifest["verdicts"] = {"rm": verdict}
+    file.write_text(json.dumps(manifest))
+
+
+def ppo(run: str, *overrides: str) -> list[str]:
+    return ["stage=ppo", f"run={run}", "ppo.iterations=1", *overrides]
+
+
+@pytest.fixture(scope="module")
+def backwards(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A reward model that learned to like "yes yes yes", and 40 held-out pairs that do not."""
+    place = make_workplace(tmp_path_factory.mktemp("unfit") / "work")
+    good, bad = "Yes yes yes.", "No."
+    for name, count, (chosen, rejected) in (
+        ("preferences_train", 32, (good, bad)), ("preferences_val", 40, (bad, good)),
+    ):  # fmt: skip
+        pairs = [
+            {"prompt": f"{name} {i}?", "chosen": chosen, "rejected": rejected} for i in range(count)
+        ]
+        lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
+        (place.folder / "data" / f"{name}.jsonl").write_text(lines)
+    place.mini("stage=sft").succeeded  # noqa: B018
+    place.mini("stage=rm", "rm.lr=1e-2", "data.max_val_rows=null").succeeded  # noqa: B018
+    return place
+
+
+def test_an_unfit_reward_is_refused_before_a_model_loads(
+    backwards: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 of the 40 pairs are ranked right, so that the interval lies at 0."""
+
+    def loads(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model loads")
+
+    monkeypatch.setattr("lightning_rlhf.cli.run_ppo.start_from", loads)
+    final = backwards.stage("rm") / "final"
+    written = find(str(final), "").require_manifest("rm").verdicts["rm"]
+    assert written["is_unfit"] is True
+    assert written["words"].startswith(NOT_FIT)
+    error = backwards.mini(*ppo("refused", *given(backwards))).error
+    assert error.startswith(f"reward head is unfit by its fitness report {final / 'report.md'}: ")
+    assert NOT_FIT in error
+    assert "better than guessing: ranks 0.0% of held-out pairs right, interval 0.0% to" in error
+    assert error.endswith("reward.unfit=warn runs PPO on it all the same")
+    assert not (backwards.outputs / "refused").exists()
+
+
+def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
+    backwards: Workplace,
+) -> None:
+    command = ppo("warned", *given(backwards), "reward.unfit=warn")
+    out = " ".join(backwards.mini(*command).succeeded.out.split())
+    start, table, end = out.partition("On held-out prompts")
+    assert f"reward head: {NOT_FIT}" in start
+    assert "all the same (unfit=warn)" in start
+    assert "reward head: Not fit: on held-out pairs" in table + end
+    manifest = find(str(backwards.stage("ppo", "warned") / "final"), "").require_manifest("ppo")
+    assert manifest.verdicts["head"]["is_unfit"] is True
+    assert manifest.verdicts["head"]["words"].startswith(NOT_FIT)
+
+
+def test_the_key_may_change_between_two_calls_of_a_run(finished: Workplace) -> None:
+    judged(finished, FIT)
+    command = ppo("changed", *given(finished))
+    out = finished.mini(*command).succeeded.out
+    assert "reward head: No check speaks against it.\n" in out
+    error = finished.mini(*command, "resume=true", "reward.unfit=warn").error
+    assert "configuration" not in error  # it is finished, and not another run
+
+
+def test_each_paid_component_is_asked_and_a_free_one_is_only_told(finished: Workplace) -> None:
+    judged(finished, UNFIT)
+    checkpoint = finished.stage("rm") / "final"
+    parts = [
+        "reward=sum", "+reward@reward.components.liked=head",
+        "+reward@reward.components.dice=random", given(finished)[0],
+        f"reward.components.liked.checkpoint={checkpoint}",
+    ]  # fmt: skip
+    error = finished.mini(*ppo("sum", *parts)).error
+    assert error.startswith("reward liked is unfit by its fitness report ")
+    assert "reward.components.liked.unfit=warn runs PPO on it all the same" in error
+    free = finished.mini(*ppo("free", *parts, "reward.components.liked.weight=0")).succeeded.out
+    assert f"reward liked: {NOT_FIT}" in free
+
+
+def test_a_reward_that_reads_text_is_asked_as_well(finished: Workplace) -> None:
+    judged(finished, UNFIT)
+    folder = finished.stage("rm") / "final"
+    model = ["reward=model", f"reward.name_or_path={folder}", given(finished)[0]]
+    assert finished.mini(*ppo("text", *model)).error.startswith("reward model is unfit by its ")
+
+
+def test_what_nobody_judged_is_not_refused(finished: Workplace) -> None:
+    judged(finished, None)
+    out = finished.mini(*ppo("unjudged", *given(finished))).succeeded.out
+    assert f"reward head: {finished.stage('rm') / 'final'} has no fitness verdict" in out
+    manifest = find(str(finished.stage("ppo", "unjudged") / "final"), "").require_manifest("ppo")
+    assert manifest.verdicts == {}
+
+
+def test_the_key_takes_two_words(finished: Workplace) -> None:
+    error = finished.mini(*ppo("word", *given(finished), "reward.unfit=off")).error
+    assert error == "reward.unfit is 'off'; allowed: refuse, warn"
+
+
+@pytest.mark.parametrize(
+    "damage", [{"is_unfit": "no"}, {"reasons": "none"}, {"words": None}, {"more": 1}]
+)
+def test_a_damaged_verdict_is_refused_by_name(finished: Workplace, damage: dict[str, Any]) -> None:
+    judged(finished, FIT | damage)
+    error = finished.mini(*ppo("damaged", *given(finished))).error
+    file: Path = finished.stage("rm") / "final" / MANIFEST
+    assert error.startswith(f"{file} is not a manifest of this program: verdicts.rm is {{")

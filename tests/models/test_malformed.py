@@ -1,0 +1,86 @@
+"""Every malformed manifest.json and adapter_config.json is loaded, or is one CheckpointError."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.models import adapter
+from lightning_rlhf.models.adapter import RULES
+from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.roles import REWARD, Roles
+from lightning_rlhf.models.weights import ADAPTER
+
+from .conftest import Lineage
+
+VALUES: list[Any] = [
+    None, True, 0, -1, 1.5, 10**400, float("nan"), float("inf"), "", "x", "[", "\0", "\ud800",
+    "/" * 5000, [], [[]], [None], ["x"], {}, {"": 0}, {"x": "y"}, {"x": {"y": []}}, "a/b",
+]  # fmt: skip
+FILES = [
+    b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"\x00", b"{}", b"[" * 9**6,
+    b'{"r": ' + b"9" * 9999 + b"}", b'{"r": NaN}', b'{"r": 1, "r": "x"}', b"\xef\xbb\xbf{}",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, adapters: Lineage) -> Path:
+    """A copy of an adapter of stage=rm."""
+    shutil.copytree(adapters.rm.path, tmp_path / "rm")
+    return tmp_path / "rm"
+
+
+def malformed(file: Path, values: Callable[[str], list[Any]]) -> Iterator[bytes]:
+    """The file, each of its values another one or left out; and files that hold something else."""
+    tree = json.loads(file.read_text())
+    yield from FILES
+    for key in tree:
+        yield json.dumps({k: v for k, v in tree.items() if k != key}).encode()
+        for value in values(key):
+            yield json.dumps(tree | {key: value}).encode()
+
+
+def one_line(error: CheckpointError, file: Path) -> None:
+    told = str(error)
+    assert str(file.parent) in told
+    assert len(told.splitlines()) == 1, told
+
+
+def test_manifests(folder: Path) -> None:
+    file, refused = folder / MANIFEST, 0
+    for content in malformed(file, lambda _: VALUES):
+        file.write_bytes(content)
+        try:
+            final = find(str(folder), "reward.checkpoint")
+            assert final.manifest is not None
+            final.reward_moments()
+        except CheckpointError as error:
+            one_line(error, file)
+            refused += 1
+    assert refused > 200
+
+
+def test_adapters(
+    folder: Path, make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "MATCHING_SECONDS", 0.5)
+    file, refused = folder / ADAPTER, 0
+    for content in malformed(file, lambda key: VALUES[::2] if key in RULES else ["x", {}]):
+        file.write_bytes(content)
+        try:
+            _ = find(str(folder), "reward.checkpoint").base_folder
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                Roles(make_model("llama")).load_adapter(REWARD, folder, trainable=False)
+        except CheckpointError as error:
+            one_line(error, file)
+            refused += 1
+    assert refused > 100
