@@ -123,7 +123,7 @@ def test_a_reward_that_reads_text_is_asked_as_well(finished: Workplace) -> None:
 def test_what_nobody_judged_is_not_refused(finished: Workplace) -> None:
     judged(finished, None)
     out = finished.mini(*ppo("unjudged", *given(finished))).succeeded.out
-    assert f"reward head: {finished.stage('rm') / 'final'} has no fitness verdict" in out
+    assert "reward head has no fitness verdict" in out
     manifest = find(str(finished.stage("ppo", "unjudged") / "final"), "").require_manifest("ppo")
     assert manifest.verdicts == {}
 

@@ -185,6 +185,8 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     stage = tree["stage"]
     if stage not in ("ppo", "sft", "rm"):
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo, sft, rm")
+    if stage not in tree:
+        raise CheckpointError(f"{file} is damaged: it lacks {stage}")
     # Nothing is logged, so that a logger that asks for a key is none's business; and nothing is
     # warned of, so that a run whose configuration lacks the bound can be replayed.
     unread: dict[str, Any] = {"logger": {"kind": "csv"}}
@@ -192,8 +194,6 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
     if not trust_remote_code:
         refuse_code(tree, file)
-    if stage not in tree:
-        raise CheckpointError(f"{file} is damaged: it lacks {stage}")
     try:
         settings = read_tree(tree | unread)
     except ConfigError as error:
