@@ -240,13 +240,13 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
     assert outcome.err == ""
 
 
-@pytest.mark.parametrize("url", ["http://me:word@host/score", "http://host/score?key=word"])
+@pytest.mark.parametrize("url", ["http://me:hush@host/score", "http://host/score?key=hush"])
 def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
     """It names its folders after what it is given."""
     outcome = workplace.call("-m", "stage=ppo", "reward=http", f"reward.url={url}", "seed=1,2")
     assert outcome.status != 0
     assert not workplace.outputs.exists()
-    assert "word" not in outcome.out + outcome.err
+    assert "hush" not in outcome.out + outcome.err
 
 
 ANSWERED = """

@@ -31,7 +31,7 @@ HEADLINES: dict[Stage, tuple[str, ...]] = {
 STEPS: dict[Stage, str] = {"sft": "steps", "rm": "steps", "ppo": "iterations"}
 """Names of what the progress counts."""
 LINES = 10
-"""Plain lines with metrics in a run, besides the first; others say where it is every ten seconds."""
+"""Plain lines with metrics in a run, besides the first; others come every ten seconds."""
 
 
 class Progress(ProgressBar):
