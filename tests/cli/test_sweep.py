@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 from lightning_rlhf.cli.folders import folder_of
 from lightning_rlhf.cli.main import CONF, register_resolvers
 from lightning_rlhf.cli.settings import read_settings
-from lightning_rlhf.cli.sweep import adapt, job_name
+from lightning_rlhf.cli.sweep import adapt, job_name, metrics_of
+from lightning_rlhf.core.errors import CheckpointError
 
 from .conftest import MINI, STAGES, Outcome, Workplace, tree, weights
 
@@ -393,3 +394,31 @@ def own_config(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         path = f"hydra.searchpath=[file://{presets}]"
         return compose("config", [*mini, *overrides, path])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "final is missing"),
+        (b"", "fitness.json cannot be loaded: Expecting value"),
+        (b"[1]", "fitness.json holds no JSON object, but a list"),
+        (b'{"metrics": [1]}', "fitness.json is damaged: it holds no metrics"),
+        (b'{"metrics": {"fitness/flags": "none"}}', "fitness.json is damaged: it holds no metrics"),
+    ],
+)
+def test_a_damaged_report_of_a_finished_job_is_named(
+    tmp_path: Path, content: bytes | None, told: str
+) -> None:
+    final = tmp_path / "eval" / "final"
+    if content is not None:
+        final.mkdir(parents=True)
+        (final / "fitness.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        metrics_of(final)
+
+
+def test_the_numbers_of_a_finished_eval_job_are_read(tmp_path: Path) -> None:
+    final = tmp_path / "eval" / "final"
+    final.mkdir(parents=True)
+    (final / "fitness.json").write_text('{"metrics": {"fitness/flags": 2, "fitness/gap": 0.5}}')
+    assert metrics_of(final) == {"fitness/flags": 2, "fitness/gap": 0.5}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -23,8 +22,10 @@ from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
 from lightning_rlhf.cli.names import as_typed, key_of
 from lightning_rlhf.cli.settings import STAGES, read_settings
-from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.errors import CheckpointError, RLHFError
+from lightning_rlhf.core.reading import is_number
 from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 
@@ -172,10 +173,10 @@ class SweepTable:
         metrics: Mapping[str, float] = {}
         if failure is None:
             final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
-            if final.is_dir():
+            try:
                 metrics = metrics_of(final)
-            else:
-                failure = f"{final} is missing"
+            except RLHFError as error:
+                failure = str(error)
         if failure is not None:
             self._failures[" ".join(overrides)] = failure
         status = "done" if failure is None else "failed"
@@ -193,10 +194,16 @@ class SweepTable:
 
 
 def metrics_of(final: Path) -> Mapping[str, float]:
-    """What the stage came to, by the names of metrics."""
-    numbers = final / NUMBERS
+    """Return what the stage came to, by the names of metrics.
+
+    Raises CheckpointError where that is missing or damaged.
+    """
+    if not final.is_dir():
+        raise CheckpointError(f"{final} is missing")
     if final.parent.name == "eval":
-        found: dict[str, float] = json.loads(numbers.read_text())["metrics"]
+        found = json_object(final / NUMBERS).get("metrics")
+        if not isinstance(found, dict) or not all(map(is_number, found.values())):
+            raise CheckpointError(f"{final / NUMBERS} is damaged: it holds no metrics")
         return found
     return find(str(final), "final").require_manifest(final.parent.name).metrics
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from lightning_rlhf.core.config import LARGEST
 from lightning_rlhf.core.errors import CheckpointError
 
 
@@ -37,6 +38,13 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(found, dict):
             raise damaged_line(path, number, f"it holds no object, but a {type(found).__name__}")
         yield line, found
+
+
+def is_number(found: object) -> TypeGuard[int | float]:
+    """Return whether a value of JSON is a number that a float holds; NaN and infinity are."""
+    if isinstance(found, int) and not isinstance(found, bool):
+        return abs(found) <= LARGEST
+    return isinstance(found, float)
 
 
 def damaged_line(path: Path, number: int, reason: str) -> CheckpointError:

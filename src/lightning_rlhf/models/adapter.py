@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_rlhf.core.bounded import MEMORY, bounded
 from lightning_rlhf.core.config import LARGEST, require
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.reading import is_number
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.weights import ADAPTER, json_object
 
@@ -34,7 +35,7 @@ def _is_rank(x: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= LARGEST
+    return is_number(x) and abs(x) <= LARGEST
 
 
 def _is_share(x: Any) -> bool:

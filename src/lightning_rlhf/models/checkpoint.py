@@ -13,13 +13,13 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import sys
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.reading import is_number
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.models.adapter import check_adapter
 from lightning_rlhf.models.weights import (
@@ -76,10 +76,8 @@ class Manifest:
         if not 0 <= self.base_seed < 2**32:
             raise TypeError(f"base_seed is {self.base_seed!r}")
         for name, value in self.metrics.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"metrics.{name} is {value!r}")
-            if isinstance(value, int) and abs(value) > sys.float_info.max:
-                raise TypeError(f"metrics.{name} is a number of {len(str(value))} digits")
+            if not is_number(value):
+                raise TypeError(f"metrics.{name} is {value!r:.60}")
         for role, source in self.parents.items():
             if not isinstance(source, str):
                 raise TypeError(f"parents.{role} is {source!r}")

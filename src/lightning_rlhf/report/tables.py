@@ -10,10 +10,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.core.config import LARGEST
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
-from lightning_rlhf.core.reading import damaged_line, json_lines
+from lightning_rlhf.core.reading import damaged_line, is_number, json_lines
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.core.visible import visible, visible_line
 
@@ -158,13 +157,8 @@ def _is_sample(found: Sample) -> bool:
     """Whether it has what is shown of a sample."""
     match found:
         case {"prompt": str(), "response": str(), "score": score, "judge": {**parts}}:
-            return _is_number(score) and all(x is None or _is_number(x) for x in parts.values())
+            return is_number(score) and all(x is None or is_number(x) for x in parts.values())
     return False
-
-
-def _is_number(found: object) -> bool:
-    is_whole = isinstance(found, int) and not isinstance(found, bool) and abs(found) <= LARGEST
-    return is_whole or isinstance(found, float)
 
 
 def _numbers(sample: Sample) -> str:
