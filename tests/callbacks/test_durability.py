@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import Logger
 
-from lightning_rlhf.callbacks.checkpoint_files import WholeFiles, keep_newest, numbered, path_of
+from lightning_rlhf.callbacks.checkpoint_files import keep_newest, numbered, path_of
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.loggers import RunTensorBoard
@@ -17,6 +17,7 @@ from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.callbacks.stop import Stop
+from lightning_rlhf.callbacks.whole_files import WholeFiles
 
 from .conftest import FakePPO, FakeSFT, Fit
 from .test_checkpoints import ORIGIN, Run, config

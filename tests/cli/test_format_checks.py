@@ -51,14 +51,19 @@ def ppo(place: Workplace, run: str, folder: Path, *overrides: str) -> Outcome:
 
 
 def stopped(place: Workplace, *command: str) -> list[str]:
-    """The lines that it says, of which it leaves nothing else; no training has begun."""
+    """The lines that it says at its end, and the error without the first of them, which it repeats.
+
+    It leaves nothing else; no training has begun.
+    """
     before = tree(place.outputs)
     outcome = place.mini(*command)
     assert outcome.status == 1, outcome.out
     assert tree(place.outputs) == before
     assert not (place.outputs / "stopped").exists()
-    assert "Traceback" not in outcome.err
-    return outcome.err.removeprefix("error: ").splitlines()
+    said = outcome.out.splitlines()
+    (start,) = (i for i, line in enumerate(said) if "held-out pairs read through" in line)
+    assert outcome.error.startswith(f"{said[start]}. ")
+    return [*said[start:], outcome.error.removeprefix(f"{said[start]}. ")]
 
 
 BROKEN = {
@@ -125,7 +130,7 @@ def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str | No
 
 def test_off_says_nothing(judged: Workplace, changed: Callable[[str | None], Path]) -> None:
     outcome = ppo(judged, "off", changed(BROKEN["start"][0]), "reward.format_check=off").succeeded
-    assert "held-out pairs" not in outcome.out
+    assert "held-out pairs read through" not in outcome.out
     assert "[start]" not in outcome.out
 
 
@@ -240,4 +245,4 @@ def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:
     fits = workplace.mini(*command, mood("calm")).succeeded
     assert "differ by 0.000 of" in fits.out
     off = [mood("wild wild"), "reward.format_check=off", "run=off", *given(workplace)]
-    assert "held-out pairs" not in workplace.mini(*command, *off).succeeded.out
+    assert "held-out pairs read through" not in workplace.mini(*command, *off).succeeded.out

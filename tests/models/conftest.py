@@ -92,7 +92,7 @@ def build_manifest(stage: str, **changes: Any) -> Manifest:
         "chat_template": "{{ messages }}",
         "reward_mean": 0.5 if stage == "rm" else None,
         "reward_std": 2.0 if stage == "rm" else None,
-        "metrics": {"eval/loss": 1.25, "eval/none": None},
+        "metrics": {"eval/loss": 1.25, "eval/flags": 2},
         "config": {"seed": 0, "nested": {"list": [1, 2]}},
         "versions": {"torch": "2"},
     }

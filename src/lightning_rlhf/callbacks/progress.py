@@ -49,6 +49,8 @@ class Progress(ProgressBar):
         self._working: Working | None = None
         """The lines of a training or an evaluation without a bar."""
         self._pace = Pace()
+        self._total = 0
+        """Steps of the run; 0 before training begins, in an evaluation that a resumed run owes."""
         self._mark = monotonic()
         self._evaluations = 0
 
@@ -120,7 +122,7 @@ class Progress(ProgressBar):
         self._pace.add_evaluation(seconds)
         self._mark += seconds
         self._evaluations = max(0, self._evaluations - 1)
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        if self._total and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._tell_training()
         if self._bar is not None:
             self._bar.describe(self._stage)

@@ -48,10 +48,10 @@ def check_formats(ready: Prepared, reward: Reward) -> None:
             continue
         lines = result.lines(name, config.format_tolerance)
         fits = result.fits(config.format_tolerance)
-        if not fits and config.format_check == "strict":
-            raise CheckpointError("\n".join([*lines, advice(result, key)]))
         for line in lines:
             say(line, "bold red" if not fits else "")
+        if not fits and config.format_check == "strict":
+            raise CheckpointError(f"{lines[0]}. {advice(result, key)}")
 
 
 def advice(result: FormatResult, key: str) -> str:

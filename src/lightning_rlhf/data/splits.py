@@ -67,7 +67,12 @@ def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
     Raises ConfigError where there is none to train on, and DataError where a file is missing or
     has a name of no kind that is read; both name the key.
     """
-    split, key = getattr(config, kind), f"data.{kind}"
+    splits = {
+        "demonstrations": config.demonstrations,
+        "preferences": config.preferences,
+        "prompts": config.prompts,
+    }
+    split, key = splits[kind], f"data.{kind}"
     if split.train is None:
         raise ConfigError(f"{key}.train is not set; {NEEDS[kind]}: {key}.train=path.jsonl")
     for part, source in (("train", split.train), ("val", split.val)):

@@ -54,7 +54,8 @@ def before_after_table(
     verdicts: component of the reward -> what its fitness report said, repeated under the table.
     """
     said = [
-        Text(f"reward {name}: {verdict.words}", verdict.style) for name, verdict in verdicts.items()
+        Text(visible_line(f"reward {name}: {verdict.words}"), verdict.style)
+        for name, verdict in verdicts.items()
     ]
     table = Table(
         title="On held-out prompts",

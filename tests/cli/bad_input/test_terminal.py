@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from rich.console import Console
 
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.core.visible import is_hidden
 from lightning_rlhf.report.tables import SweepRow, before_after_table, side_by_side, sweep_table
 
@@ -117,7 +118,7 @@ def test_tables(tmp_path: object) -> None:
         files.append(tmp_path / f"{name}.jsonl")  # type: ignore[operator]
         files[-1].write_text(json.dumps(sample) + "\n")
     tables = [
-        before_after_table(metrics, metrics),
+        before_after_table(metrics, metrics, {EVIL: Verdict(True, EVIL, (EVIL,))}),
         side_by_side(files[0], files[1], 1),
         sweep_table([SweepRow((f"run={EVIL}",), "done", metrics)]),
     ]
