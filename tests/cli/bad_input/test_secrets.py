@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import request_response
 
 from lightning_rlhf.cli import secrecy
-from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.rewards.serve import RewardServer, bound
 
 from .conftest import Refusals
@@ -259,5 +259,5 @@ def test_an_address_that_wants_quotes(refused: Refusals, wrong: str) -> None:
 
 
 def test_an_address_after_dashes() -> None:
-    with pytest.raises(SystemExit, match=r"^error: --reward.url=http://\*\*\*@h/\?\*\*\* is no"):
+    with pytest.raises(ConfigError, match=r"^--reward.url=http://\*\*\*@h/\?\*\*\* is no"):
         secrecy.refuse_secrets([f"--reward.url=http://{USER}:{PASSWORD}@h/?{QUERY}"])
