@@ -250,13 +250,12 @@ def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
 
 
 ANSWERED = """
-import os, sys
+import sys
 from lightning_rlhf.__main__ import main
 try:
     main()
 finally:
     print(sorted({"lightning", "transformers", "peft", "torch"} & set(sys.modules)))
-    print(sum(os.times()[:2]))
 """
 FUNCTION = ("reward=function", "policy.checkpoint=base")
 SOON: dict[str, tuple[list[str], str]] = {
@@ -267,6 +266,7 @@ SOON: dict[str, tuple[list[str], str]] = {
     "no reward model": (["stage=ppo", "policy.checkpoint=base"],
                         "outputs/default/tiny/rm has none"),
     "finished": (["stage=rm"], "outputs/default/tiny/rm holds a run that finished"),
+    "finished, under a supervisor": (["stage=rm", "resume=auto"], "cannot be resumed: "),
     "cut off": (["stage=eval", "policy.checkpoint=base"], "holds a run that was cut off"),
     "another SFT model": (["stage=ppo", "policy.checkpoint=./x"], "policy.checkpoint=./x: no such"),
     "another reward model": (["stage=ppo", "policy.checkpoint=base", "reward.checkpoint=./x"],
@@ -289,10 +289,10 @@ SOON: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("case", SOON)
 def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: str) -> None:
-    """Within 3 seconds of processor time, of which torch alone would take two."""
+    """Without the libraries that take seconds to import, torch alone two."""
     arguments, named = SOON[case]
     run = workplace.outputs / "default" / "tiny"
-    if case == "finished":
+    if case.startswith("finished"):
         (run / "rm" / "final").mkdir(parents=True)
         (run / "rm" / "config.json").write_text("{}")
     if case == "cut off":
@@ -305,6 +305,4 @@ def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: st
         assert named in outcome.error
     else:
         outcome.succeeded  # noqa: B018
-    *_, loaded, seconds = outcome.out.splitlines()
-    assert loaded == "[]"
-    assert float(seconds) < 3
+    assert outcome.out.splitlines()[-1] == "[]"

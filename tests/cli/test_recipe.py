@@ -238,7 +238,7 @@ def test_a_stage_that_was_cut_off_is_resumed(done: Kitchen) -> None:
     shutil.rmtree(done.folder("ppo") / "final")
     out = done.cook().succeeded.out
     assert done.ran == ["ppo"]
-    assert "resume=true" in done.commands[0]
+    assert "resume=auto" in done.commands[0]
     assert out.count("done already") == 2
     assert weights(done.folder("ppo")) == before
 
@@ -249,7 +249,7 @@ def test_a_stage_cut_off_before_its_first_checkpoint_starts_anew(done: Kitchen) 
         shutil.rmtree(done.folder("ppo") / name)
     done.cook().succeeded  # noqa: B018
     assert done.ran == ["ppo"]
-    assert "resume=true" not in done.commands[0]
+    assert "resume=auto" not in done.commands[0]
     assert weights(done.folder("ppo")) == before
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_rlhf.callbacks.recorder import LastWords
 from lightning_rlhf.cli import replay_run
 from lightning_rlhf.cli.main import HOME
-from lightning_rlhf.cli.replay_plan import plan_replay
+from lightning_rlhf.cli.replay_plan import plan_replay, settings_of
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.data.rollouts import (
@@ -166,15 +166,15 @@ def test_only_the_checkpoint_that_it_starts_from_has_to_be_whole(run: Path) -> N
     for path in (checkpoints / "000003.ckpt", checkpoints / "best.ckpt"):
         path.unlink()
         path.write_bytes(b"damaged")
-    assert plan_replay(run, 1).checkpoint is None
-    assert plan_replay(run, 3).checkpoint == checkpoints / "000002.ckpt"
+    assert plan_replay(run, settings_of(run), 1).checkpoint is None
+    assert plan_replay(run, settings_of(run), 3).checkpoint == checkpoints / "000002.ckpt"
 
 
 def test_the_best_checkpoint_may_be_the_latest(run: Path) -> None:
     checkpoints = run / "checkpoints"
     (checkpoints / "000002.ckpt").replace(checkpoints / "best.ckpt")
-    assert plan_replay(run, 3).checkpoint == checkpoints / "best.ckpt"
-    assert plan_replay(run, 2).checkpoint is None
+    assert plan_replay(run, settings_of(run), 3).checkpoint == checkpoints / "best.ckpt"
+    assert plan_replay(run, settings_of(run), 2).checkpoint is None
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -432,7 +432,7 @@ def test_a_page_that_does_not_fit(
 def test_the_policy_afterwards_is_the_one_of_the_next_iteration(place: Workplace) -> None:
     """Which sampled iteration 2, where its log-probabilities and values are recorded."""
     run = place.stage("ppo", "recorded")
-    plan = plan_replay(run, 1)
+    plan = plan_replay(run, settings_of(run), 1)
     module, _ = replay_run.rebuilt(plan.settings)
     replay_run.quiet_trainer(plan.settings, []).fit(module, replay_run.Recordings(plan))
     following = read_recorded(file_of(run, 2))

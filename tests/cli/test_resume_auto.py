@@ -53,7 +53,7 @@ def test_a_run_without_a_checkpoint_starts_anew(cut_off: Workplace, pipeline: Wo
     shutil.rmtree(folder / "checkpoints")
     (folder / "metrics.csv").write_text("step,update/loss\n1,9.0\n")
     assert "has no checkpoint to go on from" in cut_off.mini("stage=sft", "resume=true").error
-    assert "was cut off. Give overwrite=true" in cut_off.mini("stage=sft").error
+    assert "was cut off. Give resume=auto or overwrite=true" in cut_off.mini("stage=sft").error
     out = cut_off.mini("stage=sft", "resume=auto").succeeded.out
     assert "cut off before its first checkpoint; it starts anew" in out
     assert rows(folder) == rows(pipeline.stage("sft"))
@@ -149,14 +149,14 @@ class TestGaps:
     def test_a_row(self, place: Workplace) -> None:
         self.shorten(place, "metrics.csv", 1)
         assert self.refused(place) == (
-            "metrics.csv lacks the row of step 3, which the checkpoint of step 3 stands behind. "
+            "metrics.csv lacks the row of step 3; the checkpoint of step 3 was written after it. "
             "Give resume=000002, up to which nothing is missing, or resume=000003 to go on without"
         )
 
     def test_rows_before_both_checkpoints(self, place: Workplace) -> None:
         self.shorten(place, "metrics.csv", 3)
         assert self.refused(place) == (
-            "metrics.csv lacks the row of step 1, which the checkpoint of step 3 stands behind. "
+            "metrics.csv lacks the row of step 1; the checkpoint of step 3 was written after it. "
             "Give resume=000003 to go on without"
         )
 
@@ -165,20 +165,31 @@ class TestGaps:
         lines = file.read_text().splitlines(keepends=True)
         assert lines[-2].startswith("2,")
         file.write_text("".join([*lines[:-2], lines[-1]]))
-        assert self.refused(place).startswith("metrics.csv lacks the row of step 2, ")
+        assert self.refused(place).startswith("metrics.csv lacks the row of step 2; ")
 
     def test_a_sample_of_an_iteration(self, place: Workplace) -> None:
         self.shorten(place, "samples/train.jsonl", 1)
         error = self.refused(place)
-        assert error.startswith("samples/train.jsonl lacks samples of iteration 3, which the ")
+        assert error.startswith("samples/train.jsonl lacks samples of iteration 3; the ")
         assert "Give resume=000002, " in error
 
     @pytest.mark.parametrize("iteration", [0, 2])
     def test_an_evaluation(self, place: Workplace, iteration: int) -> None:
         (place.stage("ppo") / "samples" / f"eval_{iteration:06d}.jsonl").unlink()
         error = self.refused(place)
-        assert error.startswith(f"samples/eval_{iteration:06d}.jsonl is missing, which ")
+        assert error.startswith(f"samples/eval_{iteration:06d}.jsonl is missing; the ")
         assert ("resume=000002" in error) == (iteration == 2), "at 2 that evaluation is still due"
+
+    def test_an_evaluation_of_a_run_shorter_than_val_every(self, workplace: Workplace) -> None:
+        """It validates at tenths, and no row is due but those."""
+        command = ["stage=sft", "sft.val_every=1000", "trainer.log_every_n_steps=1000"]
+        workplace.mini(*command).succeeded  # noqa: B018
+        shutil.rmtree(workplace.stage("sft") / "final")
+        file = workplace.stage("sft") / "metrics.csv"
+        head, first, *others = file.read_text().splitlines(keepends=True)
+        file.write_text("".join([head, *others]))
+        lacks = f"metrics.csv lacks the row of step {first.partition(',')[0]}; "
+        assert lacks in workplace.mini(*command, "resume=true").error
 
     def test_a_line_that_is_no_sample(self, place: Workplace) -> None:
         with (place.stage("ppo") / "samples" / "train.jsonl").open("a") as file:
@@ -222,4 +233,4 @@ class TestGaps:
         assert [line.split(",")[0] for line in lines] == ["step", "2", "4", "6"]
         file.write_text("".join(lines[:2]))
         error = finished.mini("stage=sft", "resume=true").error
-        assert "metrics.csv lacks the row of step 4, " in error
+        assert "metrics.csv lacks the row of step 4; " in error

@@ -151,6 +151,19 @@ def test_called_again_it_goes_on_with_what_was_cut_off(clean_sweep: Workplace) -
     assert [weights(folder) for folder in whole] == before
 
 
+def test_called_again_it_goes_back_behind_a_damaged_checkpoint(workplace: Workplace) -> None:
+    command = ["stage=sft", "seed=1,2", "sft.checkpoint_every=1", "sft.checkpoints_kept=9"]
+    workplace.sweep(*command).succeeded  # noqa: B018
+    folder = next(workplace.outputs.rglob("seed=1/sft"))
+    before = weights(folder)
+    shutil.rmtree(folder / "final")
+    newest = sorted((folder / "checkpoints").glob("0*.ckpt"))[-1]
+    newest.write_bytes(newest.read_bytes()[:100])
+    again = workplace.sweep(*command).succeeded
+    assert f"{newest.name} cannot be read" in again.out
+    assert weights(folder) == before
+
+
 def test_a_job_of_unknown_parents_is_left_alone(clean_sweep: Workplace) -> None:
     """Not knowing is no reason to delete what took days."""
     folder = job_folder(clean_sweep, kl_coef=0.02, seed=1)

@@ -120,6 +120,17 @@ def test_a_reward_that_reads_text_is_asked_as_well(finished: Workplace) -> None:
     assert finished.mini(*ppo("text", *model)).error.startswith("reward model is unfit by its ")
 
 
+def test_one_on_the_hub_is_asked_once_it_is_fetched(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged(finished, UNFIT)
+    folder = finished.stage("rm") / "final"
+    monkeypatch.setattr("lightning_rlhf.cli.text_rewards.local_folder", lambda *_: folder)
+    hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
+    error = finished.mini(*ppo("hub", *hub)).error
+    assert error.startswith("reward model is unfit by its fitness report ")
+
+
 def test_what_nobody_judged_is_not_refused(finished: Workplace) -> None:
     judged(finished, None)
     out = finished.mini(*ppo("unjudged", *given(finished))).succeeded.out

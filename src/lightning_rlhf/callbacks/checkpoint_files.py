@@ -109,9 +109,9 @@ def step_of(path: Path) -> int:
     return int(read_run(path)["step"])
 
 
-def stamp(origin: Origin, step: int) -> dict[str, Any]:
-    """What stands in a checkpoint under RUN."""
-    return {**asdict(origin), "step": step}
+def stamp(origin: Origin, step: int, val_every: int) -> dict[str, Any]:
+    """Return what stands in a checkpoint under RUN; val_every: steps between validations."""
+    return {**asdict(origin), "step": step, "val_every": val_every}
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def run_of(path: Path, found: Any) -> dict[str, Any]:
     Raises CheckpointError where it is of another program.
     """
     run: Any = found.get(RUN) if isinstance(found, dict) and "state_dict" in found else None
-    keys = {*Origin.__dataclass_fields__, "step"}
+    keys = {*Origin.__dataclass_fields__, "step", "val_every"}
     if not isinstance(run, dict) or run.keys() != keys or not isinstance(run["step"], int):
         raise CheckpointError(f"{path} is foreign: no checkpoint of this lightning-rlhf")
     return run

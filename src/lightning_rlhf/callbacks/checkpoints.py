@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from rich import get_console
 
 from lightning_rlhf.callbacks.checkpoint_files import (
     BEST,
@@ -24,6 +23,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     path_of,
     stamp,
 )
+from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
@@ -31,7 +31,6 @@ from lightning_rlhf.core.config import Stage, StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.finite import require_finite_metrics
 from lightning_rlhf.core.storage import readable
-from lightning_rlhf.core.visible import visible_line
 
 GOAL: Mapping[Stage, tuple[tuple[str, int], ...]] = {
     "sft": (("eval/loss", -1),),
@@ -94,7 +93,7 @@ class Checkpoints(Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint[RUN] = stamp(self.origin, trained(trainer))
+        checkpoint[RUN] = stamp(self.origin, trained(trainer), self.config.val_every)
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -106,7 +105,7 @@ class Checkpoints(Callback):
         # have a checkpoint that is later than they are.
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
             for why in dict.fromkeys(gone.values()):
-                tell(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
+                say(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
         if trainer.ckpt_path is not None:  # what a kill in the middle of `save` left
             keep_newest(self.folder, self.config.checkpoints_kept)
 
@@ -178,7 +177,7 @@ class Checkpoints(Callback):
             try:
                 self.save(trainer)
             except Exception as failure:  # what ended the run is to be told, and not this
-                tell(f"no checkpoint of step {trained(trainer)}: {failure}")
+                say(f"no checkpoint of step {trained(trainer)}: {failure}")
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete those too many."""
@@ -187,13 +186,7 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(path)
         keep_newest(self.folder, self.config.checkpoints_kept)
         self._saved, self._since = (step, self.evaluated), monotonic()
-        tell(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
-
-
-def tell(line: str, style: str = "") -> None:
-    """Print one line on the console as it is, in a colour of Rich."""
-    line = visible_line(line)
-    get_console().print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        say(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
 
 
 def trained(trainer: L.Trainer) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_rlhf.callbacks.checkpoints import tell
+from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import ppo_view
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.core.types import Experience
@@ -72,7 +72,7 @@ class Diagnosis(Callback):
         """Print the warning, unless one of this name was given in the run."""
         if name not in self.told:
             self.told.append(name)
-            tell(f"warning: {text}", "yellow")
+            say(f"warning: {text}", "yellow")
 
 
 def is_constant(experience: Experience, pl_module: LightningModule) -> bool:

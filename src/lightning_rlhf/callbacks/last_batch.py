@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rlhf.callbacks.checkpoints import tell
+from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.chat import ChatFormat
@@ -64,7 +64,7 @@ class KeepLastBatch(Callback):
         try:
             write_last_batch(self.path, self.latest(trainer, pl_module), self.chat.show)
         except StorageError as failure:  # what ended the run is to be told, and not this
-            tell(f"the batch of the last update is not kept: {failure}")
+            say(f"the batch of the last update is not kept: {failure}")
         else:
             self.is_kept = True
 
@@ -92,5 +92,5 @@ def facts(trainer: Trainer, pl_module: LightningModule, batch: Record) -> dict[s
         with trainer.precision_plugin.forward_context():
             return cast(SupervisedView, pl_module).predict_step(batch, 0)
     except Exception as failure:  # the batch itself is to be kept all the same
-        tell(f"no loss of single rows beside the batch that is kept: {failure}")
+        say(f"no loss of single rows beside the batch that is kept: {failure}")
         return {}

@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_rlhf.callbacks.checkpoints import progress, tell
+from lightning_rlhf.callbacks.checkpoints import progress
+from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import ppo_view
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
@@ -88,7 +89,7 @@ class LastWords(Callback):
                     path = weights_of(self._run_dir, iteration)
                     write_weights(path, pl_module.state_dict(), updates=made)
             except StorageError as failure:  # what ended the run is to be told, and not this
-                tell(f"the batch of iteration {iteration} is not kept: {failure}")
+                say(f"the batch of iteration {iteration} is not kept: {failure}")
             else:
                 self.kept = iteration
 

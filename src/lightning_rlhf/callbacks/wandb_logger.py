@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_rlhf.callbacks.checkpoints import tell
+from lightning_rlhf.callbacks.console import say
 
 AXIS = "iteration"
 """W&B's x-axis: iterations of PPO, optimizer steps of the other stages."""
@@ -45,7 +45,7 @@ class RunWandb(WandbLogger):
             ask()
         except gone():
             self.is_gone = True
-            tell(
+            say(
                 "W&B: its process has ended; the run goes on without it: metrics.csv has every "
                 "row, W&B those before at most"
             )

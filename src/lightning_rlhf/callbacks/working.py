@@ -18,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.pace import clock_text
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ class Working:
     def say_until(self, stops: Callable[[float], bool]) -> None:
         """Print a line each time that `stops(PERIOD_S)` returns False, until it returns True."""
         while not stops(PERIOD_S):
-            get_console().print(self.line, markup=False, highlight=False, soft_wrap=True)
+            say(self.line)
 
     @property
     def line(self) -> str:

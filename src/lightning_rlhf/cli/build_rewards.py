@@ -13,7 +13,7 @@ from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import reward_role
 from lightning_rlhf.cli.launch import Prepared
 from lightning_rlhf.cli.settings import Settings, reward_key
-from lightning_rlhf.cli.text_rewards import check_text_reward, text_reward
+from lightning_rlhf.cli.text_rewards import check_text_reward, found, text_reward
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.memory import BatchSize
@@ -40,6 +40,17 @@ from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
 
 
+def hub_rewards(ready: Prepared) -> dict[str, Final]:
+    """Return the reward models that are on the hub, by role; `light_sources` has fetched them."""
+    settings = ready.settings
+    return {
+        role: found(config, reward_key(settings, name))
+        for name, config in settings.reward.items()
+        if isinstance(config, ModelConfig)
+        and (role := reward_role(settings, name)) not in ready.parents
+    }
+
+
 def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source]:
     """The components that are no models; all others are checked before any model loads.
 
@@ -61,8 +72,8 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source
                 check_text_reward(config, key, ready.parents.get(role))
             case FunctionConfig():
                 function = load_function(config.path, f"{key}.path")
-                found = FunctionReward(function, config.arguments, key)
-                sources[name] = found.for_columns(columns)
+                given = FunctionReward(function, config.arguments, key)
+                sources[name] = given.for_columns(columns)
             case HTTPConfig():
                 server = HTTPReward(
                     config.url,

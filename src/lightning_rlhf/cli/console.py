@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import get_console
-
 import lightning_rlhf
+from lightning_rlhf.callbacks.console import say as say
 from lightning_rlhf.core.visible import visible, visible_line
 
 if TYPE_CHECKING:
@@ -40,13 +39,6 @@ PACKAGE = Path(lightning_rlhf.__file__).parent
 PYTHONS_FORMAT = warnings.formatwarning
 FEW = 20
 """Rows below which a note is due: each is 5 % of what is learned, or of what is measured."""
-
-
-def say(message: str, style: str = "") -> None:
-    """Print a line for the user: no markup, and nothing in it that a terminal would obey."""
-    get_console().print(
-        visible(message), style=style, markup=False, highlight=False, soft_wrap=True
-    )
 
 
 def say_error(message: str) -> None:

@@ -175,7 +175,7 @@ def state_of(settings: Settings) -> State:
         return "outdated"
     if (folder / FINAL).is_dir():
         return "done"
-    return "cut off" if numbered(folder / CHECKPOINTS) else "outdated"
+    return "cut off"
 
 
 def is_finished(settings: Settings) -> bool:

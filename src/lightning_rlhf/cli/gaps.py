@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_rlhf.callbacks.checkpoint_files import numbered, step_of
+from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run, step_of
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.samples import COUNT, eval_samples, read_samples, train_samples
 from lightning_rlhf.cli.console import say
@@ -17,36 +17,43 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.ppo_config import PPOConfig
 
 
-def check_rows(path: Path, settings: Settings) -> None:
+def check_no_gap(path: Path, settings: Settings) -> None:
     """Raise CheckpointError where rows or samples of steps up to the checkpoint are missing.
 
     Checkpoints are written after them, so only a damaged disk or another program removes them.
     With a checkpoint that is named the run goes on all the same, after a warning.
     """
-    step = step_of(path)
-    gap = first_gap(settings, step)
+    gap = first_gap(settings, path)
     if gap is None:
         return
-    lacks = f"{gap}, which the checkpoint of step {step} stands behind"
+    step = step_of(path)
+    lacks = f"{gap}; the checkpoint of step {step} was written after it"
     if settings.resume not in (True, AUTO):
         say(f"warning: {lacks}; the run goes on without", "yellow")
         return
     others = [p for p in reversed(numbered(path.parent)) if p != path]
-    whole = next((p.stem for p in others if first_gap(settings, step_of(p)) is None), None)
+    whole = next((p.stem for p in others if first_gap(settings, p) is None), None)
     earlier = f"resume={whole}, up to which nothing is missing, or " if whole else ""
     raise CheckpointError(f"{lacks}. Give {earlier}resume={step:06d} to go on without")
 
 
-def first_gap(settings: Settings, step: int) -> str | None:
-    """Return the file and the first step that it lacks of those up to `step`; None if none."""
-    return next(gaps(settings, step), None)
+def first_gap(settings: Settings, path: Path) -> str | None:
+    """Return the file and the first step that it lacks of those up to a checkpoint; None if none.
+
+    path: the checkpoint.
+    """
+    run = read_run(path)
+    return next(gaps(settings, run["step"], run["val_every"]), None)
 
 
-def gaps(settings: Settings, step: int) -> Iterator[str]:
-    """Yield each file that lacks a step up to `step`, with the first one that it lacks."""
+def gaps(settings: Settings, step: int, val_every: int) -> Iterator[str]:
+    """Yield each file that lacks a step up to `step`, with the first one that it lacks.
+
+    val_every: steps between the run's validations.
+    """
     folder, config = folder_of(settings), settings.config
     assert not isinstance(config, EvalConfig)  # which has no checkpoints
-    evaluated = range(config.val_every, step, config.val_every)
+    evaluated = range(val_every, step, val_every)
     every = 1 if isinstance(config, PPOConfig) else settings.trainer.log_every_n_steps
     due = {*range(every, step + 1, every), *evaluated}
     if missing := due - read_rows(folder / METRICS).keys():

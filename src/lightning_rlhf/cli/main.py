@@ -181,7 +181,7 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     except RLHFError:
         return []
     every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
-    return [f"it has no checkpoint yet ({every}), overwrite=true starts it anew"]
+    return [f"it has no checkpoint yet ({every}), resume=auto starts it anew"]
 
 
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
@@ -202,7 +202,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
 
             run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
         return
-    from lightning_rlhf.cli.settings import read_settings
+    from lightning_rlhf.cli.settings import AUTO, read_settings
 
     settings = read_settings(cfg)
     from lightning_rlhf.cli.folders import state_of
@@ -212,5 +212,6 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         state = state_of(settings)
         if state == "done":
             return
-        settings = replace(settings, resume=state == "cut off", overwrite=state == "outdated")
+        resume = (settings.resume or AUTO) if state == "cut off" else False
+        settings = replace(settings, resume=resume, overwrite=state == "outdated")
     run_stage(settings)

@@ -42,7 +42,7 @@ from lightning_rlhf.report.tables import before_after_table, side_by_side
 LISTS = ("stages", "overrides", "promises", "next")
 HOW: Mapping[State, tuple[str, ...]] = {
     "new": (),
-    "cut off": ("resume=true",),
+    "cut off": ("resume=auto",),
     "outdated": ("overwrite=true",),
 }
 """State of a stage -> the overrides with which it is run."""

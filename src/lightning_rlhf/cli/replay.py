@@ -16,6 +16,7 @@ from lightning_rlhf.core.storage import full_disk_told, written_whole
 
 if TYPE_CHECKING:
     from lightning_rlhf.cli.replay_run import Replayed
+    from lightning_rlhf.cli.settings import Settings
 
 NAMED = 3
 """Differences that are told; the rest are counted."""
@@ -50,14 +51,14 @@ def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_cod
     quiet_libraries()
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
     if settings.stage == "ppo":
-        return replay_update(folder, iteration, count, trust_remote_code)
+        return replay_update(folder, settings, iteration, count)
     batch, checkpoint = plan_rows(folder, settings, iteration)
     check_accelerator(settings)
     with computing(settings):
         return show_rows(batch, checkpoint, settings, count)
 
 
-def replay_update(folder: Path, iteration: int | None, count: int, trust_remote_code: bool) -> bool:
+def replay_update(folder: Path, settings: Settings, iteration: int | None, count: int) -> bool:
     """Whether the update was the recorded one."""
     from rich import get_console
 
@@ -71,7 +72,7 @@ def replay_update(folder: Path, iteration: int | None, count: int, trust_remote_
     from lightning_rlhf.report.replay_table import on_terminal
     from lightning_rlhf.report.replayed import most_changed
 
-    plan = plan_replay(folder, iteration, trust_remote_code=trust_remote_code)
+    plan = plan_replay(folder, settings, iteration)
     if iteration is None:
         say(f"iteration {plan.iteration} is the newest that is recorded; --iteration N for another")
     iteration = plan.iteration

@@ -58,14 +58,15 @@ class Plan:
         return range(self.start + 1, self.iteration + 1)
 
 
-def plan_replay(folder: Path, iteration: int | None, *, trust_remote_code: bool = False) -> Plan:
-    """What to do for this iteration of the run in `folder`; for the newest recorded one if None.
+def plan_replay(folder: Path, settings: Settings, iteration: int | None) -> Plan:
+    """Return what to do for an iteration of the run in `folder`; None is the newest recorded one.
+
+    settings: those of the run, as `settings_of` reads them.
 
     Raises:
         ConfigError, CheckpointError: the folder holds no run of PPO, or not what it starts from.
         DataError: an iteration that is needed is not recorded, or its file is damaged.
     """
-    settings = settings_of(folder, trust_remote_code=trust_remote_code)
     recorded = recorded_iterations(folder)
     if not recorded:
         raise DataError(

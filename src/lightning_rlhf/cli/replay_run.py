@@ -34,7 +34,7 @@ from lightning_rlhf.data.rollouts import (
 )
 from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import SFT, Roles
-from lightning_rlhf.modules.optim import check_resumable
+from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward
 
@@ -158,7 +158,7 @@ def run_once_more(plan: Plan) -> Replayed:
         made = updates_before(plan.weights)
         weights = load_file(plan.weights)
         try:
-            check_resumable(module, {"state_dict": weights})
+            check_parameters(module, {"state_dict": weights})
         except CheckpointError as error:
             raise CheckpointError(f"{plan.weights}: {error}") from error
         module.load_state_dict(weights, strict=False)

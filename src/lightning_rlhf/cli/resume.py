@@ -92,7 +92,8 @@ def resume_point(settings: Settings) -> Path | None:
             raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
         return None
     beside = name_beside(settings)
-    anew = f"overwrite=true to delete it and start anew, or {beside} to keep both"
+    auto = "" if finished or there else "resume=auto or "
+    anew = f"{auto}overwrite=true to delete it and start anew, or {beside} to keep both"
     if finished:
         raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
     if settings.resume and there:
@@ -118,15 +119,14 @@ def decide(settings: Settings) -> Settings | None:
     Raises ConfigError where the folder holds another run, and CheckpointError where the run has
     checkpoints and cannot go on from any of them: it is never started anew then.
     """
-    from lightning_rlhf.cli.gaps import check_rows  # which takes seconds to import
-
     folder = folder_of(settings)
+    if is_used(folder) and (folder / FINAL).is_dir():
+        check_same_run(settings, folder)
+        say(f"{settings.stage}: finished already, {folder / FINAL}")
+        return None
     if not is_used(folder) or is_unbegun(folder):
         return replace(settings, resume=False)
     check_same_run(settings, folder)
-    if (folder / FINAL).is_dir():
-        say(f"{settings.stage}: finished already, {folder / FINAL}")
-        return None
     if not saved(folder):
         say(f"{folder} holds a run that was cut off before its first checkpoint; it starts anew")
         return replace(settings, resume=False, overwrite=True)
@@ -134,7 +134,6 @@ def decide(settings: Settings) -> Settings | None:
     for path in reversed(saved(folder)):
         try:
             check_resumable(path, settings)
-            check_rows(path, settings)
         except CheckpointError as error:
             failures.append(error)
             continue
@@ -182,8 +181,7 @@ def named(folder: Path, name: str) -> Path:
     """The checkpoint of this name. Raises ConfigError where there is none."""
     path = folder / CHECKPOINTS / f"{name}{SUFFIX}"
     if not path.is_file():
-        there = [p.stem for p in numbered(folder / CHECKPOINTS)]
-        there += [BEST] * (folder / CHECKPOINTS / f"{BEST}{SUFFIX}").is_file()
+        there = sorted(p.stem for p in saved(folder))
         raise ConfigError(f"resume={name}: {path} is not there; allowed: true, {', '.join(there)}")
     return path
 
@@ -191,11 +189,13 @@ def named(folder: Path, name: str) -> Path:
 def check_resumable(path: Path, settings: Settings) -> None:
     """Raise CheckpointError, with the way on, where the checkpoint is damaged or foreign.
 
-    Or where another file is damaged that the run goes on writing.
+    Or where another file is damaged that the run goes on writing, or lacks what the run had written
+    before the checkpoint.
     """
     # Imported here, since it takes seconds: what the names alone tell is said before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
     from lightning_rlhf.callbacks.samples import read_samples, train_samples
+    from lightning_rlhf.cli.gaps import check_no_gap
 
     assert settings.stage != "eval"  # which has none
     folder = folder_of(settings)
@@ -218,6 +218,7 @@ def check_resumable(path: Path, settings: Settings) -> None:
         if before:
             way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"
         raise CheckpointError(f"{error}. {way}") from error
+    check_no_gap(path, settings)
 
 
 def origin(settings: Settings) -> Origin:

@@ -97,14 +97,14 @@ def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]
         )
 
 
-def without_secrets(node: Mapping[str, Any]) -> dict[str, Any]:
+def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
     """The section `reward` as it may be written down: no user and no password in addresses."""
     shown = dict(node)
     if "url" in shown:
         shown["url"] = redacted(shown["url"])
     if "components" in shown:
         parts = shown["components"]
-        shown["components"] = {name: without_secrets(part) for name, part in parts.items()}
+        shown["components"] = {name: redacted_section(part) for name, part in parts.items()}
     return shown
 
 

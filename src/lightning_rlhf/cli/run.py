@@ -10,10 +10,8 @@ import lightning as L
 import torch
 
 from lightning_rlhf.cli.console import quiet_libraries
-from lightning_rlhf.cli.gaps import check_rows
 from lightning_rlhf.cli.launch import check_accelerator
 from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
-from lightning_rlhf.cli.resume import check_resumable
 from lightning_rlhf.cli.run_eval import run_eval
 from lightning_rlhf.cli.run_ppo import run_ppo
 from lightning_rlhf.cli.run_rm import run_rm
@@ -26,16 +24,10 @@ THREADS = torch.get_num_threads()
 """Torch's own choice, before any run of this process changed it."""
 
 
-def run_in_folder(settings: Settings, checkpoint: Path | None) -> Path:
-    """Run the stage, whose folder is free for it, from `checkpoint` if there is one.
-
-    Returns the path of its `final/` folder.
-    """
+def run_in_folder(settings: Settings) -> Path:
+    """Run the stage, whose folder is free for it; return the path of its `final/` folder."""
     quiet_libraries()
     check_accelerator(settings)
-    if checkpoint is not None:  # refuse before anything is read
-        check_resumable(checkpoint, settings)
-        check_rows(checkpoint, settings)
     with computing(settings):
         match settings.config:
             case SFTConfig():

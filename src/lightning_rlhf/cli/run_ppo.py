@@ -16,7 +16,12 @@ from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
 from lightning_rlhf.callbacks.samples import COUNT, Samples
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.build_rewards import build_critic, build_reward, light_sources
+from lightning_rlhf.cli.build_rewards import (
+    build_critic,
+    build_reward,
+    hub_rewards,
+    light_sources,
+)
 from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.folders import METRICS, find_parents
 from lightning_rlhf.cli.format_check import check_formats
@@ -50,15 +55,15 @@ from lightning_rlhf.rewards.weighted import Reward
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     """Proximal policy optimization."""
     parents = find_parents(settings)
-    found = verdicts_on(settings, parents)
-    say_verdicts(found)
-    verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
         rows = load_prompts(settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
+    found = verdicts_on(settings, parents | hub_rewards(ready))
+    say_verdicts(found)
+    verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     held_out, train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
 
     with Working("loading the model"):

@@ -20,7 +20,7 @@ from lightning_rlhf.cli.reward_section import (
     check_components,
     check_normalization,
     read_reward,
-    without_secrets,
+    redacted_section,
 )
 from lightning_rlhf.cli.sections import build, frozen_lists, refuse_unknown, section
 from lightning_rlhf.core.config import (
@@ -129,7 +129,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     known = {f.name for f in dataclasses.fields(Settings)} - {"config", "tree"}
     stage = _stage(tree)
     refuse_unknown(tree, known | {"recipe", stage}, "")
-    for key in known:
+    for key in (*known, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     require_number("seed", tree["seed"], at_least=0, at_most=2**32 - 1, whole=True)
     for key in ("overwrite", "record", "debug"):
@@ -144,7 +144,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     config: Any = build(STAGES[stage], frozen_lists(tree[stage]), stage)
     if isinstance(config, PPOConfig):
         check_normalization(config, reward)
-    tree["reward"] = without_secrets(tree["reward"])
+    tree["reward"] = redacted_section(tree["reward"])
     return Settings(
         stage=stage,
         config=config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.cli.folders import FINAL, find_parents, folder_of
-from lightning_rlhf.cli.resume import decide, held, resume_point
+from lightning_rlhf.cli.resume import check_resumable, decide, held, resume_point
 from lightning_rlhf.cli.settings import AUTO, Settings, reward_key
 from lightning_rlhf.cli.unfit import verdicts_on
 from lightning_rlhf.core.errors import ConfigError
@@ -30,13 +30,18 @@ def run_stage(settings: Settings) -> Path:
         if settings.resume == AUTO:
             if (decided := decide(settings)) is None:
                 return folder_of(settings) / FINAL
-            settings = decided
-        checkpoint = resume_point(settings)
-        check_inputs(settings)
+            settings = decided  # whose checkpoint has been checked
+            resume_point(settings)
+            check_inputs(settings)
+        else:
+            checkpoint = resume_point(settings)
+            check_inputs(settings)
+            if checkpoint is not None:
+                check_resumable(checkpoint, settings)
         # Lightning, transformers and torch take ten seconds of processor time to import.
         from lightning_rlhf.cli.run import run_in_folder
 
-        return run_in_folder(settings, checkpoint)
+        return run_in_folder(settings)
 
 
 def check_inputs(settings: Settings) -> None:

@@ -86,7 +86,9 @@ def load_causal_lm(
             check_compiler()
     if weights is None and config.from_config is not None:
         try:
-            model = _random_model(config, seed).to(dtype)
+            model = _random_model(config, seed).to(dtype).eval()
+            with torch.no_grad():  # heads that do not share their keys evenly fail only here
+                model(torch.zeros((1, 2), dtype=torch.long))
         except ConfigError:
             raise
         except Exception as error:  # sizes that do not fit fail anywhere in the library

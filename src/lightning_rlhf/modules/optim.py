@@ -99,7 +99,7 @@ def advance_schedule(module: L.LightningModule) -> None:
     scheduler.step()
 
 
-def check_resumable(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless `checkpoint` holds just the parameters that are trained.
 
     By name, shape and type.

@@ -38,7 +38,7 @@ from lightning_rlhf.modules.learner import Learner
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
-    check_resumable,
+    check_parameters,
     step,
     trainable_state,
 )
@@ -454,7 +454,7 @@ class PPOModule(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        check_resumable(self, checkpoint)
+        check_parameters(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
         self.learner.load_state_dict(checkpoint["learner"])

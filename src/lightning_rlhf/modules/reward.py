@@ -20,7 +20,7 @@ from lightning_rlhf.modules.learner import Learner, by_row
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
-    check_resumable,
+    check_parameters,
     trainable_state,
 )
 
@@ -130,6 +130,6 @@ class RewardModule(L.LightningModule):
         checkpoint["learner"] = self.learner.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_resumable(self, checkpoint)
+        check_parameters(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.learner.load_state_dict(checkpoint["learner"])
