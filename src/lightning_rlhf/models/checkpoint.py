@@ -158,7 +158,7 @@ def find(source: str, key: str) -> Final:
     if (path / ADAPTER).is_file():
         check_adapter(path)
     file = path / MANIFEST
-    if file.is_file():
+    if os.path.lexists(file):
         return Final(path, read_manifest(file))
     if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
         raise CheckpointError(
@@ -216,7 +216,11 @@ def digest(folder: Path) -> str:
     file = folder / MANIFEST
     if file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
+    stats = [
+        (f.name, f.stat().st_size, f.stat().st_mtime_ns)
+        for f in sorted(folder.iterdir())
+        if f.exists()
+    ]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
 
 

@@ -19,9 +19,12 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
     if not file.is_file():
         return None
     try:
-        return load_file(file)[of]
+        found = load_file(file)[of]
     except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not found.is_floating_point():
+        raise CheckpointError(f"{file} cannot be read: {of} is of {found.dtype}, no logits")
+    return found
 
 
 def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:

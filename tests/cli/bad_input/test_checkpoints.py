@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from .conftest import Refusals
 
@@ -41,6 +43,21 @@ def pickled(file: Path) -> None:
     (file.parent / "pytorch_model.bin").write_bytes(b"pickle")
 
 
+def linked(target: str) -> Edit:
+    """The file is a symbolic link."""
+
+    def edit(file: Path) -> None:
+        file.unlink()
+        file.symlink_to(target)
+
+    return edit
+
+
+def of_integers(file: Path) -> None:
+    """The tensors hold whole numbers."""
+    save_file({name: x.to(torch.int32) for name, x in load_file(file).items()}, file)
+
+
 WHOLE, ADAPTER, HEAD = "model.safetensors", "adapter_model.safetensors", "reward_head.safetensors"
 EARLY: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", WHOLE, Path.unlink, ["sft cannot be loaded: it has no weights", WHOLE]),
@@ -53,6 +70,8 @@ EARLY: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", "config.json", sets(attn_implementation="a/b"), ["'a/b', code on the hub", "eager"]),
     ("sft", "manifest.json", says(""), ["sft/manifest.json is not a manifest"]),
     ("sft", "manifest.json", says(b"\xff\xfe"), ["sft/manifest.json is not a manifest"]),
+    ("sft", "manifest.json", linked("nothing"), ["sft/manifest.json is not a manifest"]),
+    ("sft", "manifest.json", linked("manifest.json"), ["sft/manifest.json is not a manifest"]),
     ("sft", "manifest.json", says("[]"), ["sft/manifest.json is not a manifest", "list"]),
     ("sft", "manifest.json", says('{"name": "x"}'), ["is not a manifest", "'name'"]),
     ("sft", "manifest.json", sets(stage=...), ["is not a manifest", "'stage'"]),
@@ -91,6 +110,7 @@ LATE: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", "generation_config.json", says("[]"), ["sft cannot be loaded", "mapping"]),
     ("sft", "manifest.json", sets(stage="rm"), ["sft is a reward model", "stage=sft"]),
     ("sft", "fingerprint.safetensors", cut, ["sft/fingerprint.safetensors cannot be read"]),
+    ("sft", "fingerprint.safetensors", of_integers, ["cannot be read: self is of torch.int32"]),
     ("rm", HEAD, cut, [f"rm/{HEAD} is not a reward head"]),
     ("rm", ADAPTER, cut, ["rm cannot be loaded", "header"]),
     ("sft", "config.json", sets(num_hidden_layers=0), ["sft/config.json: num_hidden_layers is 0"]),

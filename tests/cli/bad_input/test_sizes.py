@@ -20,6 +20,7 @@ FROM_CONFIG: list[tuple[str, Any, list[str]]] = [
     ("vocab_size", 10**12, ["describes", "GiB in float32"]),
     ("hidden_size", 10**12, ["model.from_config"]),
     ("num_attention_heads", 0, ["model.from_config"]),
+    ("num_attention_heads", 3, ["model.from_config: The size of tensor"]),
     ("num_attention_heads", 10**12, ["model.from_config"]),
     ("head_dim", -1, ["model.from_config"]),
 ]
