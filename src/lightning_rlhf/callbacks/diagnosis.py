@@ -1,4 +1,4 @@
-"""What goes wrong in PPO and can be told while the run goes on."""
+"""Warnings of what goes wrong in PPO, while the run goes on."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 NAME_CHARACTERS, TAG_CHARACTERS = 128, 64
-"""What W&B allows for the name of a run or group, and for a tag."""
+"""Characters that W&B allows for the name of a run or group, and for a tag."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class WholeFiles(TorchCheckpointIO):
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dictionaries and lists."""
+    """Yield every tensor in nested dictionaries and lists."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict | list | tuple):

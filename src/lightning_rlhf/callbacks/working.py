@@ -1,4 +1,4 @@
-"""A sign of life from whatever takes its time outside of training."""
+"""Progress of what takes its time outside of training."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Working:
 
     @property
     def line(self) -> str:
-        """What is being done, how much of it is done and how long it has taken."""
+        """The line to print: the task, how much of it is done and the time it has taken."""
         done = "" if self._total is None else f" {self._done}/{self._total}"
         return f"{self._what}{done}  {clock_text(monotonic() - self._start)} elapsed"
 

@@ -1,4 +1,4 @@
-"""Whether metrics.csv and the samples hold all that a checkpoint's run had written before it."""
+"""The check that metrics.csv and the samples hold all that a run wrote before a checkpoint."""
 
 from __future__ import annotations
 

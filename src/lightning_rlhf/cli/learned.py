@@ -1,4 +1,4 @@
-"""Whether a stage that went through its schedule learned something that can be handed over."""
+"""The check at the end of a stage that it has learned something that can be handed over."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
 """Where conf/ and recipes/ are: beside src/ in a checkout, inside the package in a wheel."""
 CONF, RECIPES = HOME / "conf", HOME / "recipes"
 PRINTS = re.compile(r"-[cih](?![npd])|--(cf|i|h)")
-"""How an option begins with which Hydra prints and runs nothing: --cfg, --info, --help."""
+"""Beginnings of the options with which Hydra prints and runs nothing: --cfg, --info, --help."""
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Variable that is set for the stages of a recipe, which says itself how it goes on."""
 

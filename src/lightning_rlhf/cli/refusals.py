@@ -22,9 +22,9 @@ OWN_FILE = (
     "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "
     "`defaults: [config, _self_]`"
 )
-"""How a configuration of one's own is given."""
+"""Advice on how to give a configuration of one's own."""
 CONFIG_NAME = r"-cn|--config-n"
-"""How the option begins that names the first file of a configuration."""
+"""Beginnings of the option that names the first file of a configuration."""
 KEY_GIVEN = r"-|[+~]*[\w.@/]+="
 """How a word begins that is an option or an override of its own."""
 

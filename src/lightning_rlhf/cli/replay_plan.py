@@ -216,7 +216,7 @@ def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
 
 
 def trusting(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys named trust_remote_code, nested ones too, that are not false."""
+    """Yield the keys named trust_remote_code, nested ones too, that are not false."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from trusting(value, f"{prefix}{key}.")

@@ -122,7 +122,7 @@ def folder_name(text: str, foreign: str) -> str | None:
 
 
 def _kept(overrides: Sequence[str]) -> list[str]:
-    """Those that the path does not say and that change what is computed."""
+    """Return the overrides that change what is computed and are not part of the run's path."""
     return [o.lstrip("+~") for o in overrides if key_of(o) not in (*IN_PATH, *NEUTRAL)]
 
 

@@ -60,12 +60,12 @@ def bounded(seconds: float, memory: int) -> Iterator[None]:
 
 
 class _Expired(BaseException):
-    """Not an Exception, which Jinja's compiler catches where it computes constants."""
+    """Raised when the time is over. No Exception, since Jinja's compiler catches these."""
 
 
 @contextmanager
 def _address_space(more: int) -> Iterator[None]:
-    """Inside, the process may reserve at most `more` bytes beyond what it has, on Linux."""
+    """Limit the process inside to `more` bytes of address space beyond what it has, on Linux."""
     if not sys.platform.startswith("linux"):
         yield
         return

@@ -1,4 +1,4 @@
-"""What is not finite any more in a model that is trained, and what to do about it."""
+"""Checks that the metrics and weights of a training are finite."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _parquet_rows(path: Path, columns: Collection[str] | None) -> NumberedRows:
 
 
 def _decoded(batch: RecordBatch) -> list[dict[str, Any] | BadRow]:
-    """The rows of a batch; where a value is none of Python's, its row is a BadRow."""
+    """Return the rows of a batch; where a value is none of Python's, its row is a BadRow."""
     try:
         return batch.to_pylist()
     except (ArrowException, ValueError, OverflowError):

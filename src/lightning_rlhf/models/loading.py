@@ -110,7 +110,7 @@ def load_causal_lm(
 
 
 def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
-    """The model of `from_config`, whose sizes are checked before memory is taken for it."""
+    """Return the model of `from_config`; its sizes are checked before memory is taken for it."""
     assert config.from_config is not None
     for key, layers in beyond_depth(config.from_config):
         require(False, f"model.from_config.{key}", layers, f"1 to {DEEPEST}")

@@ -86,7 +86,7 @@ def check_references(config: Path) -> None:
 
 
 def beyond_depth(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Numbers of layers in a configuration, nested ones too, below 1 or above DEEPEST."""
+    """Yield the numbers of layers in a configuration, nested too, below 1 or above DEEPEST."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from beyond_depth(value, f"{prefix}{key}.")
@@ -95,7 +95,7 @@ def beyond_depth(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def attention_of_the_hub(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys of a configuration, nested ones too, that name attention as org/repository, its code."""
+    """Yield the keys of a configuration, nested too, that name attention as org/repository."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from attention_of_the_hub(value, f"{prefix}{key}.")

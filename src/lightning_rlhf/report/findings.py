@@ -65,7 +65,7 @@ def about_pairs(findings: Sequence[Finding]) -> str:
 
 
 def is_unfit(findings: Sequence[Finding]) -> bool:
-    """Whether PPO should not be run: held-out pairs do not show that it beats guessing."""
+    """Return whether held-out pairs fail to show that the reward beats guessing."""
     return any(finding.check is ACCURACY and finding.outcome == "flag" for finding in findings)
 
 
