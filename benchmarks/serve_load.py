@@ -21,8 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEW = """
-from lightning_rlhf.rewards.serve import RewardServer, bound
-server = RewardServer(score, bound("127.0.0.1", 0))
+from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+server = RewardServer(score, listening_socket("127.0.0.1", 0))
 print(server.port, flush=True)
 server.run()
 """

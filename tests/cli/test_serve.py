@@ -12,7 +12,7 @@ import pytest
 from lightning_rlhf.cli import serve
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.rewards.address import parsed
-from lightning_rlhf.rewards.serve import RewardServer, bound
+from lightning_rlhf.rewards.serve import RewardServer, listening_socket
 
 from .conftest import TRAIN_PY, Workplace
 
@@ -71,7 +71,7 @@ def test_ipv6_is_served_and_quoted_for_the_shell(
     workplace: Workplace, loaded: list[tuple[str, Any]], not_run: list[RewardServer]
 ) -> None:
     try:
-        bound("::1", 0).close()
+        listening_socket("::1", 0).close()
     except ConfigError:
         pytest.skip("this machine has no IPv6")
     outcome = workplace.call("serve-reward", "final", "--host", "::1", "--port", "0").succeeded

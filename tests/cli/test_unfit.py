@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_rlhf.cli import text_rewards
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 
 from .conftest import Workplace, given, make_workplace
@@ -52,6 +55,31 @@ def backwards(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     place.mini("stage=sft").succeeded  # noqa: B018
     place.mini("stage=rm", "rm.lr=1e-2", "data.max_val_rows=null").succeeded  # noqa: B018
     return place
+
+
+@pytest.mark.parametrize(
+    ("verdict", "told"),
+    [(UNFIT, f"{UNFIT['words']} It is served all the same."), (FIT, FIT["words"]), (None, None)],
+    ids=["unfit", "fit", "none"],
+)
+def test_a_server_says_the_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    verdict: dict[str, Any] | None,
+    told: str | None,
+) -> None:
+    found = SimpleNamespace(
+        path=tmp_path, manifest=None, verdict=None if verdict is None else Verdict(**verdict)
+    )
+    for name, stub in (
+        ("local_folder", tmp_path), ("find", found), ("check_text_reward", None),
+        ("text_reward", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(text_rewards, name, lambda *args, stub=stub: stub)
+    text_rewards.text_scorer(str(tmp_path), [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "reward /" in line]
+    assert lines == ([] if told is None else [f"reward {tmp_path}: {told}"])
 
 
 def test_an_unfit_reward_is_refused_before_a_model_loads(

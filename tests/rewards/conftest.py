@@ -16,7 +16,7 @@ import torch
 
 from lightning_rlhf.core.types import Replies, Rollout
 from lightning_rlhf.rewards.protocol import Score
-from lightning_rlhf.rewards.serve import RewardServer, bound
+from lightning_rlhf.rewards.serve import RewardServer, listening_socket
 from lightning_rlhf.rewards.serve_limits import Limits
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -106,7 +106,7 @@ def serving(
     score: Score, port: int = 0, token: str | None = None, **limits: Any
 ) -> Iterator[RewardServer]:
     """A reward server answers in a thread."""
-    address = bound("127.0.0.1", port)
+    address = listening_socket("127.0.0.1", port)
     server = RewardServer(score, address, token=token, limits=Limits(**limits))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -161,6 +161,13 @@ def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) ->
     assert [line.rpartition(" in ")[2] for line in told] == ["7 s", "7 s", "2 s"]
 
 
+def test_a_server_may_ask_for_no_wait(script: Script, naps: list[float]) -> None:
+    """Where 0.5 * 2^1 seconds would be waited behind the second try."""
+    server = script(*[(429, {"retry-after": "0"}, b"")] * 2, scores(3))
+    assert make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r"))) == [3]
+    assert naps == [0, 0]
+
+
 @pytest.mark.parametrize(
     "later", ["soon", "-1", "1.5", "9" * 5000, "Mon, 99 Foo 0000", "Thu, 01 Jan 99999 00:00:00 GMT"]
 )

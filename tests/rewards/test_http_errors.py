@@ -189,7 +189,8 @@ def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: A
         raise ConnectionAbortedError
 
     server = script(broken if answer is None else answer)
-    assert greeted(server.url) == []
+    silent = ["did not answer the greeting within 5 s; the run goes on"]
+    assert greeted(server.url) == (silent if answer is None else [])
     assert server.requests == [{"prompts": [], "responses": [], "columns": {}}]
 
 
@@ -226,5 +227,19 @@ def test_a_server_that_is_slow_to_say_nothing(script: Script) -> None:
         over.wait()
         return scores()
 
-    assert greeted(script(answer).url, timeout_s=0.05) == []
+    told = greeted(script(answer).url, timeout_s=0.05)
     over.set()
+    assert told == ["did not answer the greeting within 0.05 s; the run goes on"]
+
+
+def test_a_connection_that_is_not_made_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def lookup(*args: Any, **kwargs: Any) -> None:
+        over.wait()
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    told = failure("http://nowhere.invalid/score", timeout_s=0.05)
+    over.set()
+    assert told.startswith("http://nowhere.invalid/score is away: no connection within 0.05 s; ")

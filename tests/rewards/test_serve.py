@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.rewards.protocol import Columns, Messages
-from lightning_rlhf.rewards.serve import RewardServer, bound
+from lightning_rlhf.rewards.serve import RewardServer, listening_socket
 
 from .conftest import messages, serving, wait_for
 
@@ -343,6 +344,8 @@ def test_a_client_that_hangs_up_is_no_fault(
         (["good", 1.0], "ValueError: could not convert string to float: 'good'"),
         ([10**400, 1.0], "OverflowError: int too large to convert to float"),
         (SystemExit(0), "SystemExit: 0"),
+        (GeneratorExit("over"), "GeneratorExit: over"),
+        (asyncio.CancelledError("over"), "CancelledError: over"),
     ],
 )
 def test_a_fault_of_the_reward_is_told(
@@ -367,6 +370,26 @@ def test_what_the_model_cannot_read_is_the_fault_of_the_client(
     scorer.scores = DataError("the chat template refuses a prompt with the turns wizard")
     assert ask(server, request("r")) == (422, {"error": str(scorer.scores)})
     assert caplog.text == ""
+
+
+def test_a_fault_is_logged_without_what_a_terminal_obeys(
+    server: RewardServer, scorer: Scorer, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorer.scores = ValueError("\x1b]0;title\x07")
+    assert ask(server, request("r"))[0] == 500
+    assert "\x1b" not in caplog.text
+    assert "ValueError: \\x1b]0;title\\x07" in caplog.text
+
+
+def test_a_fault_of_the_server_is_told_as_json(
+    server: RewardServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(body: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("lightning_rlhf.rewards.serve.read_request", fails)
+    assert ask(server, request("r")) == (500, {"error": "MemoryError: no room"})
+    assert "a request could not be answered" in caplog.text
 
 
 def test_stopping_waits_for_what_has_come_in() -> None:
@@ -419,15 +442,15 @@ def post(body: Any) -> bytes:
 
 def test_a_port_that_is_taken_is_named(server: RewardServer) -> None:
     with pytest.raises(ConfigError, match=rf"'127.0.0.1', port {server.port}: .*in use"):
-        bound("127.0.0.1", server.port)
+        listening_socket("127.0.0.1", server.port)
     with pytest.raises(ConfigError, match=r"no server at '127.0.0.1', port 99999: "):
-        bound("127.0.0.1", 99999)
+        listening_socket("127.0.0.1", 99999)
 
 
 @pytest.mark.parametrize("host", ["", " ", "256.0.0.1", "[::1]", "a" * 300, "\udc00", "::1::"])
 def test_what_is_no_host_is_named(host: str) -> None:
     with pytest.raises(ConfigError, match="there can be no server at ") as found:
-        bound(host, 0)
+        listening_socket(host, 0)
     assert len(str(found.value).splitlines()) == 1
 
 
@@ -444,7 +467,7 @@ def test_what_is_no_host_is_named(host: str) -> None:
 def test_the_address_is_known(scorer: Scorer, host: str, shown: str, is_open: bool) -> None:
     if ":" in host and not has_ipv6():
         pytest.skip("this machine has no IPv6")
-    with bound(host, 0) as address:
+    with listening_socket(host, 0) as address:
         server = RewardServer(scorer, address)
         assert server.url == f"http://{shown}:{server.port}/score"
         assert server.is_open == is_open
@@ -463,13 +486,13 @@ PROGRAM = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import time
-from lightning_rlhf.rewards.serve import RewardServer, bound
+from lightning_rlhf.rewards.serve import RewardServer, listening_socket
 from lightning_rlhf.rewards.serve_limits import Limits
 def score(prompts, responses, columns):
     if responses == ["stay"]:
         time.sleep(1000)
     return [1.0] * len(responses)
-server = RewardServer(score, bound("127.0.0.1", 0), limits=Limits(stop_s=1))
+server = RewardServer(score, listening_socket("127.0.0.1", 0), limits=Limits(stop_s=1))
 print(server.port, flush=True)
 server.run()
 print("closed")
@@ -501,6 +524,44 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "closed\n", "")
     assert time.monotonic() - began < 10
+
+
+BOUNDED = """
+from lightning_rlhf.core.bounded import bounded
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+def score(prompts, responses, columns):
+    try:
+        with bounded(0.2, 1 << 30):
+            while responses == ["boom"]:
+                pass
+    except TimeoutError as error:
+        raise ConfigError(f"the template takes {error}") from error
+    return [1.0] * len(responses)
+server = RewardServer(score, listening_socket("127.0.0.1", 0))
+print(server.port, flush=True)
+server.run()
+"""
+
+
+def test_a_score_is_bounded_where_the_server_has_the_main_thread() -> None:
+    """The request that takes too long is refused, and the next one is scored."""
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen([sys.executable, "-c", BOUNDED], stdout=pipe, text=True) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        found = []
+        for response in ("boom", "r"):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("POST", "/score", json.dumps(request(response)))
+            answer = connection.getresponse()
+            found.append((answer.status, json.loads(answer.read())))
+    refused = {"error": "the template takes more than 0.2 s of processor time"}
+    assert found == [(422, refused), (200, {"scores": [1.0]})]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -39,14 +39,14 @@ def make_server(given: argparse.Namespace) -> RewardServer:
         CheckpointError: there is no such model.
     """
     try:
-        from lightning_rlhf.rewards.serve import RewardServer, bound
+        from lightning_rlhf.rewards.serve import RewardServer, listening_socket
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
         ) from error
     require_number("--port", given.port, at_least=0, at_most=65535)
     token = None if given.token_env is None else token_in(given.token_env, "--token-env")
-    address = bound(given.host, given.port)
+    address = listening_socket(given.host, given.port)
     return RewardServer(load_scorer(given.final, given.overrides), address, token=token)
 
 

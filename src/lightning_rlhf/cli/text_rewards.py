@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.cli.console import say
 from lightning_rlhf.cli.main import CONF
 from lightning_rlhf.cli.reward_section import read_reward
 from lightning_rlhf.cli.sections import section
@@ -180,6 +181,8 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
 
     Standardised where it is a `final/` of stage=rm, which has mean and deviation; else raw.
 
+    The verdict of its fitness report is printed, where it has one.
+
     overrides: `reward.KEY=VALUE`, of the keys in conf/reward/model.yaml that say how it is read.
     """
     final = find(str(local_folder(source, "final", None)), "final")
@@ -199,6 +202,9 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     require(config.normalization != "running", "reward.normalization", "running",
             "none, stored: to a server every request is the first")  # fmt: skip
     check_text_reward(config, "reward", final)
+    if final.verdict is not None:
+        advice = " It is served all the same." * final.verdict.is_unfit
+        say(f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with Working("loading the reward model"):
         reward = text_reward(config, "reward", final, device)

@@ -33,8 +33,8 @@ class Tokenizer(Protocol):
 def bounded(seconds: float, memory: int) -> Iterator[None]:
     """Limit what runs inside to `seconds` of the process's time and `memory` bytes more than now.
 
-    Outside the main thread, which alone is sent signals, nothing is limited; memory is on Linux
-    alone.
+    Outside the main thread, which alone is sent signals, nothing is limited (`rewards.serve` scores
+    in the main thread for this reason); memory is on Linux alone.
 
     Raises:
         TimeoutError, MemoryError: inside, where it takes more.

@@ -77,7 +77,7 @@ class Connection:
         try:
             wait([future], timeout_s)
             if not future.done():
-                raise talk.failed(f"no whole answer within {timeout_s:g} s")
+                raise talk.overran(timeout_s)
             answer = future.result()
             return answer
         finally:
@@ -127,6 +127,11 @@ class _Talk:
         if self._reached is None:
             return Away(f"is away: {reason}")
         return NoAnswer(f"gave no answer: {reason}")
+
+    def overran(self, timeout_s: float) -> NoAnswer:
+        """Return the error for a server whose time, in seconds, is over."""
+        awaited = "connection" if self._reached is None else "whole answer"
+        return self.failed(f"no {awaited} within {timeout_s:g} s")
 
     def end(self) -> None:
         """Shut the socket, which ends the thread that waits for it."""

@@ -88,16 +88,19 @@ class HTTPReward:
         """Ask for the scores of no responses, to learn early that nobody is there.
 
         A server that cannot do that, answering 400, 422, 429 or 5xx, or nothing for ten seconds,
-        may do better later.
+        may do better later. That nothing came is told.
 
         Raises:
             RewardError: there is no server, or another one than the one that is meant.
         """
+        timeout_s = min(self._timeout_s, GREETING_S)
         try:
-            answer = self._post([], min(self._timeout_s, GREETING_S))
+            answer = self._post([], timeout_s)
         except Away as error:
             raise self._not_there(error) from error
         except NoAnswer:
+            words = f"did not answer the greeting within {timeout_s:g} s; the run goes on"
+            self._tell(self._address.hide(f"{self._server} {words}"))
             return
         if answer.status not in NOT_OF_NOTHING:
             raise self._refused(answer)
@@ -142,7 +145,9 @@ class HTTPReward:
                 if done == self._tries or answer.status not in AGAIN:
                     raise self._refused(answer)
                 reason = f"answered {answer.status}"
-            pause_s = _asked_pause_s(answer) or self._pause_s(done)
+            pause_s = _asked_pause_s(answer)
+            if pause_s is None:
+                pause_s = self._pause_s(done)
             words = f"{self._server} {reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
             self._tell(self._address.hide(words))
             time.sleep(pause_s)

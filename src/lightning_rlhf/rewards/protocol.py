@@ -40,7 +40,7 @@ class Request(BaseModel):
     columns: dict[str, list[Any]] = {}
 
 
-def read_request(body: bytes) -> Request:
+def read_request(body: bytes | bytearray) -> Request:
     """Return the request in a body of JSON.
 
     Raises ValueError, whose text is one line, where it is none.

@@ -9,9 +9,13 @@ import logging
 import math
 import signal
 import socket
+import threading
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,17 +25,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.functions import FAULTS
+from lightning_rlhf.core.visible import visible
 from lightning_rlhf.rewards.protocol import Score, read_request
 from lightning_rlhf.rewards.quote import quoted
 from lightning_rlhf.rewards.serve_limits import RETRY_AFTER, Limits, error_body, protocol
-from lightning_rlhf.rewards.threads import in_thread
+from lightning_rlhf.rewards.threads import Handed, in_thread
 
 ADDRESSES = "POST /score, GET /health"
 
 _log = logging.getLogger(__name__)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket at an address, at which nobody is listened to yet.
 
     Args:
@@ -66,8 +72,9 @@ class RewardServer:
     ) -> None:
         """
         Args:
-            score: asked for the scores of one request at a time, in a thread of its own.
-            bound_to: from `bound`.
+            score: asked for the scores of one request at a time, in the main thread where `run` is
+                called there, so that `core.bounded` limits it, else in a thread of its own.
+            bound_to: from `listening_socket`.
             token: what a request for scores must bring as "Authorization: Bearer TOKEN".
             limits: of what clients may use.
         """
@@ -77,11 +84,14 @@ class RewardServer:
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._held_bytes = 0
         self._turn = asyncio.Lock()
+        self._do: Callable[[Callable[[], list[float]]], Future[list[float]]] = in_thread
         routes = [
             Route("/score", self._post, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+        self.app = Starlette(
+            routes=routes, exception_handlers={HTTPException: _refused, Exception: _faulty}
+        )
         self.app.router.redirect_slashes = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -118,9 +128,40 @@ class RewardServer:
 
         Requests that have come in are answered first, if that takes no more than `limits.stop_s`.
         """
-        with _sigterm_as_interrupt(), suppress(KeyboardInterrupt):
+        if threading.current_thread() is threading.main_thread():
+            self._run_beside(ready)
+        else:
             ready()
             self._server.run(sockets=[self._socket])
+
+    def _run_beside(self, ready: Callable[[], None]) -> None:
+        """As `run`, in a thread beside this one, the main thread, which scores."""
+        work, is_over = Handed(), threading.Event()
+        self._do = work.hand
+
+        def handle(sign: int, frame: FrameType | None) -> None:
+            if is_over.is_set():
+                raise KeyboardInterrupt
+            self._server.handle_exit(sign, frame)
+
+        def serve() -> None:
+            try:
+                self._server.run(sockets=[self._socket])
+            finally:
+                work.end()
+                is_over.set()
+                # Out of a score that does not come to its end.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        with _handling(handle):
+            ready()
+            served = in_thread(serve)
+            with suppress(KeyboardInterrupt):
+                try:
+                    work.do_all()
+                finally:
+                    served.exception()  # which waits until the signal above has come
+        served.result()
 
     def stop(self) -> None:
         """End `run`, which another thread is in."""
@@ -141,7 +182,7 @@ class RewardServer:
             async with self._turn:
                 if await request.is_disconnected():
                     return Response()  # which nobody reads
-                scores = await asyncio.wrap_future(in_thread(lambda: self._scores(bytes(body))))
+                scores = await asyncio.wrap_future(self._do(lambda: self._scores(body)))
         except ClientDisconnect:
             return Response()
         finally:
@@ -173,7 +214,7 @@ class RewardServer:
                 HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {limits.body_s:g} s"
             ) from None
 
-    def _scores(self, body: bytes) -> list[float]:
+    def _scores(self, body: bytearray) -> list[float]:
         """Return the answer to a request, which other code computes in whatever way."""
         try:
             asked = read_request(body)
@@ -184,8 +225,8 @@ class RewardServer:
             scores = [float(x) for x in self._score(asked.prompts, responses, asked.columns)]
         except RLHFError as error:  # of a dialogue that the model has no template for, say
             raise HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
-        except (Exception, SystemExit) as error:
-            _log.exception("%d responses could not be scored", len(responses))
+        except FAULTS as error:
+            _log_fault(f"{len(responses)} responses could not be scored", error)
             raise _failed(f"{type(error).__name__}: {error}") from None
         if len(scores) != len(responses):
             raise _failed(f"the reward gave {len(scores)} scores for {len(responses)} responses")
@@ -206,23 +247,27 @@ async def _refused(request: Request, error: Exception) -> Response:
     )
 
 
+async def _faulty(request: Request, error: Exception) -> Response:
+    """Answer with a fault of this program; Starlette raises it again, which nobody shows."""
+    _log_fault("a request could not be answered", error)
+    return await _refused(request, _failed(f"{type(error).__name__}: {error}"))
+
+
+def _log_fault(what: str, error: BaseException) -> None:
+    """Log it with its traceback, in which foreign texts may be quoted."""
+    _log.error("%s", visible("".join([what, "\n", *traceback.format_exception(error)]).rstrip()))
+
+
 def _failed(reason: str) -> HTTPException:
     return HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, reason)
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, which uvicorn does with it where it has ended."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # signals belong to the main thread, and this is another
-        yield
-        return
+def _handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let `handle` be called with Ctrl-C and SIGTERM."""
+    before = {sign: signal.signal(sign, handle) for sign in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for sign, handler in before.items():
+            signal.signal(sign, handler)

@@ -22,7 +22,7 @@ class Limits:
     body_bytes: int = 8 * 2**20
     """Size of a body."""
     held_bytes: int = 64 * 2**20
-    """Size of all bodies that are held at once."""
+    """Size of all bodies that are held at once, as they were received; one is parsed at a time."""
     connections: int = 256
     """Number of connections at once."""
     head_s: float = 10.0

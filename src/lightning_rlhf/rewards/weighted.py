@@ -58,16 +58,16 @@ def checked(found: Any, replies: Replies, name: str) -> Float[Tensor, " B"]:
     if not isinstance(found, Tensor):
         for i, number in enumerate(found):
             is_number = isinstance(number, int | float) or hasattr(number, "__float__")
-            require_number(is_number, number, replies, i, name)
+            require_finite_score(is_number, number, replies, i, name)
         found = torch.tensor(
             [_as_float(number, replies, i, name) for i, number in enumerate(found)]
         )
-    require_number(found.dim() == 1, f"a tensor {list(found.shape)}", replies, 0, name)
+    require_finite_score(found.dim() == 1, f"a tensor {list(found.shape)}", replies, 0, name)
     found = found.to(replies.rollout.tokens.device, torch.float32)
     finite = found.isfinite()
     if not finite.all():
         i = int(finite.int().argmin())
-        require_number(False, found[i].item(), replies, i, name)
+        require_finite_score(False, found[i].item(), replies, i, name)
     return found
 
 
@@ -75,11 +75,11 @@ def _as_float(number: Any, replies: Replies, i: int, name: str) -> float:
     try:
         return float(number)
     except (OverflowError, TypeError, ValueError):
-        require_number(False, number, replies, i, name)
+        require_finite_score(False, number, replies, i, name)
         raise
 
 
-def require_number(holds: bool, found: Any, replies: Replies, i: int, name: str) -> None:
+def require_finite_score(holds: bool, found: Any, replies: Replies, i: int, name: str) -> None:
     """Raise RewardError naming what a component gave for the i-th reply, unless it holds."""
     if not holds:
         shown = found if isinstance(found, str) else quoted(found)

@@ -12,7 +12,7 @@ from starlette.routing import request_response
 
 from lightning_rlhf.cli import secrecy
 from lightning_rlhf.core.errors import ConfigError, RewardError
-from lightning_rlhf.rewards.serve import RewardServer, bound
+from lightning_rlhf.rewards.serve import RewardServer, listening_socket
 
 from .conftest import Refusals
 
@@ -55,7 +55,7 @@ def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, b
     def score(prompts: list[object], responses: list[str], columns: object) -> list[float]:
         return [float(len(response)) for response in responses]
 
-    server = RewardServer(score, bound("127.0.0.1", 0))
+    server = RewardServer(score, listening_socket("127.0.0.1", 0))
     answer = server._post
 
     async def watch(request: Request) -> Response:
