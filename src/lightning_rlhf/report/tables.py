@@ -155,7 +155,7 @@ def _read(path: Path) -> list[Sample]:
 
 
 def _is_sample(found: Sample) -> bool:
-    """Return whether `sample` has all that is shown of one."""
+    """Return whether it has all that is shown of a sample."""
     match found:
         case {"prompt": str(), "response": str(), "score": score, "judge": {**parts}}:
             return is_number(score) and all(x is None or is_number(x) for x in parts.values())
