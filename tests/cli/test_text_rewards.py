@@ -180,7 +180,7 @@ def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> No
     ) as server:
         assert server.stdout is not None
         try:
-            line = server.stdout.readline()
+            line = next(line for line in server.stdout if "reward.url=" in line)
             url = line.partition("reward.url=")[2].partition(";")[0]
             assert url.startswith("http://127.0.0.1:"), line
             ppo(judged, f"served_{source}", "reward=http", f"reward.url={url}")
