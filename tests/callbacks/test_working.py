@@ -119,7 +119,7 @@ def test_training_and_evaluations_without_a_bar_are_counted(
     fit(FakePPO(), [Progress("ppo")], [], batches=4, enable_progress_bar=True, val_check_interval=2)
     evaluated = "ppo evaluation, batches 2/2"
     assert [line for line in shown if line != evaluated] == [
-        "ppo iterations 2/4", "ppo iterations 4/4", "ppo iterations 4/4",
+        "ppo 2/4", "ppo 4/4", "ppo 4/4",
     ]  # fmt: skip
     assert evaluated in shown
     assert started == []

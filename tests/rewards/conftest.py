@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lightning_rlhf.core.types import Replies, Rollout
+from lightning_rlhf.rewards.limits import Limits
 from lightning_rlhf.rewards.protocol import Score
 from lightning_rlhf.rewards.serve import RewardServer, listening_socket
-from lightning_rlhf.rewards.serve_limits import Limits
 
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers, body."""

@@ -487,7 +487,7 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import time
 from lightning_rlhf.rewards.serve import RewardServer, listening_socket
-from lightning_rlhf.rewards.serve_limits import Limits
+from lightning_rlhf.rewards.limits import Limits
 def score(prompts, responses, columns):
     if responses == ["stay"]:
         time.sleep(1000)

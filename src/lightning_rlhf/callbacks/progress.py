@@ -28,8 +28,6 @@ HEADLINES: dict[Stage, tuple[str, ...]] = {
 }
 """Metrics shown while a stage runs."""
 
-STEPS: dict[Stage, str] = {"sft": "steps", "rm": "steps", "ppo": "iterations"}
-"""Names of what the progress counts."""
 LINES = 10
 """Plain lines with metrics in a run, besides the first; others come every ten seconds."""
 
@@ -86,8 +84,6 @@ class Progress(ProgressBar):
             return
         now = monotonic()
         self._pace.add_iteration(now - self._mark)
-        if self._working is not None:
-            self._working.advance(done - self._done)
         self._done, self._mark = done, now
         self._show(trainer)
 
@@ -100,7 +96,7 @@ class Progress(ProgressBar):
             batches = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
             total = sum(batches)
             known = int(total) if math.isfinite(total) else None
-            self._work(f"{self._stage} evaluation, batches", known)
+            self._work(Working(f"{self._stage} evaluation, batches", known))
 
     def on_validation_batch_end(
         self,
@@ -138,13 +134,15 @@ class Progress(ProgressBar):
 
     def _tell_training(self) -> None:
         if self._enabled and self._bar is None:
-            self._work(f"{self._stage} {STEPS[self._stage]}", self._total, self._done)
+            self._work(Working(self._stage, line=self._line))
 
-    def _work(self, what: str, total: int | None, done: int = 0) -> None:
+    def _work(self, working: Working) -> None:
         self._end_work()
-        self._working = Working(what, total)
-        self._working.advance(done)
-        self._working.start()
+        self._working = working
+        working.start()
+
+    def _line(self) -> str:
+        return f"{self._stage} {self._done}/{self._total}  {self._times()}"
 
     def _end_work(self) -> None:
         if self._working is not None:
@@ -163,7 +161,7 @@ class Progress(ProgressBar):
         times = self._times()
         headlines = headline_text(trainer.callback_metrics, self._stage)
         if self._bar is None:
-            print(f"{self._stage} {self._done}/{self._total}  {times}  {headlines}", flush=True)
+            print(f"{self._line()}  {headlines}", flush=True)
         else:
             self._bar.show(self._done, times, headlines)
 

@@ -33,10 +33,18 @@ class Working:
     a line every PERIOD_S seconds; a block that takes less prints nothing.
     """
 
-    def __init__(self, what: str, total: int | None = None) -> None:
-        """`total`: how much there is to do, in the units of `advance`; None where unknown."""
+    def __init__(
+        self, what: str, total: int | None = None, *, line: Callable[[], str] | None = None
+    ) -> None:
+        """
+        Args:
+            what: the task, in words.
+            total: how much there is to do, in the units of `advance`; None where unknown.
+            line: returns the line to print; None prints `what`, what is done and the time.
+        """
         self._what = what
         self._total = total
+        self._line = line
         self._done = 0
         self._stopped = Event()
         self._bar: Progress | None = None
@@ -85,6 +93,8 @@ class Working:
     @property
     def line(self) -> str:
         """The line to print: the task, how much of it is done and the time it has taken."""
+        if self._line is not None:
+            return self._line()
         done = "" if self._total is None else f" {self._done}/{self._total}"
         return f"{self._what}{done}  {clock_text(monotonic() - self._start)} elapsed"
 

@@ -11,6 +11,7 @@ from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.rewards.address import token_in
+from lightning_rlhf.rewards.limits import Limits
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.protocol import Score
@@ -92,10 +93,6 @@ def parser() -> argparse.ArgumentParser:
 
 def limits_told() -> str:
     """Return the bounds of a server as a list in words."""
-    try:
-        from lightning_rlhf.rewards.serve_limits import Limits
-    except ModuleNotFoundError:
-        return "not known without the extra serve."
     limits = Limits()
     return (
         f"{limits.connections} connections at once; {limits.head_bytes // 2**10} KiB of headers "

@@ -38,8 +38,8 @@ def verdicts_on(settings: Settings, parents: Mapping[str, Final]) -> dict[str, V
             key = f"{reward_key(settings, name)}.unfit"
             raise ConfigError(
                 f"reward {name} is unfit by its fitness report {final.path / PAGE}: "
-                f"{verdict.words} {'; '.join(verdict.reasons)}. Train a better reward model; or "
-                f"{key}=warn runs PPO on it all the same"
+                f"{verdict.words} Train a better reward model; or {key}=warn runs PPO on it all "
+                "the same"
             )
     return verdicts
 

@@ -80,7 +80,10 @@ def verdict(findings: Sequence[Finding]) -> str:
     """All findings of a reward in two sentences."""
     flags = [finding for finding in findings if finding.outcome == "flag"]
     if any(f.check is ACCURACY and f.outcome == "not tested" for f in findings):
-        words = "Cannot be told: too few held-out pairs or prompts to say if it beats guessing."
+        words = (
+            f"Cannot be told: {MIN_COUNT} held-out pairs, and as many prompts, are needed to say "
+            "if it beats guessing (data.preferences.val, or a larger data.val_fraction)."
+        )
     elif is_unfit(findings):
         words = "Not fit: on held-out pairs it is not surely better than guessing."
     elif flags:

@@ -27,9 +27,10 @@ from starlette.routing import Route
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.core.functions import FAULTS
 from lightning_rlhf.core.visible import visible
+from lightning_rlhf.rewards.limits import Limits
 from lightning_rlhf.rewards.protocol import Score, read_request
 from lightning_rlhf.rewards.quote import quoted
-from lightning_rlhf.rewards.serve_limits import RETRY_AFTER, Limits, error_body, protocol
+from lightning_rlhf.rewards.serve_limits import RETRY_AFTER, error_body, protocol
 from lightning_rlhf.rewards.threads import Handed, in_thread
 
 ADDRESSES = "POST /score, GET /health"

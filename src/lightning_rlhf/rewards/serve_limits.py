@@ -1,10 +1,9 @@
-"""What a reward server gives to those who ask it, and connections that keep to it."""
+"""Connections to a reward server that keep to its limits."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -12,25 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds of what clients may use, of which there is one set."""
-
-    head_bytes: int = 16 * 2**10
-    """Size of the request line and the headers."""
-    body_bytes: int = 8 * 2**20
-    """Size of a body."""
-    held_bytes: int = 64 * 2**20
-    """Size of all bodies that are held at once, as they were received; one is parsed at a time."""
-    connections: int = 256
-    """Number of connections at once."""
-    head_s: float = 10.0
-    """Time from the opening of a connection, or from an answer, to the end of the next headers."""
-    body_s: float = 60.0
-    """Time from the end of the headers to the end of the body."""
-    stop_s: int = 20
-    """Time from a signal to the end, in which requests that have come in are answered."""
+from lightning_rlhf.rewards.limits import Limits
 
 
 class BoundedProtocol(H11Protocol):
