@@ -83,7 +83,12 @@ def test_a_schedule_may_move_where_the_first_update_was_not_made() -> None:
         (1, False, "1 prompt, too few to learn much from"),
         (19, False, "19 prompts, too few to learn much from"),
         (20, False, "20 prompts"),
-        (1, True, "1 prompt to validate on, too few to measure with"),
+        (
+            1,
+            True,
+            "1 prompt to validate on, too few to measure with (data.val_fraction, or a file of "
+            "their own, gives more)",
+        ),
         (20, True, "20 prompts to validate on"),
     ],
 )
