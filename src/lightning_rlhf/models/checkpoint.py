@@ -158,7 +158,9 @@ def find(source: str, key: str) -> Final:
     if (path / ADAPTER).is_file():
         check_adapter(path)
     file = path / MANIFEST
-    if os.path.lexists(file):
+    if os.path.lexists(file) and not file.is_file():
+        raise CheckpointError(f"{file} is not a manifest: it is no file, or a link to none")
+    if file.is_file():
         return Final(path, read_manifest(file))
     if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,12 @@ def linked(target: str) -> Edit:
     return edit
 
 
+def pipe(file: Path) -> None:
+    """The file is a pipe that nobody writes to."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 def of_integers(file: Path) -> None:
     """The tensors hold whole numbers."""
     save_file({name: x.to(torch.int32) for name, x in load_file(file).items()}, file)
@@ -72,6 +79,7 @@ EARLY: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", "manifest.json", says(b"\xff\xfe"), ["sft/manifest.json is not a manifest"]),
     ("sft", "manifest.json", linked("nothing"), ["sft/manifest.json is not a manifest"]),
     ("sft", "manifest.json", linked("manifest.json"), ["sft/manifest.json is not a manifest"]),
+    ("sft", "manifest.json", pipe, ["sft/manifest.json is not a manifest: it is no file"]),
     ("sft", "manifest.json", says("[]"), ["sft/manifest.json is not a manifest", "list"]),
     ("sft", "manifest.json", says('{"name": "x"}'), ["is not a manifest", "'name'"]),
     ("sft", "manifest.json", sets(stage=...), ["is not a manifest", "'stage'"]),
