@@ -82,7 +82,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     if any(f.check is ACCURACY and f.outcome == "not tested" for f in findings):
         words = (
             f"Cannot be told: {MIN_COUNT} held-out pairs, and as many prompts, are needed to say "
-            "if it beats guessing (data.preferences.val, or a larger data.val_fraction)."
+            "if it beats guessing."
         )
     elif is_unfit(findings):
         words = "Not fit: on held-out pairs it is not surely better than guessing."
