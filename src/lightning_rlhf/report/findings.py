@@ -81,8 +81,8 @@ def verdict(findings: Sequence[Finding]) -> str:
     flags = [finding for finding in findings if finding.outcome == "flag"]
     if any(f.check is ACCURACY and f.outcome == "not tested" for f in findings):
         words = (
-            f"Cannot be told: {MIN_COUNT} held-out pairs, and as many prompts, are needed to say "
-            "if it beats guessing."
+            f"Cannot be told: {MIN_COUNT} held-out pairs, of at least two prompts, are needed to "
+            "say if it beats guessing."
         )
     elif is_unfit(findings):
         words = "Not fit: on held-out pairs it is not surely better than guessing."
