@@ -42,8 +42,13 @@ import torch
 
 import malformed_http as over_http
 from common import ROOT, commit, markdown_table, processor
-from lightning_rlhf.cli import replay_run, run, run_ppo, run_rm, run_sft, serve, text_rewards
+from lightning_rlhf.cli import serve
 from lightning_rlhf.cli.main import main as command_line
+from lightning_rlhf.replay import run as replay_run
+from lightning_rlhf.stages import ppo as run_ppo
+from lightning_rlhf.stages import rm as run_rm
+from lightning_rlhf.stages import run, text_rewards
+from lightning_rlhf.stages import sft as run_sft
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
 LOADED = (replay_run, run, serve, text_rewards)

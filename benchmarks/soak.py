@@ -39,11 +39,11 @@ from unittest.mock import patch
 from common import commit, markdown_table, processor
 from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
-from lightning_rlhf.cli import launch
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.stages import launch
 
 STAGES = ("sft", "rm", "ppo")
 SMALL = {

@@ -16,22 +16,23 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from lightning_rlhf.cli.main import CONF, RECIPES, register_resolvers
+from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.names import opened
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser
-from lightning_rlhf.cli.reward_section import REWARDS as REWARD_KINDS
-from lightning_rlhf.cli.reward_section import SUM
-from lightning_rlhf.cli.settings import STAGES, read_settings
 from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS
 from lightning_rlhf.data.rollouts import PER_TOKEN
+from lightning_rlhf.replay.replayed import COLUMNS
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
-from lightning_rlhf.report.replayed import COLUMNS
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.function import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
+from lightning_rlhf.stages.paths import CONF, RECIPES
+from lightning_rlhf.stages.reward_section import REWARDS as REWARD_KINDS
+from lightning_rlhf.stages.reward_section import SUM
+from lightning_rlhf.stages.settings import STAGES, read_settings
 
 HOME = Path(__file__).parents[1]
 PAGES = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]

@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lightning_rlhf.callbacks.names import metrics_table
-from lightning_rlhf.cli.main import CONF, register_resolvers
+from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.stages.paths import CONF
 
 README = Path(__file__).parents[1] / "README.md"
 COMMANDS = [

@@ -27,7 +27,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
-from lightning_rlhf.cli.main import HOME, RECIPES, main
+from lightning_rlhf.cli.main import main
+from lightning_rlhf.stages.paths import HOME, RECIPES
 
 PRESETS = Path(__file__).parent / "presets"
 MINI = ("--config-dir", str(PRESETS), "model=mini", "data=small")
@@ -245,7 +246,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
 
         if where == "hand_over":
             for stage in ("sft", "rm", "ppo"):
-                monkeypatch.setattr(f"lightning_rlhf.cli.run_{stage}.hand_over", pull)
+                monkeypatch.setattr(f"lightning_rlhf.stages.{stage}.hand_over", pull)
             return
         hook = "on_validation_batch_end" if where == "evaluation" else "on_train_batch_end"
         original = getattr(Checkpoints, hook)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from lightning_rlhf.cli.changes import abridged, changes
-from lightning_rlhf.cli.main import HOME
-from lightning_rlhf.cli.reward_section import read_reward
+from lightning_rlhf.stages.changes import abridged, changes
+from lightning_rlhf.stages.paths import HOME
+from lightning_rlhf.stages.reward_section import read_reward
 
 CONF = HOME / "conf"
 

@@ -19,17 +19,17 @@ from transformers import AutoConfig
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.loggers import LoggerConfig, WandbConfig
-from lightning_rlhf.cli import main
-from lightning_rlhf.cli.reward_section import REWARDS, SUM
-from lightning_rlhf.cli.settings import PolicySource, Settings, TrainerConfig, read_settings
 from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.rewards.config import HTTPConfig
+from lightning_rlhf.stages import paths
+from lightning_rlhf.stages.reward_section import REWARDS, SUM
+from lightning_rlhf.stages.settings import PolicySource, Settings, TrainerConfig, read_settings
 
-CONF = main.CONF
+CONF = paths.CONF
 SOURCE = Path(lightning_rlhf.__file__).parent
 
 
@@ -63,7 +63,7 @@ HUB = ["model.name=other", "model.name_or_path=someone/model"]
 @pytest.fixture(scope="module", autouse=True)
 def _composer() -> Iterator[None]:
     """Hydra on conf/, with the resolver that the command registers."""
-    OmegaConf.register_new_resolver("recipes", lambda p: str(main.RECIPES / p), replace=True)
+    OmegaConf.register_new_resolver("recipes", lambda p: str(paths.RECIPES / p), replace=True)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.cli import console
-from lightning_rlhf.cli.console import quiet_libraries, say_lengths
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.stages import console
+from lightning_rlhf.stages.console import quiet_libraries, say_lengths
 
 from .conftest import ROWS, Workplace
 
@@ -51,7 +51,7 @@ def test_rows_left_out_or_cut_are_counted(
     def enough(*args: Any, **kwargs: Any) -> None:
         raise RLHFError("enough")
 
-    monkeypatch.setattr(f"lightning_rlhf.cli.run_{stage}.start_from", enough)
+    monkeypatch.setattr(f"lightning_rlhf.stages.{stage}.start_from", enough)
     with (workplace.folder / "data" / f"{data}_{part}.jsonl").open("a") as file:
         file.write(line + "\n")
     parents = {"sft": [], "rm": ["policy.checkpoint=base"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from lightning_rlhf.cli.replay_plan import settings_of
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.replay.plan import settings_of
 
 from .conftest import Workplace, given
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.main import HOME, PACKAGE, RECIPES
+from lightning_rlhf.stages.paths import HOME, PACKAGE, RECIPES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
 
@@ -142,7 +142,7 @@ def test_each_run_sets_its_own_threads(
 ) -> None:
     """One after the other in one process, as in a sweep."""
     before = torch.get_num_threads()
-    monkeypatch.setattr("lightning_rlhf.cli.run.THREADS", 3)
+    monkeypatch.setattr("lightning_rlhf.stages.run.THREADS", 3)
     found = []
     for threads in ("1", "null"):
         workplace.mini("stage=sft", f"run=of{threads}", f"trainer.threads={threads}").succeeded  # noqa: B018

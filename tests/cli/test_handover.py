@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
 
-from lightning_rlhf.cli.main import RECIPES
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import POLICY
+from lightning_rlhf.stages.paths import RECIPES
 
 from .conftest import Workplace, tree
 
@@ -120,7 +120,7 @@ def test_a_reward_that_is_measured_to_be_flat_or_nan(
         torch.nn.init.constant_(module.roles.heads["reward"].linear.weight, weight)
         return {}
 
-    monkeypatch.setattr("lightning_rlhf.cli.supervised.fit", train)
+    monkeypatch.setattr("lightning_rlhf.stages.supervised.fit", train)
     sft = final(finished, "sft")
     error = refused(finished, "stage=rm", f"policy.checkpoint={sft}")
     assert f"standard deviation {weight}" in error

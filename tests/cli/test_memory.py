@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli import memory
+from lightning_rlhf.stages import processor as memory
 
 
 def allows_huge_pages() -> bool:
@@ -20,7 +20,7 @@ def allows_huge_pages() -> bool:
 
 PROGRAM = """
 import resource, sys, torch
-from lightning_rlhf.cli.memory import keep_large_blocks
+from lightning_rlhf.stages.processor import keep_large_blocks
 if sys.argv[1] == "kept":
     keep_large_blocks()
 torch.set_num_threads(1)
@@ -52,7 +52,7 @@ HUGE = """
 import re, resource, sys, torch
 if sys.argv[1] == "limited":
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.RLIM_INFINITY))
-from lightning_rlhf.cli.memory import keep_large_blocks
+from lightning_rlhf.stages.processor import keep_large_blocks
 
 def size(name):
     text = open("/proc/self/status").read() + open("/proc/self/smaps_rollup").read()
@@ -94,7 +94,7 @@ def test_nothing_is_reserved_under_a_limit_that_counts_it() -> None:
 
 DENORMALS = """
 import torch
-from lightning_rlhf.cli.memory import denormals_flushed
+from lightning_rlhf.stages.processor import denormals_flushed
 x = torch.full((64,), 1e-39)
 assert (x * 0.5 > 0).all()
 with denormals_flushed():

@@ -187,7 +187,8 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full fine-tuning of the reward model changes the very weights that spoke."""
-    from lightning_rlhf.cli import run_rm, supervised
+    from lightning_rlhf.stages import rm as run_rm
+    from lightning_rlhf.stages import supervised
 
     order = []
     for name, module in {

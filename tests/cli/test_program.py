@@ -15,6 +15,7 @@ import yaml
 
 from lightning_rlhf.cli import main
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.stages import paths
 
 from .conftest import Workplace
 
@@ -132,7 +133,7 @@ def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None
 @pytest.fixture
 def bandit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program as the recipe imports it."""
-    monkeypatch.syspath_prepend(str(main.RECIPES / "bandit"))
+    monkeypatch.syspath_prepend(str(paths.RECIPES / "bandit"))
     return importlib.import_module("bandit")
 
 

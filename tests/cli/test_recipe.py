@@ -20,11 +20,12 @@ from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.process import run_command
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
-from lightning_rlhf.cli.settings import read_settings
+from lightning_rlhf.stages import paths
+from lightning_rlhf.stages.settings import read_settings
 
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
 
-RECIPES = main.RECIPES
+RECIPES = paths.RECIPES
 RECIPE: dict[str, Any] = {
     "title": "Small",
     "stages": ["sft", "rm", "ppo"],
@@ -500,11 +501,11 @@ def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
 
 @pytest.mark.parametrize("name", ["quickstart", "composite_reward"])
 def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
-    recipe = read_recipe(name, main.RECIPES)
+    recipe = read_recipe(name, paths.RECIPES)
     assert recipe.stages == STAGES
     main.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(main.CONF), version_base="1.3"):
+    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
         settings = {
             stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
             for stage in recipe.stages
@@ -512,8 +513,8 @@ def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
     assert all(found.model.name == "tiny" for found in settings.values())
     components = list(settings["ppo"].reward)
     assert components == {"quickstart": ["head"], "composite_reward": ["helpful", "brief"]}[name]
-    data = main.RECIPES / "quickstart" / "data"
-    judge = load_judge(f"{main.RECIPES / 'quickstart' / 'judge.py'}:judge")
+    data = paths.RECIPES / "quickstart" / "data"
+    judge = load_judge(f"{paths.RECIPES / 'quickstart' / 'judge.py'}:judge")
     rows = [json.loads(line) for line in (data / "prompts_val.jsonl").read_text().splitlines()]
     parts = {
         part for row in rows for part, value in judge(row, "", True).items() if value is not None

@@ -18,9 +18,6 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.callbacks.recorder import LastWords
-from lightning_rlhf.cli import replay_run
-from lightning_rlhf.cli.main import HOME
-from lightning_rlhf.cli.replay_plan import plan_replay, settings_of
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.data.rollouts import (
@@ -31,6 +28,9 @@ from lightning_rlhf.data.rollouts import (
     write_recorded,
 )
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.replay import run as replay_run
+from lightning_rlhf.replay.plan import plan_replay, settings_of
+from lightning_rlhf.stages.paths import HOME
 
 from .conftest import TRAIN_PY, Outcome, Workplace, given, rows, tree, weights
 
@@ -195,7 +195,7 @@ def test_nothing_is_sampled_and_no_reward_is_asked(
         raise AssertionError("it collects")
 
     monkeypatch.setattr("lightning_rlhf.modules.ppo.PPOModule.collect", refuse)
-    monkeypatch.setattr("lightning_rlhf.cli.build_rewards.head_source", refuse)
+    monkeypatch.setattr("lightning_rlhf.stages.build_rewards.head_source", refuse)
     check_same(replay(place, run, 1), 1, 4)
 
 

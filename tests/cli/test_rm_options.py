@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_rlhf.cli.settings import read_model
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.handover import load_reward
 from lightning_rlhf.models.loading import load_tokenizer
+from lightning_rlhf.stages.settings import read_model
 
 from .conftest import ROWS, Workplace, weights
 

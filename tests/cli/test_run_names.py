@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_rlhf.callbacks.loggers import RunIdentity, wandb_tags
-from lightning_rlhf.cli import launch
+from lightning_rlhf.stages import launch
 
 from .conftest import Workplace, given
 

@@ -14,11 +14,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from lightning_rlhf.cli.folders import folder_of
-from lightning_rlhf.cli.main import CONF, register_resolvers
-from lightning_rlhf.cli.settings import read_settings
+from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import adapt, job_name, metrics_of
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.stages.folders import folder_of
+from lightning_rlhf.stages.paths import CONF
+from lightning_rlhf.stages.settings import read_settings
 
 from .conftest import MINI, STAGES, Outcome, Workplace, tree, weights
 
@@ -252,8 +253,8 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no user's."""
-    from lightning_rlhf.cli import run_ppo
-    from lightning_rlhf.cli.launch import Prepared
+    from lightning_rlhf.stages import ppo as run_ppo
+    from lightning_rlhf.stages.launch import Prepared
 
     original = run_ppo.hand_over
 

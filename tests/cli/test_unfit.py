@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.cli import text_rewards
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.stages import text_rewards
 
 from .conftest import Workplace, given, make_workplace
 
@@ -90,7 +90,7 @@ def test_an_unfit_reward_is_refused_before_a_model_loads(
     def loads(*_: Any, **__: Any) -> None:
         raise AssertionError("a model loads")
 
-    monkeypatch.setattr("lightning_rlhf.cli.run_ppo.start_from", loads)
+    monkeypatch.setattr("lightning_rlhf.stages.ppo.start_from", loads)
     final = backwards.stage("rm") / "final"
     written = find(str(final), "").require_manifest("rm").verdicts["rm"]
     assert written["is_unfit"] is True
@@ -154,7 +154,7 @@ def test_one_on_the_hub_is_asked_once_it_is_fetched(
 ) -> None:
     judged(finished, UNFIT)
     folder = finished.stage("rm") / "final"
-    monkeypatch.setattr("lightning_rlhf.cli.text_rewards.local_folder", lambda *_: folder)
+    monkeypatch.setattr("lightning_rlhf.stages.text_rewards.local_folder", lambda *_: folder)
     hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
     error = finished.mini(*ppo("hub", *hub)).error
     assert error.startswith("reward model is unfit by its fitness report ")

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from lightning_rlhf.core.types import Experience
 from lightning_rlhf.data.rollouts import Recorded
-from lightning_rlhf.report.replay_page import replay_page
-from lightning_rlhf.report.replay_table import on_terminal
-from lightning_rlhf.report.replayed import (
+from lightning_rlhf.replay.page import replay_page
+from lightning_rlhf.replay.replayed import (
     ReplayedResponse,
     cells,
     heading,
@@ -26,6 +25,7 @@ from lightning_rlhf.report.replayed import (
     scale,
     signed,
 )
+from lightning_rlhf.replay.table import on_terminal
 
 WORDS = {1: "<script>", 2: ' "quoted" ', 3: "&amp;", 4: "\x1b[31m", 5: "[bold]"}
 REF, OLD = math.log(0.5), math.log(0.2)

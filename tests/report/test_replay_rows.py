@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lightning_rlhf.data.last_batch import LastBatch
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens
-from lightning_rlhf.report.replay_rows import (
+from lightning_rlhf.replay.row_figures import (
     ReplayedRow,
     heading,
     not_finite_rows,

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.cli.names import as_typed, check_choices, opened, parted, program_name
+from lightning_rlhf.cli.process import IN_RECIPE
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
@@ -36,16 +35,11 @@ from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.core.storage import full_disk_told
 from lightning_rlhf.core.visible import visible
+from lightning_rlhf.stages.console import say_error
+from lightning_rlhf.stages.paths import CONF, RECIPES
 
-PACKAGE = Path(lightning_rlhf.__file__).parent
-CHECKOUT = PACKAGE.parents[1]
-HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
-"""Where conf/ and recipes/ are: beside src/ in a checkout, inside the package in a wheel."""
-CONF, RECIPES = HOME / "conf", HOME / "recipes"
 PRINTS = re.compile(r"-[cih](?![npd])|--(cf|i|h)")
 """Beginnings of the options with which Hydra prints and runs nothing: --cfg, --info, --help."""
-IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
-"""Variable that is set for the stages of a recipe, which says itself how it goes on."""
 
 
 def main() -> None:
@@ -161,9 +155,9 @@ def compose(cfg: DictConfig) -> str | None:
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """How to go on with what was stopped; nothing where the command had not come that far."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
-    from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
-    from lightning_rlhf.cli.settings import AUTO, read_settings
     from lightning_rlhf.core.config import EvalConfig
+    from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
+    from lightning_rlhf.stages.settings import AUTO, read_settings
 
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
@@ -191,7 +185,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
 
         if "stage" in cfg:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
-        from lightning_rlhf.cli.settings import folder_names, plain
+        from lightning_rlhf.stages.settings import folder_names, plain
 
         folder_names(plain(cfg))
         recipe, overrides = read_recipe(cfg.recipe, RECIPES), HydraConfig.get().overrides.task
@@ -202,11 +196,11 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
 
             run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
         return
-    from lightning_rlhf.cli.settings import AUTO, read_settings
+    from lightning_rlhf.stages.settings import AUTO, read_settings
 
     settings = read_settings(cfg)
-    from lightning_rlhf.cli.folders import state_of
-    from lightning_rlhf.cli.start import run_stage
+    from lightning_rlhf.stages.folders import state_of
+    from lightning_rlhf.stages.start import run_stage
 
     if in_sweep and not settings.overwrite:
         state = state_of(settings)

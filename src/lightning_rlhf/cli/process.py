@@ -13,6 +13,8 @@ from types import FrameType
 
 from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
 
+IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
+"""Variable that is set for the stages of a recipe, which says itself how it goes on."""
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl."""
 

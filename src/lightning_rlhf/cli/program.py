@@ -13,14 +13,14 @@ from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.cli.changes import differing_keys
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import check_writable, run_folder
 from lightning_rlhf.cli.names import key_of
 from lightning_rlhf.cli.promises import ANY
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
-from lightning_rlhf.cli.settings import read_settings
 from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.stages.changes import differing_keys
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import check_writable, run_folder
+from lightning_rlhf.stages.settings import read_settings
 
 
 def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.cli.changes import VOLATILE, differing_keys
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.stages.changes import VOLATILE, differing_keys
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.settings import Settings
 
 ANY = ("seed", *VOLATILE)
 """Keys that may be anything: the recipe is still run as it is written."""

@@ -16,21 +16,9 @@ from rich import get_console
 from yaml import YAMLError
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import (
-    FINAL,
-    State,
-    folder_of,
-    is_finished,
-    state_of,
-)
-from lightning_rlhf.cli.main import IN_RECIPE
 from lightning_rlhf.cli.names import as_typed, key_of, program_name
-from lightning_rlhf.cli.process import run_command
+from lightning_rlhf.cli.process import IN_RECIPE, run_command
 from lightning_rlhf.cli.promises import Promise, check_promises
-from lightning_rlhf.cli.resume import held
-from lightning_rlhf.cli.sections import build
-from lightning_rlhf.cli.settings import STAGES, Settings, read_settings
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.verdict import Verdict
@@ -38,6 +26,17 @@ from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import (
+    FINAL,
+    State,
+    folder_of,
+    is_finished,
+    state_of,
+)
+from lightning_rlhf.stages.resume import held
+from lightning_rlhf.stages.sections import build
+from lightning_rlhf.stages.settings import STAGES, Settings, read_settings
 
 LISTS = ("stages", "overrides", "promises", "next")
 HOW: Mapping[State, tuple[str, ...]] = {

@@ -11,9 +11,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 
 from lightning_rlhf.cli.names import as_typed
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
-from lightning_rlhf.cli.sections import refuse_unknown
-from lightning_rlhf.cli.settings import STAGES, Settings
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.stages.sections import refuse_unknown
+from lightning_rlhf.stages.settings import STAGES, Settings
 
 ONE_CHOICE = "allowed: one name of a file in conf/ for each of stage, model, data, reward, ..."
 GROUP_END = r"/(?=\w*://|[^/]*$)"

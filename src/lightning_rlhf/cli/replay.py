@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.storage import full_disk_told, written_whole
+from lightning_rlhf.stages.console import say_error
 
 if TYPE_CHECKING:
-    from lightning_rlhf.cli.replay_run import Replayed
-    from lightning_rlhf.cli.settings import Settings
+    from lightning_rlhf.replay.run import Replayed
+    from lightning_rlhf.stages.settings import Settings
 
 NAMED = 3
 """Differences that are told; the rest are counted."""
@@ -42,11 +42,11 @@ def replay(arguments: Sequence[str]) -> None:
 
 def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_code: bool) -> bool:
     """Whether it came out as recorded; libraries load here, so that --help is quick."""
-    from lightning_rlhf.cli.console import quiet_libraries
-    from lightning_rlhf.cli.launch import check_accelerator
-    from lightning_rlhf.cli.replay_plan import settings_of
-    from lightning_rlhf.cli.replay_rows import plan_rows, show_rows
-    from lightning_rlhf.cli.run import computing
+    from lightning_rlhf.replay.plan import settings_of
+    from lightning_rlhf.replay.rows import plan_rows, show_rows
+    from lightning_rlhf.stages.console import quiet_libraries
+    from lightning_rlhf.stages.launch import check_accelerator
+    from lightning_rlhf.stages.run import computing
 
     quiet_libraries()
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
@@ -62,15 +62,15 @@ def replay_update(folder: Path, settings: Settings, iteration: int | None, count
     """Whether the update was the recorded one."""
     from rich import get_console
 
-    from lightning_rlhf.cli.console import say
-    from lightning_rlhf.cli.launch import check_accelerator
-    from lightning_rlhf.cli.replay_plan import plan_replay
-    from lightning_rlhf.cli.replay_run import run_once_more
-    from lightning_rlhf.cli.run import computing
     from lightning_rlhf.core.ppo_config import PPOConfig
-    from lightning_rlhf.report.replay_page import replay_page
-    from lightning_rlhf.report.replay_table import on_terminal
-    from lightning_rlhf.report.replayed import most_changed
+    from lightning_rlhf.replay.page import replay_page
+    from lightning_rlhf.replay.plan import plan_replay
+    from lightning_rlhf.replay.replayed import most_changed
+    from lightning_rlhf.replay.run import run_once_more
+    from lightning_rlhf.replay.table import on_terminal
+    from lightning_rlhf.stages.console import say
+    from lightning_rlhf.stages.launch import check_accelerator
+    from lightning_rlhf.stages.run import computing
 
     plan = plan_replay(folder, settings, iteration)
     if iteration is None:

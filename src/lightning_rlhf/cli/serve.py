@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning_rlhf.cli.console import say_error
 from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.rewards.address import token_in
 from lightning_rlhf.rewards.limits import Limits
+from lightning_rlhf.stages.console import say_error
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.protocol import Score
@@ -53,8 +53,8 @@ def make_server(given: argparse.Namespace) -> RewardServer:
 
 def load_scorer(final: str, overrides: Sequence[str]) -> Score:
     """The reward at a folder or hub id; libraries load here, so that --help is quick."""
-    from lightning_rlhf.cli.console import quiet_libraries
-    from lightning_rlhf.cli.text_rewards import text_scorer
+    from lightning_rlhf.stages.console import quiet_libraries
+    from lightning_rlhf.stages.text_rewards import text_scorer
 
     quiet_libraries()
     return text_scorer(final, overrides)

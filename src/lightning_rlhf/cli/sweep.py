@@ -17,17 +17,17 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 
-from lightning_rlhf.cli.changes import changes
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
 from lightning_rlhf.cli.names import as_typed, key_of
-from lightning_rlhf.cli.settings import STAGES, read_settings
 from lightning_rlhf.core.errors import CheckpointError, RLHFError
 from lightning_rlhf.core.reading import is_number
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
+from lightning_rlhf.stages.changes import changes
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
+from lightning_rlhf.stages.settings import STAGES, read_settings
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 LONGEST = 120

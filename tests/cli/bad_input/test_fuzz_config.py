@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_rlhf.cli.changes import flatten
-from lightning_rlhf.cli.settings import Settings, read_settings
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.visible import is_hidden
+from lightning_rlhf.stages.changes import flatten
+from lightning_rlhf.stages.settings import Settings, read_settings
 
 from .conftest import Refusals, composed
 

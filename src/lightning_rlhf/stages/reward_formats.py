@@ -7,11 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.fitness import fitting
-from lightning_rlhf.cli.folders import reward_role
-from lightning_rlhf.cli.launch import Prepared
-from lightning_rlhf.cli.settings import reward_key
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.data.rows import prompt_row
@@ -29,6 +24,11 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.replies import score_texts, written
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import reward_role
+from lightning_rlhf.stages.launch import Prepared
+from lightning_rlhf.stages.reward_fitness import fitting
+from lightning_rlhf.stages.settings import reward_key
 
 
 def check_formats(ready: Prepared, reward: Reward) -> None:

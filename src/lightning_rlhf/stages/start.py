@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_rlhf.cli.folders import FINAL, find_parents, folder_of
-from lightning_rlhf.cli.resume import check_resumable, decide, held, resume_point
-from lightning_rlhf.cli.settings import AUTO, Settings, reward_key
-from lightning_rlhf.cli.unfit import verdicts_on
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import check_function_file
 from lightning_rlhf.data.splits import Kind, check_sources
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.rewards.config import FunctionConfig
+from lightning_rlhf.stages.folders import FINAL, find_parents, folder_of
+from lightning_rlhf.stages.resume import check_resumable, decide, held, resume_point
+from lightning_rlhf.stages.settings import AUTO, Settings, reward_key
+from lightning_rlhf.stages.unfit import verdicts_on
 
 READ: dict[str, Kind] = {
     "sft": "demonstrations",
@@ -39,7 +39,7 @@ def run_stage(settings: Settings) -> Path:
             if checkpoint is not None:
                 check_resumable(checkpoint, settings)
         # Lightning, transformers and torch take ten seconds of processor time to import.
-        from lightning_rlhf.cli.run import run_in_folder
+        from lightning_rlhf.stages.run import run_in_folder
 
         return run_in_folder(settings)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from lightning_rlhf.callbacks.checkpoint_files import (
-    BEST,
-    SUFFIX,
     check_checkpoint,
-    numbered,
     read_run,
-    step_named,
-    step_of,
 )
-from lightning_rlhf.cli.changes import read_config
-from lightning_rlhf.cli.folders import CHECKPOINTS, CONFIG, check_kinds, is_stale, run_folder
-from lightning_rlhf.cli.resume import origin
-from lightning_rlhf.cli.settings import STAGES, Settings, read_tree
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.rollouts import (
@@ -34,6 +24,11 @@ from lightning_rlhf.data.rollouts import (
     weights_of,
 )
 from lightning_rlhf.models.weights import attention_of_the_hub
+from lightning_rlhf.stages.changes import read_config
+from lightning_rlhf.stages.folders import CONFIG, check_kinds, is_stale, run_folder
+from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
+from lightning_rlhf.stages.resume import origin
+from lightning_rlhf.stages.settings import STAGES, Settings, read_tree
 
 
 @dataclass(frozen=True)
@@ -140,28 +135,6 @@ def check_origin(folder: Path, checkpoint: Path | None, settings: Settings) -> N
         )
 
 
-def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:
-    """The latest checkpoint of the run that is not after `iteration`, with its own before it.
-
-    Those of steps are told by their names, and not read. The best one is left out where it cannot
-    be read: it only shortens the way.
-    """
-    checkpoints = folder / CHECKPOINTS
-    found: dict[int, Path | None] = {0: None}
-    best = checkpoints / f"{BEST}{SUFFIX}"
-    if best.exists():
-        with suppress(CheckpointError):
-            found[step_of(best)] = best
-    found |= {step_named(path): path for path in numbered(checkpoints)}
-    return max((x for x in found.items() if x[0] <= iteration), key=lambda x: x[0])
-
-
-def not_recorded(folder: Path, start: int, iteration: int) -> list[int]:
-    """Iterations on the way from the end of iteration `start` to `iteration` that have no file."""
-    recorded = recorded_iterations(folder)
-    return [i for i in range(start + 1, iteration) if i not in recorded]
-
-
 def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     """What the run in `folder` was told; earlier stages are looked for beside it.
 
@@ -222,14 +195,3 @@ def trusting(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from trusting(value, f"{prefix}{key}.")
         elif key == "trust_remote_code" and value is not False:
             yield f"{prefix}{key}", value
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)

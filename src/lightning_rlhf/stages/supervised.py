@@ -11,7 +11,6 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlhf.callbacks.last_batch import KeepLastBatch
-from lightning_rlhf.cli.launch import AtEnd, Prepared, fit
 from lightning_rlhf.core.config import RMConfig, SFTConfig, require
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.types import Record
@@ -19,6 +18,7 @@ from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.last_batch import Kind
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.stages.launch import AtEnd, Prepared, fit
 
 
 def supervised_data(

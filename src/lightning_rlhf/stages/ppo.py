@@ -16,19 +16,6 @@ from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.recorder import LastWords, Recorder
 from lightning_rlhf.callbacks.samples import COUNT, Samples
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.build_rewards import (
-    build_critic,
-    build_reward,
-    hub_rewards,
-    light_sources,
-)
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import METRICS, find_parents
-from lightning_rlhf.cli.format_check import check_formats
-from lightning_rlhf.cli.launch import Prepared, fit, hand_over, make_ready, tokenised
-from lightning_rlhf.cli.replay_plan import checkpoint_until, not_recorded, ranges
-from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.cli.unfit import say_verdicts, verdicts_on
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -50,6 +37,19 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.report.collapse import collapsed
 from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.stages.build_rewards import (
+    build_critic,
+    build_reward,
+    hub_rewards,
+    light_sources,
+)
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import METRICS, find_parents
+from lightning_rlhf.stages.launch import Prepared, fit, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
+from lightning_rlhf.stages.reward_formats import check_formats
+from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.unfit import say_verdicts, verdicts_on
 
 
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:

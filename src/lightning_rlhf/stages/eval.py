@@ -13,19 +13,6 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.build_rewards import build_reward, light_sources
-from lightning_rlhf.cli.console import say, say_problems
-from lightning_rlhf.cli.fitness import (
-    fitting,
-    log_fitness,
-    response_lengths,
-    sft_samples,
-    write_report,
-)
-from lightning_rlhf.cli.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.cli.format_check import check_formats
-from lightning_rlhf.cli.launch import Prepared, identity, make_ready
-from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.memory import BatchSize
@@ -48,6 +35,19 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.replies import said
+from lightning_rlhf.stages.build_rewards import build_reward, light_sources
+from lightning_rlhf.stages.console import say, say_problems
+from lightning_rlhf.stages.folders import FINAL, claim, find_parents, run_name
+from lightning_rlhf.stages.launch import Prepared, identity, make_ready
+from lightning_rlhf.stages.reward_fitness import (
+    fitting,
+    log_fitness,
+    response_lengths,
+    sft_samples,
+    write_report,
+)
+from lightning_rlhf.stages.reward_formats import check_formats
+from lightning_rlhf.stages.settings import Settings
 
 
 def run_eval(settings: Settings, config: EvalConfig) -> Path:

@@ -13,11 +13,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.main import CONF
-from lightning_rlhf.cli.reward_section import read_reward
-from lightning_rlhf.cli.sections import section
-from lightning_rlhf.cli.settings import read_model
 from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import BatchSize
@@ -32,6 +27,11 @@ from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.paths import CONF
+from lightning_rlhf.stages.reward_section import read_reward
+from lightning_rlhf.stages.sections import section
+from lightning_rlhf.stages.settings import read_model
 
 if TYPE_CHECKING:  # the extra "serve" has what it imports
     from lightning_rlhf.rewards.protocol import Columns, Messages, Score

@@ -20,9 +20,12 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     step_named,
 )
 from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
-from lightning_rlhf.cli.changes import changes, listed
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import (
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.reading import read_text
+from lightning_rlhf.core.storage import make_folder
+from lightning_rlhf.stages.changes import changes, listed
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
@@ -36,10 +39,7 @@ from lightning_rlhf.cli.folders import (
     is_unbegun,
     is_used,
 )
-from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.reading import read_text
-from lightning_rlhf.core.storage import make_folder
+from lightning_rlhf.stages.settings import Settings
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def check_resumable(path: Path, settings: Settings) -> None:
     # Imported here, since it takes seconds: what the names alone tell is said before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
     from lightning_rlhf.callbacks.samples import read_samples, train_samples
-    from lightning_rlhf.cli.gaps import check_no_gap
+    from lightning_rlhf.stages.gaps import check_no_gap
 
     assert settings.stage != "eval"  # which has none
     folder = folder_of(settings)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from lightning_rlhf.report.replayed import (
+from lightning_rlhf.replay.replayed import (
     COLUMNS,
     ReplayedResponse,
     ReplayedToken,

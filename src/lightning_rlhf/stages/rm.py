@@ -12,20 +12,6 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.callbacks.metrics import RewardMetrics
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say, say_evaluation, say_problems
-from lightning_rlhf.cli.fitness import (
-    fitting,
-    known_pairs,
-    log_fitness,
-    response_lengths,
-    scored_samples,
-    sft_samples,
-    write_report,
-)
-from lightning_rlhf.cli.folders import FINAL, find_parents, run_name
-from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
-from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.memory import BatchSize
@@ -49,6 +35,20 @@ from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments
+from lightning_rlhf.stages.console import say, say_evaluation, say_problems
+from lightning_rlhf.stages.folders import FINAL, find_parents, run_name
+from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.reward_fitness import (
+    fitting,
+    known_pairs,
+    log_fitness,
+    response_lengths,
+    scored_samples,
+    sft_samples,
+    write_report,
+)
+from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
 
 
 def run_rm(settings: Settings, config: RMConfig) -> Path:

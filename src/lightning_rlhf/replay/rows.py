@@ -18,13 +18,6 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks.checkpoint_files import path_of
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli import run_rm, run_sft
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import CHECKPOINTS, find_sft
-from lightning_rlhf.cli.launch import Prepared, make_ready
-from lightning_rlhf.cli.replay_plan import check_origin
-from lightning_rlhf.cli.replay_run import check_tokens, quiet_trainer, same
-from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError
 from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
@@ -38,7 +31,15 @@ from lightning_rlhf.data.last_batch import (
 from lightning_rlhf.data.rollouts import machine
 from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import SFT
-from lightning_rlhf.report.replay_rows import not_finite_rows, replayed_rows, rows_on_terminal
+from lightning_rlhf.replay.plan import check_origin
+from lightning_rlhf.replay.row_figures import not_finite_rows, replayed_rows, rows_on_terminal
+from lightning_rlhf.replay.run import check_tokens, quiet_trainer, same
+from lightning_rlhf.stages import rm as rm_stage
+from lightning_rlhf.stages import sft as sft_stage
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import CHECKPOINTS, find_sft
+from lightning_rlhf.stages.launch import Prepared, make_ready
+from lightning_rlhf.stages.settings import Settings
 
 NAMED = 3
 """Differences that are told; the rest are counted."""
@@ -113,9 +114,13 @@ def rebuilt(
     check_tokens(last_batch_of(folder), torch.tensor(ids), roles)
     pad_id, examples = ready.chat.pad_token_id, cast(Any, batch.examples)
     if isinstance(config, SFTConfig):
-        module: L.LightningModule = run_sft.build_module(ready, roles, config)
+        module: L.LightningModule = sft_stage.build_module(ready, roles, config)
         return module, ready, [collate_demonstrations(examples, pad_id)]
-    return run_rm.build_module(ready, roles, config), ready, [collate_preferences(examples, pad_id)]
+    return (
+        rm_stage.build_module(ready, roles, config),
+        ready,
+        [collate_preferences(examples, pad_id)],
+    )
 
 
 def differences(batch: LastBatch, facts: Mapping[str, Tensor]) -> Iterator[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import reward_role
-from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.verdict import PAGE, Verdict
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.rewards.config import LearnedConfig
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import reward_role
+from lightning_rlhf.stages.settings import Settings, reward_key
 
 
 def verdicts_on(settings: Settings, parents: Mapping[str, Final]) -> dict[str, Verdict | None]:

@@ -9,11 +9,6 @@ from functools import partial
 import torch
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import reward_role
-from lightning_rlhf.cli.launch import Prepared
-from lightning_rlhf.cli.settings import Settings, reward_key
-from lightning_rlhf.cli.text_rewards import check_text_reward, found, text_reward
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.memory import BatchSize
@@ -38,6 +33,11 @@ from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import reward_role
+from lightning_rlhf.stages.launch import Prepared
+from lightning_rlhf.stages.settings import Settings, reward_key
+from lightning_rlhf.stages.text_rewards import check_text_reward, found, text_reward
 
 
 def hub_rewards(ready: Prepared) -> dict[str, Final]:

@@ -15,14 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.callbacks.logger_config import LoggerConfig, logger_config
-from lightning_rlhf.cli.reward_section import (
-    SUM,
-    check_components,
-    check_normalization,
-    read_reward,
-    redacted_section,
-)
-from lightning_rlhf.cli.sections import build, frozen_lists, refuse_unknown, section
 from lightning_rlhf.core.config import (
     EvalConfig,
     RMConfig,
@@ -38,6 +30,14 @@ from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.rewards.config import ComponentConfig
+from lightning_rlhf.stages.reward_section import (
+    SUM,
+    check_components,
+    check_normalization,
+    read_reward,
+    redacted_section,
+)
+from lightning_rlhf.stages.sections import build, frozen_lists, refuse_unknown, section
 
 EXAMPLES = {
     "reward.path": "rules.py:score",

@@ -12,15 +12,15 @@ from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.logger_config import WANDB_ID
-from lightning_rlhf.cli.changes import changes, listed, read_config
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.settings import Settings, reward_key
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.core.storage import UNFINISHED, delete, make_folder, written_whole
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
+from lightning_rlhf.stages.changes import changes, listed, read_config
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.settings import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"

@@ -9,7 +9,7 @@ from rich.console import JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.report.replayed import (
+from lightning_rlhf.replay.replayed import (
     COLUMNS,
     ReplayedResponse,
     ReplayedToken,

@@ -9,16 +9,16 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from lightning_rlhf.cli.console import quiet_libraries
-from lightning_rlhf.cli.launch import check_accelerator
-from lightning_rlhf.cli.memory import denormals_flushed, keep_large_blocks
-from lightning_rlhf.cli.run_eval import run_eval
-from lightning_rlhf.cli.run_ppo import run_ppo
-from lightning_rlhf.cli.run_rm import run_rm
-from lightning_rlhf.cli.run_sft import run_sft
-from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.stages.console import quiet_libraries
+from lightning_rlhf.stages.eval import run_eval
+from lightning_rlhf.stages.launch import check_accelerator
+from lightning_rlhf.stages.ppo import run_ppo
+from lightning_rlhf.stages.processor import denormals_flushed, keep_large_blocks
+from lightning_rlhf.stages.rm import run_rm
+from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.sft import run_sft
 
 THREADS = torch.get_num_threads()
 """Torch's own choice, before any run of this process changed it."""

@@ -22,11 +22,6 @@ from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say, say_lengths
-from lightning_rlhf.cli.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
-from lightning_rlhf.cli.learned import check_learned
-from lightning_rlhf.cli.resume import origin, resume_point
-from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -50,6 +45,11 @@ from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.stages.console import say, say_lengths
+from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
+from lightning_rlhf.stages.learned import check_learned
+from lightning_rlhf.stages.resume import origin, resume_point
+from lightning_rlhf.stages.settings import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 E = TypeVar("E")

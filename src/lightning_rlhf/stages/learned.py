@@ -10,10 +10,10 @@ import lightning as L
 
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.cli.folders import METRICS
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.finite import advice, require_finite_weights
+from lightning_rlhf.stages.folders import METRICS
 
 REFUSED: Mapping[str, str] = {
     "update/nonfinite": "with a loss or gradient that is not finite",

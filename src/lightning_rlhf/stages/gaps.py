@@ -9,12 +9,12 @@ from pathlib import Path
 from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run, step_of
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.samples import COUNT, eval_samples, read_samples, train_samples
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.folders import METRICS, folder_of
-from lightning_rlhf.cli.settings import AUTO, Settings
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folders import METRICS, folder_of
+from lightning_rlhf.stages.settings import AUTO, Settings
 
 
 def check_no_gap(path: Path, settings: Settings) -> None:

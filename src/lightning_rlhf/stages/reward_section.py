@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_rlhf.cli.sections import build, refuse_unknown, section
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.rewards import config as rewards
 from lightning_rlhf.rewards.address import redacted
 from lightning_rlhf.rewards.config import ComponentConfig
+from lightning_rlhf.stages.sections import build, refuse_unknown, section
 
 SUM = "sum"
 REWARDS: Mapping[str, type[ComponentConfig]] = {

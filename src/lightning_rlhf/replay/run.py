@@ -15,11 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.folders import find_rewards, find_sft
-from lightning_rlhf.cli.launch import Prepared, make_ready
-from lightning_rlhf.cli.replay_plan import Plan, updates_before
-from lightning_rlhf.cli.run_ppo import build_module
-from lightning_rlhf.cli.settings import Settings
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import CheckpointError, DataError, TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -36,7 +31,12 @@ from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.replay.plan import Plan, updates_before
 from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.stages.folders import find_rewards, find_sft
+from lightning_rlhf.stages.launch import Prepared, make_ready
+from lightning_rlhf.stages.ppo import build_module
+from lightning_rlhf.stages.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

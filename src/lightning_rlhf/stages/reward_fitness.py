@@ -15,8 +15,6 @@ from torch import Tensor
 from lightning_rlhf.callbacks.loggers import log_pictures
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say
-from lightning_rlhf.cli.launch import Prepared
 from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.data.chat import ChatFormat
@@ -37,6 +35,8 @@ from lightning_rlhf.rewards.probes import make_probes
 from lightning_rlhf.rewards.weighted import Source
 from lightning_rlhf.rollout.calibrate import sample_reference, sample_rewards
 from lightning_rlhf.rollout.replies import score_texts
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.launch import Prepared
 
 PROBED = 64
 """Prompts that are given every probe."""

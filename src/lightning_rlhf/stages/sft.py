@@ -6,10 +6,6 @@ from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics import SFTMetrics
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.console import say_evaluation
-from lightning_rlhf.cli.launch import Prepared, hand_over, make_ready, tokenised
-from lightning_rlhf.cli.settings import Settings
-from lightning_rlhf.cli.supervised import fit_supervised, supervised_data
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.data.collate import collate_demonstrations
 from lightning_rlhf.data.lengths import tokenise_demonstrations
@@ -17,6 +13,10 @@ from lightning_rlhf.data.splits import load_demonstrations
 from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.stages.console import say_evaluation
+from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
 
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:

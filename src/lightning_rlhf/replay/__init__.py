@@ -1,0 +1,1 @@
+"""A recorded update made once more, and the pages that show it."""
