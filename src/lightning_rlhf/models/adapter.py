@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.bounded import MEMORY, bounded
-from lightning_rlhf.core.config import LARGEST, require
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.reading import is_number
+from lightning_rlhf.core.validation import LARGEST
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.weights import ADAPTER, json_object
 

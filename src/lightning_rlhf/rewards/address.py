@@ -5,33 +5,36 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from urllib3.exceptions import LocationParseError
-from urllib3.util import Url, make_headers, parse_url
+from lightning_rlhf.core.errors import ConfigError, require
 
-from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import ConfigError
+if TYPE_CHECKING:  # urllib3 loads where there is an address: most commands have none
+    from urllib3.util import Url
 
 HIDDEN = "***"
+ALLOWED = "http://HOST:PORT/PATH or https://..."
 
 
 def redacted(url: str) -> str:
-    """The address without user, password and query, which may hold tokens; of any text."""
+    """Return the address without user, password and query, which may hold tokens; of any text."""
     without_user = re.sub(r"^([\w+.-]*://|//)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
     return re.sub(r"[?#].*", f"?{HIDDEN}", without_user, flags=re.DOTALL)
 
 
 def parsed(url: str, key: str) -> Url:
-    """The parts of the address. Raises ConfigError, which shows none of its secrets."""
-    allowed = "http://HOST:PORT/PATH or https://..."
-    require(isinstance(url, str), key, url, allowed)
+    """Return the parts of the address. Raises ConfigError, which shows none of its secrets."""
+    from urllib3.exceptions import LocationParseError
+    from urllib3.util import parse_url
+
+    require(isinstance(url, str), key, url, ALLOWED)
     try:
         parts = parse_url(url)
     except LocationParseError:
-        raise ConfigError(f"{key} is {redacted(url)!r}; allowed: {allowed}") from None
+        raise ConfigError(f"{key} is {redacted(url)!r}; allowed: {ALLOWED}") from None
     is_whole = parts.scheme in ("http", "https") and bool(parts.host)
-    require(is_whole, key, redacted(url), allowed)
+    require(is_whole, key, redacted(url), ALLOWED)
     return parts
 
 
@@ -58,11 +61,13 @@ class Address:
 
     @classmethod
     def read(cls, url: str, token_env: str | None, key: str) -> Address:
-        """The address `key.url`, with the token in the environment variable `token_env`.
+        """Return the address `key.url`, with the token in the environment variable `token_env`.
 
         Raises:
             ConfigError: the address is none, the token is missing, or two want to be sent.
         """
+        from urllib3.util import make_headers
+
         parts = parsed(url, f"{key}.url")
         secrets, authorization = [parts.auth, parts.query], {}
         if parts.auth:
@@ -85,7 +90,7 @@ class Address:
         )
 
     def hide(self, text: str) -> str:
-        """What a server or a library said, without our secrets."""
+        """Return what a server or a library said, without our secrets."""
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
         return text
