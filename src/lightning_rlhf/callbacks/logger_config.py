@@ -1,7 +1,5 @@
 """The validated section `logger`; apart from the loggers, as Lightning loads slowly."""
 
-from __future__ import annotations
-
 import netrc
 import os
 import re

@@ -1,7 +1,5 @@
 """The validated configuration of a sequence classifier. Values: conf/reward/model.yaml."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic.dataclasses import dataclass

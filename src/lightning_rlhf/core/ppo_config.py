@@ -1,7 +1,5 @@
 """The validated configuration of PPO. Values and their sources: conf/stage/ppo.yaml."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The validated configuration of the data. The values live in conf/data/*.yaml."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

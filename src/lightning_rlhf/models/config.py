@@ -1,7 +1,5 @@
 """The validated configuration of a model. The values live in conf/model/*.yaml."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any
 

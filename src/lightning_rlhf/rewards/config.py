@@ -4,8 +4,6 @@ A component is named by its place in the configuration, so that an error can nam
 `reward` where there is one, `reward.components.NAME` where there are several.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
