@@ -1,4 +1,4 @@
-"""What is asked of a reward and of preference pairs: thresholds, each with its reason."""
+"""Checks of a reward and of preference pairs: thresholds, each with its reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcome = Literal["flag", "clear", "not tested"]
 
 @dataclass(frozen=True)
 class Check:
-    """What is asked, the number from which on it is a flag, and why that one."""
+    """A check, the threshold from which on it is flagged, and the reason for that threshold."""
 
     name: str
     threshold: float
@@ -76,36 +76,37 @@ ONE_SIDED = Check(
 CHECKS = (
     ACCURACY, BEATS_LENGTH, LENGTH_GAP, LENGTH_CORRELATION, OVERCONFIDENCE, OUTSIDE, PROBE,
 )  # fmt: skip
-"""Of a reward."""
+"""Checks of a reward."""
 PAIR_CHECKS = (DUPLICATES, CONTRADICTIONS, LEAKS, ONE_SIDED)
-"""Of the pairs, before anything has scored them."""
+"""Checks of the pairs, which need no scores."""
 
 MIN_COUNT = 30
-"""Pairs or samples without which a share is not judged: its standard error is up to 0.09."""
+"""Minimum number of pairs or samples to judge a share; its standard error is then at most 0.09."""
 MIN_PROBES = 5
-"""Prompts without which a median is not judged: of fewer it is one or two responses' score."""
+"""Minimum number of prompts to judge a median; with fewer it is one or two responses' score."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of a check."""
+    """Outcome of a check."""
 
     check: Check
     subject: str
-    """What was checked: the check's name, with the kind of probe where it is one."""
+    """Name of what was checked: the check's name, with the kind of probe if it is a probe."""
     outcome: Outcome
     value: float | None
-    """None where there was nothing to measure."""
+    """Measured value; None if there was nothing to measure."""
     words: str
+    """Description of the outcome for people."""
 
 
 def judged(check: Check, flagged: bool, value: float, words: str, if_flagged: str = "") -> Finding:
-    """The outcome of a check for which there were data."""
+    """Return the finding of a check that had enough data; a flag's words end with `if_flagged`."""
     if flagged:
         return Finding(check, check.name, "flag", value, words + if_flagged)
     return Finding(check, check.name, "clear", value, words)
 
 
 def untested(check: Check, value: float | None, words: str) -> Finding:
-    """The outcome of a check for which there were too few."""
+    """Return the finding of a check that had too few data."""
     return Finding(check, check.name, "not tested", value, words)
