@@ -1,4 +1,4 @@
-"""What docs/ says of files, functions, keys and commands is there."""
+"""The files, functions, keys and commands that the documentation names exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ from lightning_rlhf.stages.reward_section import SUM
 from lightning_rlhf.stages.settings import STAGES, read_settings
 
 HOME = Path(__file__).parents[1]
-PAGES = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
+INDEX = HOME / "docs" / "README.md"
+PAGES = [
+    *(HOME / "README.md", HOME / "CONTRIBUTING.md", HOME / "CHANGELOG.md"),
+    *sorted((HOME / "docs").glob("*.md")),
+]
 PPO = (HOME / "docs" / "ppo.md").read_text()
 KEYS: dict[str, Any] = get_type_hints(PPOConfig)
 NOT_THE_ALGORITHM = (
@@ -45,16 +49,25 @@ NOT_THE_ALGORITHM = (
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
 REPLAY = (HOME / "docs" / "replay.md").read_text()
 COMMANDS = [
-    line.split("#")[0].strip()
-    for page in (PPO, REWARDS, REPLAY)
-    for line in re.findall(r"python train\.py (?!replay)[^\n`]+", page.replace("\\\n", ""))
+    line.split("#")[0].split(" --")[0].strip()
+    for page in PAGES
+    for line in re.findall(
+        r"python train\.py (?!replay|-m)[^\n`…]+", page.read_text().replace("\\\n", "")
+    )
 ]
 
 
 def links(page: Path) -> list[tuple[str, Path]]:
-    """Text and target of every relative link."""
+    """Return text and target of every relative link of a page."""
     found = re.findall(r"\[([^\]]*)\]\((?!\w+:)([^)#\s]+)[^)]*\)", page.read_text())
     return [(text, page.parent / target) for text, target in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def key_cells() -> Iterator[str]:
@@ -71,7 +84,13 @@ def key_cells() -> Iterator[str]:
             column = cells.index("key")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_is_linked_from_the_index() -> None:
+    linked = {target.resolve() for _, target in links(INDEX)}
+    pages = {page for page in PAGES if page.parent == INDEX.parent} - {INDEX}
+    assert pages <= linked, pages - linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_links_lead_somewhere(page: Path) -> None:
     found = links(page)
     assert found
@@ -79,7 +98,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), (text, target)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
+def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert anchor in anchors(target), f"{name}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_a_name_that_is_a_link_is_defined_where_it_leads(page: Path) -> None:
     for text, target in links(page):
         name = re.fullmatch(r"`(\w+)`", text)
@@ -96,7 +122,7 @@ def test_every_formula_names_its_function_and_its_test() -> None:
         assert "../tests/" in text, title
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_dotted_keys_of_the_stages_exist(page: Path) -> None:
     for stage, key in re.findall(
         r"(?<![\w./])(sft|rm|ppo|eval)\.([a-z]\w*)(?!\w*/)", page.read_text()
