@@ -287,7 +287,7 @@ def test_the_columns_in_the_docs_are_those_of_the_code() -> None:
 
 
 def test_the_columns_of_a_kept_batch_in_the_docs_are_those_of_the_code() -> None:
-    section = REPLAY.split("## Where update after update")[1].split("## The files")[0]
+    section = REPLAY.split("## Runs that end with non-finite updates")[1].split("## The files")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     found = re.findall(r"`(\w+)`", " ".join(cells))
     texts = {text for stage in TEXTS.values() for text in stage}
@@ -299,7 +299,7 @@ def test_the_columns_of_a_kept_batch_in_the_docs_are_those_of_the_code() -> None
 
 
 def test_the_columns_in_the_picture_are_those_of_the_code() -> None:
-    table = REPLAY.split("## The picture")[1]
+    table = REPLAY.split("## Reading a replay")[1]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
     assert [name.strip() for cell in cells for name in cell.split(",")] == list(COLUMNS[1:])
 
