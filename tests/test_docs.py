@@ -308,3 +308,42 @@ def test_the_replay_in_the_docs_is_a_command() -> None:
     [command] = re.findall(r"^lightning-rlhf replay (.*)$", REPLAY, re.MULTILINE)
     given = parser().parse_args(command.split())
     assert (given.run, given.iteration) == ("outputs/default/tiny/ppo", 40)
+
+
+# docs/performance.md
+
+
+def ratios(name: str) -> dict[str, dict[str, str]]:
+    """Return the columns of a committed table of benchmarks/ppo_vs_trl.py, by workload."""
+    text = (HOME / "benchmarks" / "results" / name).read_text()
+    header, _, *rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    names = [cell.strip() for cell in header]
+    cells = [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
+    return {row["workload"]: row for row in cells}
+
+
+def measured() -> dict[str, list[str]]:
+    """Return the three columns of ratios in docs/performance.md, by workload."""
+    section = (HOME / "docs" / "performance.md").read_text().split("## Measurements")[1]
+    rows = re.findall(r"^\|[^|]*\(`([\w-]+)`\) \|(.*)\|$", section, re.MULTILINE)
+    return {workload: [cell.strip() for cell in rest.split("|")] for workload, rest in rows}
+
+
+@pytest.mark.parametrize(("column", "name"), [(0, "ppo_vs_trl.md"), (2, "ppo_vs_trl_xeon.md")])
+def test_ratios_are_those_of_the_committed_tables(column: int, name: str) -> None:
+    table = ratios(name)
+    found = measured()
+    assert found.keys() == table.keys()
+    for workload, row in table.items():
+        of, ours = float(row["TRL / ours"]), float(row["TRL with our settings / ours"])
+        assert found[workload][column] == f"{of:.2f} ({ours:.2f})", workload
+
+
+def test_the_smallest_ratios_are_quoted() -> None:
+    readme = " ".join((HOME / "README.md").read_text().split())
+    page = (HOME / "docs" / "performance.md").read_text()
+    for workload, (first, second, _) in measured().items():
+        if second != "-":
+            smallest = min(first.split()[0], second.split()[0], key=float)
+            assert smallest in readme, workload
+            assert re.search(rf"smaller ratios are[^:]*{smallest}", page), workload
