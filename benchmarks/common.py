@@ -182,12 +182,23 @@ def commit() -> str:
     return found.stdout.strip() + (" with changes" if changed.stdout else "")
 
 
+INSTRUCTION_SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "amx_tile": "AMX"}
+"""Vector instruction sets by their flags in /proc/cpuinfo; each includes those before it."""
+
+
 def processor() -> str:
-    """The processor's own name for itself, where the system tells it."""
+    """Return the processor's name, family, model and largest instruction set, where known."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    if "cpu family" not in facts:
+        return facts["model name"]
+    flags = facts.get("flags", "").split()
+    sets = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags][-1:]
+    generation = [f"family {facts['cpu family']}", f"model {facts['model']}", *sets]
+    return f"{facts['model name']} ({', '.join(generation)})"
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

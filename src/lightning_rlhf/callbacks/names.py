@@ -19,7 +19,7 @@ CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS)
 
 @dataclass(frozen=True)
 class Metric:
-    """What a logged number means."""
+    """Meaning of a logged number."""
 
     formula: str
     unit: str
@@ -68,7 +68,7 @@ METRICS: dict[str, Metric] = {
         "score",
         "rollout",
         PPO,
-        "above 0; at 0 there is nothing to learn from, told after three iterations",
+        "above 0; at 0 there is nothing to learn; a warning after three iterations",
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
@@ -77,15 +77,15 @@ METRICS: dict[str, Metric] = {
         "the component's",
         "rollout",
         PPO,
-        "none rises at the cost of all others",
+        "no component rises at the cost of all others",
     ),
     "rollout/reward_paid": Metric(
-        "mean over responses of what PPO is paid before its own shaping, where a component is "
-        "normalised by running moments or clipped",
+        "mean over responses of the score that PPO is paid, before its own shaping; only if a "
+        "component has a running normalization or a clip",
         "score",
         "rollout",
         PPO,
-        "follows reward_mean; near 0 by itself under running normalisation",
+        "follows reward_mean; near 0 by construction with running normalization",
     ),
     "rollout/response_tokens": Metric(
         "mean over responses of their tokens, end token included",
@@ -95,21 +95,21 @@ METRICS: dict[str, Metric] = {
         "no steady drift to the limit or to 1",
     ),
     "rollout/ended": Metric(
-        "share of responses that came to an end token or stop string",
+        "share of responses that end with an end token or stop string",
         "share",
         "rollout",
         PPO,
         "near 1",
     ),
     "rollout/padding": Metric(
-        "share of the positions read for scoring, microbatch_size rows at a time, without a token",
+        "share of padding among the positions read for scoring, microbatch_size rows at a time",
         "share",
         "rollout",
         PPO,
-        "lower costs less; a smaller microbatch_size lowers it, for more calls",
+        "lower costs less; a smaller microbatch_size lowers it, with more passes",
     ),
     "rollout/shaped_return": Metric(
-        "mean over responses of sum_t rewards_t: the shaped score, less the KL if priced there",
+        "mean over responses of sum_t rewards_t: the shaped score, less the KL if kl_in=reward",
         "score",
         "rollout",
         PPO,
@@ -148,14 +148,14 @@ METRICS: dict[str, Metric] = {
         "nats a token",
         "update",
         PPO,
-        "as kl_divergence; 0 where the KL is in the reward",
+        "as kl_divergence; 0 if the KL is in the reward",
     ),
     "update/approx_kl": Metric(
         "mean over minibatches of KL(policy at sampling, policy now), estimator k3",
         "nats a token",
         "update",
         PPO,
-        "below 0.05; more means steps too large",
+        "below 0.05; above if steps are too large",
     ),
     "update/clip_fraction": Metric(
         "share of tokens whose ratio left the clip range", "share", "update", PPO, "below 0.3"
@@ -178,7 +178,7 @@ METRICS: dict[str, Metric] = {
         "below 10",
     ),
     "update/grad_norm": Metric(
-        "the gradient's norm before clipping: of the logged step; PPO: mean over minibatches",
+        "gradient norm before clipping, of the logged step; in PPO the mean over minibatches",
         "1",
         "update",
         EVERY,
@@ -195,14 +195,14 @@ METRICS: dict[str, Metric] = {
         "minibatches skipped because their mean ratio was above max_ratio", "1", "update", PPO, "0"
     ),
     "update/stopped": Metric(
-        "1 where approx_kl above target_kl ended the epochs, else 0",
+        "1 if approx_kl above target_kl ended the epochs, else 0",
         "1",
         "update",
         PPO,
-        "now and then; 1 always means steps too large",
+        "occasionally 1; always 1 if steps are too large",
     ),
     "update/nonfinite": Metric(
-        "updates since the last row that were not made, as the loss or the gradient is not finite",
+        "updates since the last row that were not made because loss or gradient is not finite",
         "1",
         "update",
         EVERY,
@@ -240,7 +240,7 @@ METRICS: dict[str, Metric] = {
         "share",
         "update",
         RM,
-        "above 0.5; near 1 it has learnt the pairs by heart",
+        "above 0.5; near 1 the model has memorised the pairs",
     ),
     "update/reward_chosen": Metric("mean reward of chosen", "reward", "update", RM, "-"),
     "update/reward_rejected": Metric("mean reward of rejected", "reward", "update", RM, "-"),
@@ -267,7 +267,7 @@ METRICS: dict[str, Metric] = {
         "share",
         "eval",
         RM,
-        "0.6 to 0.85; the labels' own noise is the ceiling",
+        "0.6 to 0.85; limited by the noise of the labels",
     ),
     "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
     "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
@@ -298,14 +298,14 @@ METRICS: dict[str, Metric] = {
     ),
     "eval/response_tokens": Metric("mean response length", "tokens", "eval", PPO, "no drift"),
     "eval/ended": Metric(
-        "share of responses that came to an end token or stop string",
+        "share of responses that end with an end token or stop string",
         "share",
         "eval",
         PPO,
         "near 1",
     ),
     "eval/judge/<part>": Metric(
-        "mean over the validation responses to which the judge gave this part",
+        "mean of one of the judge's scores over the validation responses that have it",
         "the judge's",
         "eval",
         PPO,
@@ -320,7 +320,7 @@ METRICS: dict[str, Metric] = {
         "s",
         "time",
         PPO,
-        "small beside iteration_s, but where one of these is due",
+        "small compared with iteration_s, except where one of these is due",
     ),
     "time/tokens_per_s": Metric("response tokens / iteration_s", "tokens/s", "time", PPO, "steady"),
     "time/episodes_per_s": Metric("responses / iteration_s", "1/s", "time", PPO, "steady"),
@@ -342,7 +342,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def metrics_table() -> str:
-    """METRICS as a Markdown table."""
+    """Return METRICS as a Markdown table."""
     lines = [
         "| metric | stage | phase | what it is | unit | healthy |",
         "|---|---|---|---|---|---|",
