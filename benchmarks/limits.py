@@ -76,8 +76,8 @@ def update_flops(module: PPOModule, experience: Experience) -> int:
     for row in experience.split(1):
         with flop_counter() as counter, sdpa_kernel(SDPBackend.MATH):
             hidden = response_hidden(module.roles, row)
-            # The unfused variant of the same products: the counter does not see a gradient that is
-            # computed inside a forward pass.
+            # With learn_entropy the same products are taken in the backward pass; the counter does
+            # not see a gradient that is computed inside a forward pass.
             logprobs, _ = response_logprobs(module.roles, hidden, row, 1.0, learn_entropy=True)
             logprobs.sum().backward()
         total += counter.get_total_flops()
