@@ -171,7 +171,7 @@ def rows_kind() -> Kind:
 
 
 def parquet_damages() -> list[m.Damage]:
-    """Return damages that write Parquet tables that are not, or only barely, demonstrations."""
+    """Return Damage functions that write Parquet tables that are not, or barely, demonstrations."""
     text = pa.array(["a", "b", "c"])
     offsets, raw = pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0])), pa.py_buffer(b"\xff")
     no_utf8 = pa.Array.from_buffers(pa.string(), 1, [None, offsets, raw])

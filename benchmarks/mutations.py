@@ -1,4 +1,4 @@
-"""Random damages of bytes, JSON and files; each returns a short description of the change."""
+"""Random corruption of bytes, JSON and files; each function returns a description of the change."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def mutated_bytes(data: bytes, dice: random.Random) -> tuple[bytes, str]:
 
 
 def any_bytes(dice: random.Random) -> Damage:
-    """Return a damage that changes a file's bytes at random."""
+    """Return a Damage that changes a file's bytes at random."""
 
     def damage(file: Path) -> str:
         data, what = mutated_bytes(file.read_bytes(), dice)
@@ -115,7 +115,7 @@ def any_bytes(dice: random.Random) -> Damage:
 
 
 def says(content: bytes, what: str) -> Damage:
-    """Return a damage that replaces the file's content; what: its description."""
+    """Return a Damage that replaces the file's content; what: its description."""
 
     def damage(file: Path) -> str:
         file.write_bytes(content)
@@ -171,11 +171,11 @@ PLACES: list[Damage] = [
     says(b"9" * 5000, "is one long number"), says(b"\x80\x04K\x01.", "is a pickle"),
     says(b"<html></html>", "is a page of HTML"),
 ]  # fmt: skip
-"""Damages that are applicable to any file."""
+"""Damage functions that are applicable to any file."""
 
 
 def any_json(dice: random.Random) -> Damage:
-    """Return a damage that changes one value of a JSON file."""
+    """Return a Damage that changes one value of a JSON file."""
 
     def damage(file: Path) -> str:
         tree, what = mutated(json.loads(file.read_text()), dice)
@@ -186,7 +186,7 @@ def any_json(dice: random.Random) -> Damage:
 
 
 def any_lines(dice: random.Random) -> Damage:
-    """Return a damage that changes lines of a text file: their order, number or bytes."""
+    """Return a Damage that changes lines of a text file: their order, number or bytes."""
 
     def damage(file: Path) -> str:
         lines = file.read_bytes().splitlines(keepends=True)
@@ -211,7 +211,7 @@ def any_lines(dice: random.Random) -> Damage:
 
 
 def any_safetensors_header(dice: random.Random) -> Damage:
-    """Return a damage that changes one value of the header of a safetensors file."""
+    """Return a Damage that changes one value of the header of a safetensors file."""
 
     def damage(file: Path) -> str:
         data = file.read_bytes()
@@ -227,7 +227,7 @@ def any_safetensors_header(dice: random.Random) -> Damage:
 
 
 def any_tensor(dice: random.Random) -> Damage:
-    """Return a damage that changes one tensor of a safetensors file."""
+    """Return a Damage that changes one tensor of a safetensors file."""
     from safetensors.torch import load_file, save_file
 
     def damage(file: Path) -> str:
@@ -257,7 +257,7 @@ def other_tensor(x: torch.Tensor, dice: random.Random) -> tuple[torch.Tensor, st
 
 
 def any_checkpoint(dice: random.Random) -> Damage:
-    """Return a damage that changes one value or tensor of a Lightning checkpoint."""
+    """Return a Damage that changes one value or tensor of a Lightning checkpoint."""
 
     def damage(file: Path) -> str:
         tree = torch.load(file, weights_only=True)
@@ -279,7 +279,7 @@ def any_checkpoint(dice: random.Random) -> Damage:
 
 
 def any_column(dice: random.Random) -> Damage:
-    """Return a damage that changes one column, or the metadata, of a Parquet file."""
+    """Return a Damage that changes one column, or the metadata, of a Parquet file."""
 
     def damage(file: Path) -> str:
         table = pq.read_table(file)

@@ -3,7 +3,7 @@
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
 reward_head.safetensors | value_head.safetensors
-fingerprint.safetensors      logits on a fixed probe input: of this model, and of the model below it
+fingerprint.safetensors      logits on a fixed probe input: of this model, and of its parent model
 manifest.json                origin of the model and its final metrics
 """
 

@@ -66,8 +66,8 @@ def whole_weights(
 ) -> PreTrainedModel:
     """Return the reward model, or without one the SFT model, as trainable fp32 weights.
 
-    An adapter is merged into the model below it. Raises ConfigError where the weights would be
-    quantised.
+    An adapter is merged into the model that it was trained on. Raises ConfigError where the weights
+    would be quantised.
     """
     if config.quantization != "none":
         raise ConfigError(

@@ -75,9 +75,10 @@ def _size(roles: Roles, role: str) -> int:
 
 
 def _base_of(manifest: Manifest, is_whole: bool) -> str:
-    """Return folder or hub id of the model below the adapter.
+    """Return folder or hub id of the model to which the adapter is applied.
 
-    It is the SFT model; the base itself for an adapter that includes SFT's (`is_whole`).
+    It is the SFT model where there is one, but the base for an adapter that includes SFT's
+    (`is_whole`).
     """
     return manifest.base if is_whole or SFT not in manifest.parents else manifest.parents[SFT]
 

@@ -1,4 +1,4 @@
-"""Fingerprints: stored probe logits that identify a checkpoint's model and the model below it."""
+"""Fingerprints: stored probe logits that identify a checkpoint's model and its parent model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ FINGERPRINT = "fingerprint.safetensors"
 
 
 def fingerprint(final: Final, of: str) -> torch.Tensor | None:
-    """Return the stored probe logits of the model itself ("self") or of the model below ("below").
+    """Return the stored probe logits of the model ("self") or of its parent model ("below").
 
-    None where the checkpoint has no fingerprint. Raises CheckpointError where it cannot be read.
+    The parent is the model that it was trained from, to which an adapter is applied. None where
+    the checkpoint has no fingerprint. Raises CheckpointError where it cannot be read.
     """
     file = final.path / FINGERPRINT
     if not file.is_file():
