@@ -1,4 +1,4 @@
-"""METRICS: the one home of every metric name, with its formula, unit and healthy range."""
+"""METRICS: the definition of every metric name, with its formula, unit and healthy range."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE, PART
 Phase = Literal["rollout", "update", "eval", "time"]
 
 FITNESS = "fitness/"
-"""Prefix of the numbers of a fitness report, which defines them."""
+"""Prefix of the metrics of a fitness report, which defines them."""
 
 CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS)
+"""Prefixes of metrics whose names are not listed in METRICS."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Meaning of a logged number."""
+    """The definition of a logged metric."""
 
     formula: str
+    """Formula or description of the metric."""
     unit: str
+    """Unit of the metric; "1" for dimensionless ones."""
     phase: Phase
+    """Part of an iteration in which the metric is measured."""
     stages: tuple[Stage, ...]
+    """Stages that log the metric."""
     healthy: str
+    """Healthy range or course of the metric."""
 
 
 PPO: tuple[Stage, ...] = ("ppo",)
@@ -328,11 +334,7 @@ METRICS: dict[str, Metric] = {
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that METRICS does not explain.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Raise ValueError for names that are not defined in METRICS."""
     unknown = [n for n in names if n not in METRICS and not n.startswith(CHOSEN_NAMES)]
     if unknown:
         raise ValueError(
