@@ -80,10 +80,17 @@ def build(cls: type[T], node: Any, key: str) -> T:
 
 def check_value(key: str, found: Any, kind: Any) -> None:
     """Raise ConfigError naming `key` unless `found` is of the type `kind`, bounds included."""
+    if not fits(found, kind):
+        raise ConfigError(refused(key, found, allowed(kind, found)))
+
+
+def fits(found: Any, kind: Any) -> bool:
+    """Return whether `found` is of the type `kind`, bounds included."""
     try:
         TypeAdapter(kind, config=STRICT).validate_python(found)
     except PydanticError:
-        raise ConfigError(refused(key, found, allowed(kind, found))) from None
+        return False
+    return True
 
 
 def rule(holds: bool, field: str, found: Any, allowed: str) -> None:

@@ -48,7 +48,7 @@ class ComponentConfig:
         return Term(name=name, weight=self.weight, normalization=self.normalization, clip=self.clip)
 
     def check(self, key: str) -> None:
-        """Raise ConfigError naming `key.…` where what it names is not there."""
+        """Raise ConfigError naming `key.…` where its device or its address is not one."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -24,11 +24,11 @@ REWARDS: Mapping[str, type[ComponentConfig]] = {
     "model": rewards.ModelConfig,
     "random": rewards.RandomConfig,
 }
-"""Kind of a component of the reward -> its keys."""
+"""Kind of a component of the reward -> class of its configuration."""
 
 
 def read_reward(node: Any) -> dict[str, ComponentConfig]:
-    """The components of the section `reward` by name; a single one has the name of its kind."""
+    """Return the components of the section `reward` by name; a single one has its kind's name."""
     kind = section({"reward": node}, "reward", "kind")["kind"]
     require(kind in [*REWARDS, SUM], "reward.kind", kind, ", ".join((*REWARDS, SUM)))
     if kind != SUM:
@@ -98,7 +98,7 @@ def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]
 
 
 def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `reward` as it may be written down: no user and no password in addresses."""
+    """Return the section `reward` without users, passwords and queries in its addresses."""
     shown = dict(node)
     if "url" in shown:
         shown["url"] = redacted(shown["url"])
