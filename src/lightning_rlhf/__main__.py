@@ -11,8 +11,8 @@ import sys
 
 def main() -> None:
     """Run the command; Ctrl-C before it has begun, in the imports too, is one line."""
-    # An error comes 0.15 s sooner where garbage is not searched for in what was only imported,
-    # neither before a stage starts nor at the end, nor plugins of pydantic in every package.
+    # An error comes 0.15 s sooner without a search for garbage in what was only imported, before a
+    # stage starts and at the end, and without a search of all packages for plugins of pydantic.
     gc.disable()
     atexit.register(gc.freeze)
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

@@ -10,7 +10,13 @@ import yaml
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
-from lightning_rlhf.rewards.config import ComponentConfig, FunctionConfig, HTTPConfig
+from lightning_rlhf.rewards.config import (
+    ComponentConfig,
+    FunctionConfig,
+    HeadConfig,
+    HTTPConfig,
+    ModelConfig,
+)
 
 CONF = Path(__file__).parents[2] / "conf" / "reward"
 GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {
@@ -70,3 +76,26 @@ def test_a_value_out_of_bounds_is_named_with_its_key(
     with pytest.raises(ConfigError) as found:
         make(kind, key, **changes)
     assert str(found.value).startswith(f"{key}.{message}")
+
+
+def test_a_reward_model_that_an_older_version_recorded_is_refused_where_unfit() -> None:
+    recorded = yaml.safe_load((CONF / "head.yaml").read_text())
+    assert build(HeadConfig, recorded | {"unfit": "warn"}, "reward").unfit == "warn"
+    del recorded["unfit"]
+    assert build(HeadConfig, recorded, "reward").unfit == "refuse"
+
+
+@pytest.mark.parametrize(
+    ("found", "is_allowed"), [("a", True), (0, True), (-1, False), ("", False), (True, False)]
+)
+def test_the_label_of_a_classifier_is_a_name_or_a_number(found: Any, is_allowed: bool) -> None:
+    preset = yaml.safe_load((CONF / "model.yaml").read_text())
+    given = preset | {"name_or_path": "a/b", "label": found}
+    if is_allowed:
+        assert build(ModelConfig, given, "reward").label == found
+        return
+    with pytest.raises(ConfigError) as error:
+        build(ModelConfig, given, "reward")
+    assert str(error.value) == (
+        f"reward.label is {found!r}; allowed: a number, the name of an output, or null"
+    )
