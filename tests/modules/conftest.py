@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.config import RMConfig, SFTConfig
-from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.models.config import LoRASettings
@@ -253,7 +253,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         roles.add_adapter(POLICY, LORA, 3)
         config = ppo_config(**changes)
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
-        batch_size = BatchSize("ppo.microbatch_size", config.microbatch_size)
+        batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
         learned = LearnedReward(roles.rewards, 0.1, 0.5, 0.0, batch_size)
         if not fresh:
             shake(roles, f".{POLICY}.", seed=3)

@@ -1,4 +1,4 @@
-"""What the callbacks read from a module, and where a run stands on its x-axis."""
+"""The part of a module that callbacks read, and the position of a run on its x-axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, cast
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rlhf.core.shaping import ScoreMoments, Term
-from lightning_rlhf.core.types import Collected
+from lightning_rlhf.core.types import IterationBatch
 
 
 class Chat(Protocol):
@@ -28,25 +28,25 @@ class PPOView(Protocol):
     """The part of a PPO module that callbacks read."""
 
     iteration: int
-    """Finished iterations; survives a resume."""
-    collected: Collected | None
-    """What the latest iteration learned from, or the one under way learns from."""
+    """Number of finished iterations; survives a resume."""
+    batch: IterationBatch | None
+    """Batch that the current or the latest iteration learns from."""
     chat: Chat
     reward: Reward
     moments: ScoreMoments
-    """Of all scores so far."""
+    """Moments of all scores so far."""
     critic: object | None
 
     def prompt_rows(self, split: Literal["train", "val"]) -> Sequence[Mapping[str, Any]]: ...
 
 
 def ppo_view(pl_module: LightningModule) -> PPOView:
-    """The module as the callbacks of PPO see it."""
+    """Return the module as the callbacks of PPO see it."""
     return cast(PPOView, pl_module)
 
 
 def position(trainer: Trainer, pl_module: LightningModule) -> int:
-    """Finished iterations; the optimizer steps of a module that does not count any.
+    """Return the finished iterations; the optimizer steps of a module that does not count any.
 
     Under manual optimization Lightning's `global_step` counts every inner step of an iteration,
     and no update that was not made.
@@ -57,5 +57,5 @@ def position(trainer: Trainer, pl_module: LightningModule) -> int:
 
 
 def is_evaluation(trainer: Trainer) -> bool:
-    """False in a sanity check over a part of the validation set; a check over all of it counts."""
+    """Return False in a sanity check over a part of the validation set only."""
     return not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")

@@ -1,4 +1,4 @@
-"""What SFT or reward modelling was learning from when its updates were not finite any more."""
+"""The batch of SFT or reward modelling that ended the run, because updates are not finite."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
+from lightning_rlhf.core.results import RewardRows, SFTRows
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
@@ -23,13 +24,13 @@ class SupervisedView(Protocol):
     """The part of the module of SFT or reward modelling that is read here."""
 
     iteration: int
-    """Finished batches, over all resumes."""
+    """Number of finished batches, over all resumes."""
 
-    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]: ...
+    def predict_step(self, batch: Any, batch_idx: int) -> SFTRows | RewardRows: ...
 
 
 class KeepLastBatch(Callback):
-    """Where update after update is not finite, writes the batch of the one that ended the run.
+    """Writes the batch of the update that ended the run, because updates are not finite.
 
     The weights that it was to move are in the checkpoint that the end leaves. A resumed run
     deletes the file: it comes to that batch again.
@@ -69,7 +70,7 @@ class KeepLastBatch(Callback):
             self.is_kept = True
 
     def latest(self, trainer: Trainer, pl_module: LightningModule) -> LastBatch:
-        """The batch that is trained on, with what the module says of it now."""
+        """Return the batch that is trained on, with what the module predicts for it now."""
         finished = cast(SupervisedView, pl_module).iteration
         positions = self.data.schedule.batch(finished)
         examples = [self.data.train[i] for i in positions]
@@ -87,10 +88,10 @@ class KeepLastBatch(Callback):
 
 
 def facts(trainer: Trainer, pl_module: LightningModule, batch: Record) -> dict[str, Tensor]:
-    """What the module says of each row, computed as in training; none where that fails."""
+    """Return the module's facts of each row, computed as in training; none where that fails."""
     try:
         with trainer.precision_plugin.forward_context():
-            return cast(SupervisedView, pl_module).predict_step(batch, 0)
+            return vars(cast(SupervisedView, pl_module).predict_step(batch, 0))
     except Exception as failure:  # the batch itself is to be kept all the same
         say(f"no loss of single rows beside the batch that is kept: {failure}")
         return {}

@@ -15,7 +15,6 @@ from lightning_rlhf.core.config import (
     require_one_of,
 )
 
-RolloutKind = Literal["native", "hf"]
 ScoreNormalization = Literal["none", "running", "running_scale"]
 MissingEOS = Literal["none", "subtract", "replace"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
@@ -42,7 +41,7 @@ class PPOConfig(StageConfig):
     max_response_tokens: int
     temperature: float
     stop_strings: tuple[str, ...]
-    rollout: RolloutKind
+    rollout: str
     # from a score to rewards
     score_normalization: ScoreNormalization
     score_clip: float | None
@@ -125,7 +124,6 @@ class PPOConfig(StageConfig):
         require_number("ppo.clip_range", self.clip_range, above=0, below=1)
         require_flag("ppo.whiten_rewards", self.whiten_rewards)
         for key, choices in (
-            ("rollout", RolloutKind),
             ("score_normalization", ScoreNormalization),
             ("missing_eos", MissingEOS),
             ("kl_estimator", KLEstimator),
@@ -138,6 +136,9 @@ class PPOConfig(StageConfig):
             ("critic_init", CriticInit),
         ):
             require_one_of(f"ppo.{key}", getattr(self, key), get_args(choices))
+        named = self.rollout in ("native", "hf") or ":" in str(self.rollout)
+        require(named, "ppo.rollout", self.rollout,
+                "native, hf, 'path/to/file.py:Class' or 'package.module:Class'")  # fmt: skip
         texts = self.stop_strings
         require(isinstance(texts, tuple), "ppo.stop_strings", texts, "texts")
         for text in texts:

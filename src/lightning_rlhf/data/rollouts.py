@@ -33,7 +33,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lightning_rlhf.core.storage import make_folder
-from lightning_rlhf.core.types import Collected, Experience, UpdateStats
+from lightning_rlhf.core.types import Experience, IterationBatch, UpdateStats
 from lightning_rlhf.data.tables import (
     FACTS,
     columns,
@@ -84,7 +84,7 @@ LARGEST_STATE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded(Collected):
+class Recorded(IterationBatch):
     """What an iteration learned from, in words too, and what came of it."""
 
     iteration: int

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
-from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Replies
 
 TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
@@ -30,7 +30,7 @@ class LearnedReward:
     mean: float
     std: float
     uncertainty_coef: float
-    batch_size: BatchSize
+    batch_size: MicrobatchSize
     """Rows that are read at once, of alike lengths."""
 
     @torch.no_grad()

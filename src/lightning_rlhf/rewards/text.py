@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import Replies
 from lightning_rlhf.rewards.learned import standardised
 
@@ -46,7 +46,7 @@ class TextReward:
     std: float
     uncertainty_coef: float
     """Price of the deviation between the heads of an ensemble."""
-    batch_size: BatchSize
+    batch_size: MicrobatchSize
     """Dialogues that are read at once, of alike lengths."""
     max_tokens: int | None
     """None reads all. A longer dialogue loses what follows its start tokens; its end stays."""
