@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from lightning_rlhf.rollout.generate import position_ids
 from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rollout.generate import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, write
 from workloads import WORKLOADS, build_module, experience_of, prompts_of, within_fit
@@ -107,7 +107,7 @@ def as_they_come(mask: Tensor) -> Tensor:
 @contextmanager
 def microbatches(module: PPOModule, size: int) -> Iterator[None]:
     """Inside, so many responses a forward and backward pass."""
-    microbatch = module.learner.microbatch
+    microbatch = module.guard.microbatch
     before, microbatch.rows = microbatch.rows, size
     try:
         yield
@@ -168,7 +168,7 @@ def whole_updates(name: str, repeats: int, device: torch.device) -> dict[str, An
         expected: Tensor | None = None
         for variant, context in contexts.items():
             with context(), Memory() as memory:
-                backward(module, module.losses(experience, [], module.learner.microbatch.rows), 1e9)
+                backward(module, module.losses(experience, [], module.guard.microbatch.rows), 1e9)
             gradient = gradient_of(module)
             expected = gradient if expected is None else expected
             found[variant] = {

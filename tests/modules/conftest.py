@@ -26,6 +26,7 @@ from transformers import (
 from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
@@ -309,11 +310,11 @@ class Outputs(Callback):
     """What training_step returned, and the gradients that its last optimizer step saw."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[Any] = []
         self.grads: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.steps.append(outputs)
+        self.steps.append(outputs[RESULT])
         self.grads.append(grads(pl_module))
 
 

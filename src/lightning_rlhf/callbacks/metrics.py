@@ -187,7 +187,7 @@ class SummedMetrics(Callback):
         sums = self._train_sums(result)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._training.append(sums if result.is_made else torch.zeros_like(sums))
-        del self._training[:-every]
+        del self._training[: -every * trainer.accumulate_grad_batches]
         self._nonfinite += not result.is_made
         step = position(trainer, pl_module)
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches

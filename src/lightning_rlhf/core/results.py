@@ -1,7 +1,8 @@
 """What the steps of the modules return, for callbacks to read.
 
 Under manual optimization Lightning takes nothing but a dictionary from `training_step`: its one
-entry, under `RESULT`, is the record. The other steps return the record itself.
+entry, under `RESULT`, is the record. The other steps return the record itself; those of
+`predict_step` are moved to the CPU by Lightning, for which they have `to`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores, UpdateStats
+from lightning_rlhf.core.types import Experience, Record, Replies, Rollout, Scores, UpdateStats
 
 RESULT = "result"
 """Key of the record that a training step returns."""
@@ -55,7 +56,7 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOPredictions:
+class PPOPredictions(Record):
     """Result of `predict_step` of PPO: predictions of the current models for given responses."""
 
     logprobs: Float[Tensor, "B T"]
@@ -89,7 +90,7 @@ class SFTEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTRows:
+class SFTRows(Record):
     """Result of `predict_step` of supervised fine-tuning: each row by itself."""
 
     loss: Float[Tensor, " B"]
@@ -123,7 +124,7 @@ class RewardStep(PairScores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardRows:
+class RewardRows(Record):
     """Result of `predict_step` of a reward model: each pair by itself."""
 
     loss: Float[Tensor, " B"]
