@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning_rlhf.rollout.native import position_ids
 from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.rollout.native import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, write
 from workloads import WORKLOADS, build_module, experience_of, prompts_of, within_fit

@@ -1,4 +1,4 @@
-"""The batch of SFT or reward modelling that ended the run, because updates are not finite."""
+"""Dump of the batch at which SFT or reward modelling stopped because of non-finite updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_rlhf.data.rollouts import machine
 
 
 class SupervisedView(Protocol):
-    """The part of the module of SFT or reward modelling that is read here."""
+    """The attributes of an SFT or reward modelling module that this callback reads."""
 
     iteration: int
     """Number of finished batches, over all resumes."""
@@ -30,10 +30,10 @@ class SupervisedView(Protocol):
 
 
 class KeepLastBatch(Callback):
-    """Writes the batch of the update that ended the run, because updates are not finite.
+    """Callback that writes the batch of the last update when non-finite updates end the run.
 
-    The weights that it was to move are in the checkpoint that the end leaves. A resumed run
-    deletes the file: it comes to that batch again.
+    The weights before that update are in the checkpoint that is written when the run ends. A
+    resumed run deletes the file, since it trains on that batch again.
     """
 
     def __init__(
@@ -45,7 +45,12 @@ class KeepLastBatch(Callback):
         data: StageData[Any],
         chat: ChatFormat,
     ) -> None:
-        """rows: that are trained on; tokenised: the same as tokens; data: the same as batches."""
+        """Store the sources of the batch.
+
+        run_dir: folder of the run, where the file is written.
+        rows, tokenised, data: the training data as rows, as tokens and as batches.
+        chat: chat format, which decodes tokens.
+        """
         self.path = last_batch_of(run_dir)
         self.stage = stage
         self.rows = rows
@@ -64,13 +69,13 @@ class KeepLastBatch(Callback):
             return
         try:
             write_last_batch(self.path, self.latest(trainer, pl_module), self.chat.show)
-        except StorageError as failure:  # what ended the run is to be told, and not this
+        except StorageError as failure:  # must not replace the exception that ended the run
             say(f"the batch of the last update is not kept: {failure}")
         else:
             self.is_kept = True
 
     def latest(self, trainer: Trainer, pl_module: LightningModule) -> LastBatch:
-        """Return the batch that is trained on, with what the module predicts for it now."""
+        """Return the current training batch, with the module's outputs for each of its rows."""
         finished = cast(SupervisedView, pl_module).iteration
         positions = self.data.schedule.batch(finished)
         examples = [self.data.train[i] for i in positions]
@@ -88,10 +93,10 @@ class KeepLastBatch(Callback):
 
 
 def facts(trainer: Trainer, pl_module: LightningModule, batch: Record) -> dict[str, Tensor]:
-    """Return the module's facts of each row, computed as in training; none where that fails."""
+    """Return the module's outputs for each row, computed as in training; {} where that fails."""
     try:
         with trainer.precision_plugin.forward_context():
             return vars(cast(SupervisedView, pl_module).predict_step(batch, 0))
-    except Exception as failure:  # the batch itself is to be kept all the same
+    except Exception as failure:  # the batch itself is still written
         say(f"no loss of single rows beside the batch that is kept: {failure}")
         return {}

@@ -1,7 +1,6 @@
-"""The mathematics of the metrics of SFT and reward models: sums that add up, then means.
+"""Metrics of SFT and reward models, computed from sums over batches, micro-batches and processes.
 
-Sums over batches, micro-batches and processes make a mean exact over whatever they cover; a mean
-of batch means would not be, where batches differ in size.
+A mean computed from sums is exact; a mean of batch means is not, where batches differ in size.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def sft_eval_sums(result: SFTEvaluation) -> Float[Tensor, " 2"]:
 
 
 def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
-    """Return the loss in nats a target token, and its exponential: inf where that overflows."""
+    """Return the loss in nats per target token, and the perplexity exp(loss), inf on overflow."""
     nll, tokens = sums
     loss = nll / tokens if tokens else math.nan
     perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
