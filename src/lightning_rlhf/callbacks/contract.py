@@ -37,6 +37,8 @@ class PPOView(Protocol):
     """Reward that the policy is trained on."""
     moments: ScoreMoments
     """Running moments of all scores so far."""
+    logs_headline: bool
+    """False where a callback logs the headline metrics, so that the module does not."""
     critic: object | None
     """Value function; None without a critic."""
 

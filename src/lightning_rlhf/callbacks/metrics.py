@@ -64,6 +64,9 @@ def learning_rate(trainer: Trainer) -> float:
 class PPOMetrics(Callback):
     """Metrics of every iteration."""
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ppo_view(pl_module).logs_headline = False
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
 

@@ -7,8 +7,10 @@ entry, under `RESULT`, is the record. The other steps return the record itself; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -44,6 +46,18 @@ class IterationResult:
     padding: Float[Tensor, ""]
     """Share of the positions read for scoring that hold no token."""
     seconds: IterationSeconds
+
+    @property
+    def headline(self) -> dict[str, Float[Tensor, ""]]:
+        """The four headline metrics by their names; nan where no update was finite."""
+        finite = [update for update in self.updates if not update.nonfinite]
+        nothing = self.experience.score.new_full((1,), math.nan)
+        return {
+            "reward_mean": self.experience.score.mean(),
+            "kl_divergence": self.experience.kl.sum(dim=1).mean(),
+            "entropy": torch.stack([u.entropy for u in finite] or [*nothing]).mean(),
+            "ppo_loss": torch.stack([u.loss for u in finite] or [*nothing]).mean(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

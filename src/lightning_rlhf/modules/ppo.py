@@ -136,6 +136,8 @@ class PPOModule(L.LightningModule):
         """KL coefficient of the current iteration."""
         self.moments = ScoreMoments.none(len(reward.terms))
         """Moments of all scores so far."""
+        self.logs_headline = True
+        """False where a callback logs the headline metrics together with all others."""
         self.updated = time.perf_counter()
         """Time at which the last iteration ended."""
         self.batch: IterationBatch | None = None
@@ -174,6 +176,9 @@ class PPOModule(L.LightningModule):
                 other=other_s,
             ),
         )
+        if self.logs_headline:
+            self.log_dict(result.headline, prog_bar=True)
+            self.log("step", float(self.iteration))  # by which loggers count, in Lightning
         return {RESULT: result}
 
     def collect(self, prompts: Prompts) -> tuple[IterationBatch, float, float]:
