@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -268,25 +269,28 @@ class PPOModule(L.LightningModule):
         zero_gradients(self)
         loss, terms = torch.zeros((), device=self.device), []
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=True):
-            shares = (micro_batch, weight, tokens, config)
+            shares = partial(ppo_terms, micro_batch, weight, tokens, config, kl_coef=kl_coef)
             with torch.set_grad_enabled(policy_learns):
                 hidden = response_hidden(self.roles, micro_batch)
                 policy = self.policy_outputs(hidden, micro_batch)
             if policy_learns and critic_apart:
                 # Two backward passes: the first frees the policy's activations for the second.
-                of_policy = ppo_terms(*shares, kl_coef=kl_coef, policy=policy, values=None)
-                loss += backward(self, of_policy.loss)
+                of_policy = self.backpropagate(shares(policy=policy, values=None))
                 values = self.values(hidden, micro_batch)
-                of_critic = ppo_terms(*shares, kl_coef=kl_coef, policy=None, values=values)
-                loss += backward(self, of_critic.loss)
+                of_critic = self.backpropagate(shares(policy=None, values=values))
+                loss = loss + of_policy.loss + of_critic.loss
                 terms.append(sum_terms([of_policy, of_critic]))
             else:
                 values = self.values(hidden, micro_batch)
-                of_both = ppo_terms(*shares, kl_coef=kl_coef, policy=policy, values=values)
-                loss += backward(self, of_both.loss)
+                of_both = self.backpropagate(shares(policy=policy, values=values))
+                loss = loss + of_both.loss
                 terms.append(of_both)
         grad_norm = clip_gradients(self, config.max_grad_norm)
         return replace(sum_terms(terms), loss=loss), grad_norm
+
+    def backpropagate(self, terms: PPOTerms) -> PPOTerms:
+        """Add the gradient of the terms' loss; return them without a graph."""
+        return replace(terms, loss=backward(self, terms.loss))
 
     def policy_outputs(
         self, hidden: Float[Tensor, "N d"], micro_batch: Experience
