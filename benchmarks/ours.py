@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from common import ROOT, Clock, OnIteration, Setting
 from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.types import Experience, Prompts, Replies
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
@@ -153,7 +154,7 @@ class Facts(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        experience: Experience = outputs["experience"]
+        experience: Experience = outputs[RESULT].experience
         self.clock.finish(
             score=experience.score.mean().item(),
             kl=experience.kl.sum(dim=1).mean().item(),

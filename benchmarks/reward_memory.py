@@ -56,7 +56,7 @@ def with_reward(module: PPOModule, kind: str) -> Roles:
         parameter.requires_grad_(False)
     module.roles.play(POLICY)
     rewards = partial(roles.rewards, role=REWARD)
-    module.reward = Reward.of(LearnedReward(rewards, 0.0, 1.0, 0.0, module.learner.microbatch))
+    module.reward = Reward.of(LearnedReward(rewards, 0.0, 1.0, 0.0, module.guard.microbatch))
     return roles
 
 

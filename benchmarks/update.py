@@ -9,6 +9,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +26,8 @@ from lightning_rlhf.models import lora, packed, packing
 from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
-from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rollout.generate import position_ids
+from lightning_rlhf.rollout.native import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, write
 from workloads import WORKLOADS, build_module, experience_of, prompts_of, within_fit
@@ -107,7 +107,7 @@ def as_they_come(mask: Tensor) -> Tensor:
 @contextmanager
 def microbatches(module: PPOModule, size: int) -> Iterator[None]:
     """Inside, so many responses a forward and backward pass."""
-    microbatch = module.learner.microbatch
+    microbatch = module.guard.microbatch
     before, microbatch.rows = microbatch.rows, size
     try:
         yield
@@ -159,16 +159,21 @@ def whole_updates(name: str, repeats: int, device: torch.device) -> dict[str, An
     workload = WORKLOADS[name]
     module = build_module(workload, device, microbatch_size=MICROBATCH)
 
+    module.config = replace(module.config, max_grad_norm=1e9)
+
     def work(prompts: Prompts) -> dict[str, Any]:
         experience = experience_of(module, prompts)
         contexts = variants(module)
-        works = {v: within(c, lambda: module.update(experience)) for v, c in contexts.items()}
+        works = {
+            v: within(c, lambda: module.update(experience, module.kl_coef))
+            for v, c in contexts.items()
+        }
         times = in_turn(works, repeats, device)
         found: dict[str, Any] = {}
         expected: Tensor | None = None
         for variant, context in contexts.items():
             with context(), Memory() as memory:
-                backward(module, module.losses(experience, [], module.learner.microbatch.rows), 1e9)
+                module.gradient(experience, module.kl_coef, policy_learns=True)
             gradient = gradient_of(module)
             expected = gradient if expected is None else expected
             found[variant] = {

@@ -167,7 +167,7 @@ def build_module(
     )
     module = ours.build(build_model(workload), setting, workload.critic)
     if microbatch_size is not None:
-        module.learner.microbatch.rows = microbatch_size
+        module.guard.microbatch.rows = microbatch_size
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -177,11 +177,11 @@ def build_module(
 
 
 def experience_of(module: PPOModule, prompts: Prompts) -> Experience:
-    """Return the experience of scored responses that the policy samples to the prompts."""
-    rollout = module.valued(module.generate(prompts, module.generator(TRAINING, 0)))
+    """What the policy learns from: its own responses, scored."""
+    rollout = module.roll_out(prompts, module.generator(TRAINING, 0))
     return make_experience(
         rollout,
-        module.score(module.said(rollout, "train")),
+        module.score(module.decode(rollout, "train")),
         module.config,
         kl_coef=module.kl_coef,
         moments=ScoreMoments.none(1),

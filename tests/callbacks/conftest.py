@@ -15,6 +15,16 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_rlhf.core.results import (
+    RESULT,
+    EvaluationResult,
+    IterationResult,
+    IterationSeconds,
+    PairScores,
+    RewardStep,
+    SFTEvaluation,
+    SFTStep,
+)
 from lightning_rlhf.core.shaping import AS_IT_IS
 from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores, UpdateStats
 
@@ -82,17 +92,19 @@ class FakePPO(LightningModule):
         for _ in range(UPDATES):
             self.optimizers().step()
         self.iteration += 1
-        return {
-            "experience": make_experience(
-                score=torch.tensor([2.0, -1.0]) + self.iteration, parts=self.parts()
-            ),
-            "updates": make_updates(),
-            "kl_coef": 0.05,
-            "padding": torch.tensor(0.25),
-            "seconds": {"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5},
-        }
+        return {RESULT: self.result()}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def result(self) -> IterationResult:
+        score = torch.tensor([2.0, -1.0]) + self.iteration
+        return IterationResult(
+            experience=make_experience(score=score, parts=self.parts()),
+            updates=make_updates(),
+            kl_coef=0.05,
+            padding=torch.tensor(0.25),
+            seconds=IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5),
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> EvaluationResult:
         rollout = Rollout(
             tokens=torch.tensor([[9, 1, 2, 3], [8, 4, 0, 0]]),
             mask=torch.tensor([[True, True, True, True], [True, True, False, False]]),
@@ -110,7 +122,7 @@ class FakePPO(LightningModule):
             responses=["t1 t2 t3", "t4"],
         )
         scores = Scores(parts=self.parts(), score=score, ref_logprobs=ref)
-        return {"replies": replies, "scores": scores}
+        return EvaluationResult(rollout=rollout, replies=replies, scores=scores)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -131,10 +143,19 @@ class FakeSFT(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss = self.weight.sum() * 0.0 + float(batch_idx)
-        return {"loss": loss, "tokens": torch.tensor(batch_idx + 1)}
+        return {"loss": loss, RESULT: self.result(batch_idx)}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"nll_sum": torch.tensor(2.0 * batch_idx), "tokens": torch.tensor(batch_idx + 1)}
+    def result(self, batch_idx: int) -> SFTStep:
+        return SFTStep(
+            loss=torch.tensor(float(batch_idx)),
+            tokens=torch.tensor(batch_idx + 1),
+            grad_norm=torch.tensor(0.25),
+            is_made=True,
+        )
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = torch.tensor(batch_idx + 1)
+        return SFTEvaluation(nll_sum=torch.tensor(2.0 * batch_idx), tokens=tokens)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -144,11 +165,17 @@ class FakeReward(FakeSFT):
     """One pair right, one tied; with a gradient norm as under manual optimization."""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        sides = self.validation_step(batch, batch_idx)
-        return {"loss": self.weight.sum() * 0.0, "grad_norm": torch.tensor(0.25), **sides}
+        loss = self.weight.sum() * 0.0
+        result = RewardStep(
+            **vars(self.validation_step(batch, batch_idx)),
+            loss=loss.detach(),
+            grad_norm=torch.tensor(0.25),
+            is_made=True,
+        )
+        return {"loss": loss, RESULT: result}
 
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        return {"chosen": torch.tensor([1.0, 0.0]), "rejected": torch.tensor([-1.0, 0.0])}
+    def validation_step(self, batch: Any, batch_idx: int) -> PairScores:
+        return PairScores(chosen=torch.tensor([1.0, 0.0]), rejected=torch.tensor([-1.0, 0.0]))
 
 
 Fit = Callable[..., Trainer]

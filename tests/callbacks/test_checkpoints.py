@@ -140,9 +140,9 @@ class Judged(FakePPO):
 
     rewards = (0.0, 1.0, 5.0, 3.0, -9.0, 5.0, 4.0)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
         out = super().validation_step(batch, batch_idx)
-        out["scores"].score[:] = self.rewards[self.iteration]
+        out.scores.score[:] = self.rewards[self.iteration]
         return out
 
 

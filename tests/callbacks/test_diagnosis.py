@@ -11,6 +11,7 @@ import torch
 
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 
 from .conftest import FakePPO, Fit, make_experience
@@ -33,7 +34,8 @@ class Scored(FakePPO):
         kl = torch.zeros(2, 3)
         kl[:, 0] = self.kl[self.iteration]
         experience = make_experience(score=score, parts=score[:, None], kl=kl)
-        return {**super().training_step(batch, batch_idx), "experience": experience}
+        result = super().training_step(batch, batch_idx)[RESULT]
+        return {RESULT: replace(result, experience=experience)}
 
 
 def train(fit: Fit, module: FakePPO, kl_warning: float | None = None, **options: Any) -> Diagnosis:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_rlhf.callbacks.loggers import RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.core.results import RESULT
 
 from .conftest import FakePPO, FakeReward, FakeSFT, Fit
 
@@ -119,7 +121,9 @@ class Spoiled(FakeSFT):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         step = super().training_step(batch, batch_idx)
         is_made = batch_idx not in (1, 2)
-        return step | {"is_made": is_made, "loss": step["loss"] + (0.0 if is_made else math.nan)}
+        result = step[RESULT]
+        loss = result.loss + (0.0 if is_made else math.nan)
+        return step | {RESULT: replace(result, is_made=is_made, loss=loss)}
 
 
 def test_updates_that_were_not_made_are_counted_and_in_no_mean(fit: Fit, tmp_path: Path) -> None:

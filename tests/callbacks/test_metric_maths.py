@@ -22,6 +22,7 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
+from lightning_rlhf.core.results import IterationSeconds, PairScores, SFTEvaluation, SFTStep
 from lightning_rlhf.core.types import Experience, UpdateStats
 
 from .conftest import make_experience, make_updates
@@ -114,7 +115,7 @@ def test_minibatches_are_counted_by_what_became_of_them() -> None:
 
 def test_time_metrics_by_hand() -> None:
     sums = response_sums(make_experience())
-    metrics = time_metrics({"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5}, sums)
+    metrics = time_metrics(IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5), sums)
     assert metrics == {
         "time/rollout_s": 2.0,
         "time/score_s": 1.0,
@@ -128,8 +129,15 @@ def test_time_metrics_by_hand() -> None:
 
 def test_sft_loss_is_the_mean_over_tokens_however_they_are_batched() -> None:
     # 1 token of loss 4 and 3 tokens of loss 2: (4 + 6) / 4 = 2.5, where a mean of means says 3.
-    first = sft_train_sums({"loss": torch.tensor(4.0), "tokens": torch.tensor(1)})
-    second = sft_eval_sums({"nll_sum": torch.tensor(6.0), "tokens": torch.tensor(3)})
+    first = sft_train_sums(
+        SFTStep(
+            loss=torch.tensor(4.0),
+            tokens=torch.tensor(1),
+            grad_norm=torch.tensor(0.0),
+            is_made=True,
+        )
+    )
+    second = sft_eval_sums(SFTEvaluation(nll_sum=torch.tensor(6.0), tokens=torch.tensor(3)))
     metrics = sft_metrics((first + second).tolist(), "eval")
     assert metrics == pytest.approx({"eval/loss": 2.5, "eval/perplexity": math.exp(2.5)})
 
@@ -144,7 +152,9 @@ def test_perplexity_is_infinite_where_a_float_holds_no_more(loss: float) -> None
 
 def test_reward_metrics_count_a_tie_as_half_right() -> None:
     # Pairs right by 2, wrong by 1 and tied: losses log(1 + e^-2), log(1 + e), log 2.
-    outputs = {"chosen": torch.tensor([1.0, 0.0, 3.0]), "rejected": torch.tensor([-1.0, 1.0, 3.0])}
+    outputs = PairScores(
+        chosen=torch.tensor([1.0, 0.0, 3.0]), rejected=torch.tensor([-1.0, 1.0, 3.0])
+    )
     loss = (math.log1p(math.exp(-2)) + math.log1p(math.exp(1)) + math.log(2)) / 3
     assert reward_metrics(reward_sums(outputs).tolist(), "update") == pytest.approx(
         {

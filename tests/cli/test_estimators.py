@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import Workplace, given, rows, tree, weights
@@ -76,7 +77,7 @@ def test_an_iteration_is_of_as_many_responses_as_it_says(
 
     def spy(self: PPOModule, prompts: Any, batch_idx: int) -> dict[str, Any]:
         outputs = step(self, prompts, batch_idx)
-        seen.append((len(prompts), outputs["experience"].index.view(-1, samples)))
+        seen.append((len(prompts), outputs[RESULT].experience.index.view(-1, samples)))
         return outputs
 
     monkeypatch.setattr(PPOModule, "training_step", spy)

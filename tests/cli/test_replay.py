@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.callbacks.recorder import LastWords
+from lightning_rlhf.callbacks.recorder import NonFiniteDump
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.data.rollouts import (
@@ -342,9 +342,9 @@ def test_a_batch_is_shown_with_the_weights_that_the_run_ended_with(
 ) -> None:
     """After two of the four updates of iteration 2; they are those of no checkpoint."""
     ended, shown = [], []
-    on_exception, predict_step = LastWords.on_exception, PPOModule.predict_step
+    on_exception, predict_step = NonFiniteDump.on_exception, PPOModule.predict_step
 
-    def ending(self: LastWords, trainer: Any, module: PPOModule, error: BaseException) -> None:
+    def ending(self: NonFiniteDump, trainer: Any, module: PPOModule, error: BaseException) -> None:
         ended.append(parameters_digest(module.state_dict()))
         on_exception(self, trainer, module, error)
 
@@ -354,7 +354,7 @@ def test_a_batch_is_shown_with_the_weights_that_the_run_ended_with(
 
     run = finished.stage("ppo", "next")
     with monkeypatch.context() as patched:
-        patched.setattr(LastWords, "on_exception", ending)
+        patched.setattr(NonFiniteDump, "on_exception", ending)
         spoil(6)
         finished.mini(*BREAKING, *given(finished))
     monkeypatch.undo()
@@ -438,9 +438,9 @@ def test_the_policy_afterwards_is_the_one_of_the_next_iteration(place: Workplace
     following = read_recorded(file_of(run, 2))
     found = module.predict_step(following, 0)
     expected = following.experience
-    torch.testing.assert_close(found["logprobs"], expected.old_logprobs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found["values"], expected.old_values, atol=1e-5, rtol=0)
-    assert (found["logprobs"] - expected.ref_logprobs).abs().max() > 1e-3
+    torch.testing.assert_close(found.logprobs, expected.old_logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.values, expected.old_values, atol=1e-5, rtol=0)
+    assert (found.logprobs - expected.ref_logprobs).abs().max() > 1e-3
 
 
 # Refused, before a model loads.

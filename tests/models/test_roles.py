@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.critic import add_critic
+from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.handover import (
     add_policy,
     attach_reward,

@@ -24,8 +24,9 @@ from transformers import (
 )
 
 from lightning_rlhf.core.config import RMConfig, SFTConfig
-from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.types import Prompts, Record
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
@@ -253,7 +254,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         roles.add_adapter(POLICY, LORA, 3)
         config = ppo_config(**changes)
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
-        batch_size = BatchSize("ppo.microbatch_size", config.microbatch_size)
+        batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
         learned = LearnedReward(roles.rewards, 0.1, 0.5, 0.0, batch_size)
         if not fresh:
             shake(roles, f".{POLICY}.", seed=3)
@@ -309,11 +310,11 @@ class Outputs(Callback):
     """What training_step returned, and the gradients that its last optimizer step saw."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[Any] = []
         self.grads: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.steps.append(outputs)
+        self.steps.append(outputs[RESULT])
         self.grads.append(grads(pl_module))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.core.types import Experience, IterationBatch, UpdateStats
 from lightning_rlhf.models.roles import POLICY, VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -24,10 +24,10 @@ ADAPTER = f".{POLICY}."
 
 def on_policy(module: PPOModule, rows: int = 8) -> Experience:
     """What the first iteration learns from."""
-    rollout = module.valued(module.generate(prompts(rows), module.generator(TRAINING, 0)))
+    rollout = module.roll_out(prompts(rows), module.generator(TRAINING, 0))
     return make_experience(
         rollout,
-        module.score(module.said(rollout, "train")),
+        module.score(module.decode(rollout, "train")),
         module.config,
         kl_coef=module.kl_coef,
         moments=ScoreMoments.none(1),
@@ -61,14 +61,29 @@ def nothing_to_gain(module: PPOModule) -> Tensor:
 
 def updated(module: PPOModule, experience: Experience) -> tuple[UpdateStats, dict[str, Tensor]]:
     """Facts and gradients of one update."""
-    stats = within_fit(module, lambda: module.update(experience))
+    stats = within_fit(module, lambda: update(module, experience))
     return stats, grads(module)
+
+
+def update(module: PPOModule, minibatch: Experience) -> UpdateStats:
+    """One optimizer step at the module's own KL coefficient."""
+    return module.update(minibatch, module.kl_coef)
+
+
+def learn(
+    module: PPOModule, experience: Experience, generator: torch.Generator
+) -> tuple[UpdateStats, ...]:
+    """All updates of an iteration, whose minibatches the generator draws."""
+    shuffle = generator.get_state()
+    return module.learn(
+        IterationBatch(experience=experience, kl_coef=module.kl_coef, shuffle=shuffle)
+    )
 
 
 def moved_by(module: PPOModule, experience: Experience) -> set[str]:
     """Names of the parameters that one update moves."""
     before = parameters(module)
-    within_fit(module, lambda: module.update(experience))
+    within_fit(module, lambda: update(module, experience))
     return changed(before, parameters(module))
 
 

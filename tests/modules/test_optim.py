@@ -15,9 +15,11 @@ from lightning_rlhf.modules.optim import (
     advance_schedule,
     backward,
     build_optimizer,
+    clip_gradients,
     lr_factor,
     step,
     trainable_state,
+    zero_gradients,
 )
 
 from .conftest import close, parameters, sft_config, within_fit
@@ -160,9 +162,11 @@ class Slope(L.LightningModule):
 def backward_and_step(
     module: Slope, losses: Iterator[Tensor], max_grad_norm: float
 ) -> tuple[Tensor, Tensor]:
-    found = backward(module, losses, max_grad_norm)
+    zero_gradients(module)
+    total = torch.stack([backward(module, loss) for loss in losses]).sum()
+    norm = clip_gradients(module, max_grad_norm)
     step(module)
-    return found
+    return total, norm
 
 
 def test_a_long_gradient_is_cut_to_the_limit() -> None:
@@ -214,7 +218,7 @@ def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             with torch.autocast("cpu", enabled=False):
                 loss = module.head(hidden).sum()
-            backward(module, [loss], 100.0)
+            backward(module, loss)
         return module.head.weight.grad
 
     assert within_fit(module, work).tolist() == [[3 + 2**-12, 0.0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.results import IterationSeconds
 from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience, UpdateStats
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
 from lightning_rlhf.modules.ppo import EVALUATION, TRAINING, PPOModule
 
-from .conftest import Outputs, changed, close, fit, parameters, prompts
-from .experiences import ADAPTER, HEAD, Make, named
+from .conftest import Outputs, changed, close, fit, parameters, prompts, within_fit
+from .experiences import ADAPTER, HEAD, Make, named, update
 
 
 def test_iterations_through_a_trainer_touch_nothing_but_policy_and_critic(
@@ -34,13 +36,12 @@ def test_iterations_through_a_trainer_touch_nothing_but_policy_and_critic(
     assert not torch.allclose(roles.probe(POLICY), probes[POLICY], atol=1e-3)
     assert module.iteration == 3
     # 2 epochs over 8 rows in minibatches of 4 are 4 optimizer steps an iteration.
-    assert [len(step["updates"]) for step in outputs.steps] == [4, 4, 4]
+    assert [len(step.updates) for step in outputs.steps] == [4, 4, 4]
     assert trainer.global_step == 12
     for step in outputs.steps:
-        assert isinstance(step["experience"], Experience)
-        assert step["kl_coef"] == module.config.kl_coef
-        assert set(step["seconds"]) == {"rollout", "score", "update", "other"}
-        assert all(seconds >= 0 for seconds in step["seconds"].values())
+        assert isinstance(step.experience, Experience)
+        assert step.kl_coef == module.config.kl_coef
+        assert all(seconds >= 0 for seconds in vars(step.seconds).values())
 
 
 def three_iterations(module: PPOModule, global_seed: int) -> dict[str, Tensor]:
@@ -74,7 +75,7 @@ def test_random_numbers_are_a_function_of_seed_stream_and_number(make_ppo: Make)
 def test_every_iteration_samples_anew(make_ppo: Make) -> None:
     module, outputs = make_ppo(lr=1e-12), Outputs()
     fit(module, [prompts()] * 2, [outputs])
-    first, second = (step["experience"].tokens for step in outputs.steps)
+    first, second = (step.experience.tokens for step in outputs.steps)
     assert first.shape != second.shape or not torch.equal(first, second)
 
 
@@ -85,9 +86,9 @@ def test_evaluation_draws_the_same_each_time_and_changes_nothing(make_ppo: Make)
     module.iteration = 5
     again = module.validation_step(prompts(), 0)
     other = module.validation_step(prompts(), 1)
-    assert torch.equal(first["replies"].rollout.tokens, again["replies"].rollout.tokens)
-    assert torch.equal(first["scores"].score, again["scores"].score)
-    a, b = first["replies"].rollout.tokens, other["replies"].rollout.tokens
+    assert torch.equal(first.rollout.tokens, again.rollout.tokens)
+    assert torch.equal(first.scores.score, again.scores.score)
+    a, b = first.rollout.tokens, other.rollout.tokens
     assert a.shape != b.shape or not torch.equal(a, b)
     assert not changed(before, parameters(module))
 
@@ -96,8 +97,8 @@ def test_scores_do_not_depend_on_the_micro_batch(make_ppo: Make, architecture: s
     rollout, found = None, []
     for size in (4, 1):
         module = make_ppo(architecture, microbatch_size=size)
-        rollout = rollout or module.generate(prompts(), module.generator(TRAINING, 0))
-        found.append(module.score(module.said(rollout, "train")))
+        rollout = rollout or module.roll_out(prompts(), module.generator(TRAINING, 0))
+        found.append(module.score(module.decode(rollout, "train")))
     close(found[1].score, found[0].score)
     close(found[1].ref_logprobs, found[0].ref_logprobs)
 
@@ -122,11 +123,11 @@ def test_a_checkpoint_of_other_parameters_is_refused(make_ppo: Make) -> None:
 
 def test_the_schedule_moves_once_an_iteration(make_ppo: Make) -> None:
     module, seen = make_ppo(lr=0.3e-3, lr_schedule="linear", value_lr_factor=10.0), []
-    update = module.update
+    make_update = module.update
 
-    def spy(minibatch: Experience) -> UpdateStats:
+    def spy(*args: Any) -> UpdateStats:
         seen.append({round(group["lr"], 9) for group in module.optimizers().param_groups})
-        return update(minibatch)
+        return make_update(*args)
 
     module.update = spy
     fit(module, [prompts(seed=seed) for seed in range(3)])
@@ -153,7 +154,7 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     module, shapes = make_ppo(max_response_tokens=1, critic="adapter"), []
     shuffled = prompts(width=8)
     shuffled = shuffled.select(torch.tensor([3, 0, 6, 1, 7, 4, 2, 5]))
-    rollout = module.valued(module.generate(shuffled, module.generator(TRAINING, 0)))
+    sampled = module.sampler.sample(shuffled, 1, module.generator(TRAINING, 0))
     hidden_at = module.roles.hidden_at
 
     def spy(tokens: Tensor, wanted: Tensor) -> Tensor:
@@ -162,22 +163,22 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
 
     module.roles.hidden_at = spy
     pairs = [(2, 2), (2, 4), (2, 6), (2, 8)]
-    module.valued(rollout)
+    rollout = module.annotate(sampled)
     assert shapes == pairs
     shapes.clear()
-    module.score(module.said(rollout, "train"))
+    module.score(module.decode(rollout, "train"))
     # The reward, which is read at the last token, and the reference.
     assert shapes == [(n, s + 1) for n, s in pairs] + pairs
     shapes.clear()
     experience = make_experience(
         rollout,
-        module.score(module.said(rollout, "train")),
+        module.score(module.decode(rollout, "train")),
         module.config,
         kl_coef=0.1,
         moments=ScoreMoments.none(1),
     )
     shapes.clear()
-    list(module.losses(experience, [], module.config.microbatch_size))
+    within_fit(module, lambda: update(module, experience))
     assert shapes == [shape for pair in pairs for shape in (pair, pair)]  # policy and critic
 
 
@@ -188,7 +189,7 @@ def test_the_share_of_padding_is_that_of_micro_batches(make_ppo: Make) -> None:
     """
     module, outputs = make_ppo(max_response_tokens=1, microbatch_size=2), Outputs()
     fit(module, [prompts(width=8)], [outputs])
-    assert float(outputs.steps[0]["padding"]) == pytest.approx(4 / 40)
+    assert float(outputs.steps[0].padding) == pytest.approx(4 / 40)
 
 
 def test_time_between_iterations_counts_once(
@@ -200,8 +201,8 @@ def test_time_between_iterations_counts_once(
         "lightning_rlhf.modules.ppo.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     )
     fit(module, [prompts(seed=seed) for seed in range(3)], [outputs])
-    parts = ("rollout", "score", "update", "other")
-    assert [step["seconds"] for step in outputs.steps] == [dict.fromkeys(parts, 1.0)] * 3
+    expected = IterationSeconds(rollout=1.0, score=1.0, update=1.0, other=1.0)
+    assert [step.seconds for step in outputs.steps] == [expected] * 3
 
 
 def test_a_critic_is_given_where_there_is_one(make_ppo: Make) -> None:

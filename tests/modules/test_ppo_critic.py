@@ -14,9 +14,10 @@ from torch import Tensor
 
 from lightning_rlhf.core.types import Experience
 from lightning_rlhf.models.roles import CRITIC, REFERENCE, REWARD
+from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
-from .conftest import Outputs, changed, close, fit, parameters, prompts
+from .conftest import Outputs, changed, close, fit, parameters, prompts, within_fit
 from .experiences import (
     ADAPTER,
     HEAD,
@@ -26,6 +27,7 @@ from .experiences import (
     nothing_to_gain,
     off_policy,
     on_policy,
+    update,
     updated,
 )
 
@@ -75,7 +77,7 @@ def test_values_at_sampling_are_those_of_the_critic_asked_again(
     close(again, experience.old_values[experience.response_mask], atol=1e-5)
     # The policy's own hidden states would have said something else.
     shared = make_ppo(architecture, critic="head")
-    rollout = shared.generate(prompts(), shared.generator(TRAINING, 0))
+    rollout = shared.roll_out(prompts(), shared.generator(TRAINING, 0))
     assert torch.equal(rollout.tokens, experience.tokens)
     assert (rollout.values - experience.old_values).abs().max() > 1e-3
 
@@ -125,11 +127,11 @@ def test_iterations_touch_nothing_but_policy_and_critic(
     for role, probe in frozen.items():
         assert torch.equal(module.roles.probe(role), probe)
     for step in outputs.steps:
-        first = step["updates"][0]
+        first = step.updates[0]
         assert first.approx_kl.abs() <= 1e-10
         assert (first.ratio_mean - 1).abs() <= 1e-5
         assert first.clip_fraction == first.value_clip_fraction == 0
-        assert step["updates"][-1].approx_kl > 1e-7
+        assert step.updates[-1].approx_kl > 1e-7
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +164,7 @@ def test_in_the_warm_up_the_critic_learns_alone(make_ppo: Make, kind: str) -> No
     policy, critic = named(module, ADAPTER), critic_names(module)
     assert moves.found == [critic, critic, policy | critic]
     for step in outputs.steps[:2]:
-        assert all(stats.approx_kl.abs() <= 1e-10 for stats in step["updates"])
+        assert all(stats.approx_kl.abs() <= 1e-10 for stats in step.updates)
 
 
 def test_the_warm_up_counts_the_iterations_of_all_resumes(make_ppo: Make) -> None:
@@ -173,22 +175,26 @@ def test_the_warm_up_counts_the_iterations_of_all_resumes(make_ppo: Make) -> Non
 
 
 @pytest.mark.parametrize("kind", ["head", *KINDS])
-def test_what_learns_apart_comes_with_a_loss_of_its_own(make_ppo: Make, kind: str) -> None:
+def test_what_learns_apart_comes_with_a_loss_of_its_own(
+    make_ppo: Make, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each loss is gone backwards before the next is made, so that one's activations are held."""
     module = make_ppo(critic=kind)
     experience = off_policy(module)
-    losses = [
-        loss
-        for loss in module.losses(experience, [], module.config.microbatch_size)
-        if loss.requires_grad
-    ]
+    moved: list[set[str]] = []
+
+    def spy(module: PPOModule, loss: Tensor) -> Tensor:
+        module.zero_grad()
+        loss.backward()
+        moved.append({n for n, p in module.named_parameters() if p.grad is not None})
+        return loss.detach()
+
+    monkeypatch.setattr(ppo, "backward", spy)
+    within_fit(module, lambda: update(module, experience))
     parts = len(experience) // module.config.microbatch_size
-    assert len(losses) == parts * (1 if kind == "head" else 2)
+    assert len(moved) == parts * (1 if kind == "head" else 2)
+    assert all(moved)
     if kind != "head":
         critic = critic_names(module)
-        for loss, whose in zip(losses, ("policy", "critic") * parts, strict=True):
-            module.zero_grad()
-            loss.backward()
-            moved = {n for n, p in module.named_parameters() if p.grad is not None}
-            assert moved
-            assert moved <= critic if whose == "critic" else not moved & critic
+        for names, whose in zip(moved, ("policy", "critic") * parts, strict=True):
+            assert names <= critic if whose == "critic" else not names & critic

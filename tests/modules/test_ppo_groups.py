@@ -26,20 +26,20 @@ def test_it_runs_without_a_critic(make_ppo: Make, architecture: str, advantage: 
     fit(module, [prompts(8 // samples, seed=seed) for seed in range(2)], [outputs])
     assert changed(before, parameters(module)) == policy
     for step in outputs.steps:
-        assert len(step["experience"]) == 8
-        assert not step["experience"].old_values.any()
-        first, *_, last = step["updates"]
+        assert len(step.experience) == 8
+        assert not step.experience.old_values.any()
+        first, *_, last = step.updates
         assert first.approx_kl.abs() <= 1e-10
         assert (first.ratio_mean - 1).abs() <= 1e-5
         assert last.approx_kl > 1e-7
-        assert all(stats.value_loss == 0 for stats in step["updates"])
+        assert all(stats.value_loss == 0 for stats in step.updates)
 
 
 def test_responses_to_one_prompt_stand_in_a_row(make_ppo: Make) -> None:
     module, outputs = make_ppo(advantage="rloo", samples_per_prompt=4), Outputs()
     asked = prompts(2)
     fit(module, [asked], [outputs])
-    experience = outputs.steps[0]["experience"]
+    experience = outputs.steps[0].experience
     assert experience.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     width = asked.tokens.shape[1]
     for row in range(8):

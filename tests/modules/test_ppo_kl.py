@@ -13,7 +13,7 @@ from lightning_rlhf.models.roles import POLICY, REFERENCE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import close, parameters, prompts, within_fit
-from .experiences import Make, nothing_to_gain, off_policy, on_policy, updated
+from .experiences import Make, nothing_to_gain, off_policy, on_policy, update, updated
 
 ALONE = {"kl_in": "loss", "ent_coef": 0.0, "vf_coef": 0.0, "kl_coef": 1.0}
 LOSSES = {
@@ -91,7 +91,7 @@ def test_a_policy_that_has_strayed_is_pulled_back(make_ppo: Make, estimator: str
     experience = kl_alone(module)
     before = slow_kl(module, experience).mean()
     reference = module.roles.probe(REFERENCE)
-    within_fit(module, lambda: module.update(experience))
+    within_fit(module, lambda: update(module, experience))
     assert before > 0.01
     assert slow_kl(module, experience).mean() < 0.98 * before
     assert torch.equal(module.roles.probe(REFERENCE), reference)
@@ -100,7 +100,7 @@ def test_a_policy_that_has_strayed_is_pulled_back(make_ppo: Make, estimator: str
 def test_without_a_price_nothing_pulls(make_ppo: Make) -> None:
     module = make_ppo(kl_estimator="k2", **ALONE | {"kl_coef": 0.0})
     before = parameters(module)
-    stats = within_fit(module, lambda: module.update(kl_alone(module)))
+    stats = within_fit(module, lambda: update(module, kl_alone(module)))
     assert stats.kl_loss > 1e-3  # still measured
     assert all(torch.equal(p, before[n]) for n, p in parameters(module).items())
 
@@ -123,8 +123,8 @@ def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(
     module = make_ppo(
         architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=temperature
     )
-    rollout = module.generate(prompts(), module.generator(TRAINING, 0))
-    scores, experience = module.score(module.said(rollout, "train")), on_policy(module)
+    rollout = module.roll_out(prompts(), module.generator(TRAINING, 0))
+    scores, experience = module.score(module.decode(rollout, "train")), on_policy(module)
     mask = experience.response_mask
     slow = torch.zeros(mask.shape).masked_scatter(mask, slow_kl(module, experience).float())
     # Differences of log-probabilities of some nats, each rounded to 1e-6.
@@ -138,5 +138,5 @@ def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(
 def test_the_whole_vocabulary_is_not_read_for_nothing(make_ppo: Make) -> None:
     for changes in ({"kl_estimator": "k1"}, {"kl_estimator": "full", "kl_in": "loss"}):
         module = make_ppo(**changes)
-        rollout = module.generate(prompts(), module.generator(TRAINING, 0))
-        assert module.score(module.said(rollout, "train")).vocabulary_kl is None
+        rollout = module.roll_out(prompts(), module.generator(TRAINING, 0))
+        assert module.score(module.decode(rollout, "train")).vocabulary_kl is None

@@ -27,7 +27,7 @@ def train(module: PPOModule) -> tuple[Tensor, Tensor]:
     outputs = Outputs()
     rows, iterations = module.config.rollout_batch_size, module.config.iterations
     fit(module, [prompts(rows, seed=i) for i in range(iterations)], [outputs])
-    experiences = [step["experience"] for step in outputs.steps]
+    experiences = [step.experience for step in outputs.steps]
     scores = torch.stack([e.score.mean() for e in experiences])
     return scores, torch.stack([e.kl.sum(1).mean() for e in experiences])
 

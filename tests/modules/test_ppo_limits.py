@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lightning_rlhf.core.types import Experience, UpdateStats
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule, exceeds
 
 from .conftest import Outputs, changed, fit, parameters, prompts, within_fit
-from .experiences import Make, on_policy
+from .experiences import Make, learn, on_policy, update
 
 State = dict[str, Tensor]
 
@@ -23,8 +24,16 @@ def followed(module: PPOModule, experience: Experience) -> list[tuple[UpdateStat
     """Of each minibatch its facts, and the parameters after it."""
 
     def work() -> list[tuple[UpdateStats, State]]:
-        generator = module.generator(TRAINING, 1)
-        return [(stats, parameters(module)) for stats in module.updates(experience, generator)]
+        found, update = [], module.update
+
+        def spy(*args: Any) -> UpdateStats:
+            stats = update(*args)
+            found.append((stats, parameters(module)))
+            return stats
+
+        module.update = spy
+        learn(module, experience, module.generator(TRAINING, 1))
+        return found
 
     return within_fit(module, work)
 
@@ -61,7 +70,7 @@ def test_the_epochs_end_in_the_middle_of_one(make_ppo: Make) -> None:
 def test_every_iteration_begins_anew(make_ppo: Make) -> None:
     module, outputs = make_ppo(target_kl=1e-9), Outputs()
     trainer = fit(module, [prompts(seed=seed) for seed in range(3)], [outputs])
-    assert [len(step["updates"]) for step in outputs.steps] == [2, 2, 2]
+    assert [len(step.updates) for step in outputs.steps] == [2, 2, 2]
     assert trainer.global_step == 3
 
 
@@ -108,7 +117,7 @@ def test_a_minibatch_that_went_too_far_is_skipped_and_the_rest_learned_from(
 def test_it_is_the_mean_ratio_that_counts(make_ppo: Make) -> None:
     module = make_ppo(max_ratio=15.0, minibatch_size=8)
     experience = marked(on_policy(module))
-    stats = within_fit(module, lambda: module.update(experience))
+    stats = within_fit(module, lambda: update(module, experience))
     assert stats.ratio_max > 15
     assert stats.ratio_mean < 15
     assert stats.skipped.item() == 0.0

@@ -75,7 +75,7 @@ def test_whitening_is_over_what_it_says(make_ppo: Make, rule: str) -> None:
     module = make_ppo(whiten_advantages=rule, minibatch_size=4)
     seen: list[Experience] = []
     update = module.update
-    module.update = lambda minibatch: (seen.append(minibatch), update(minibatch))[1]
+    module.update = lambda minibatch, *args: (seen.append(minibatch), update(minibatch, *args))[1]
     fit(module, [prompts()])
 
     def is_white(parts: list[Experience]) -> bool:

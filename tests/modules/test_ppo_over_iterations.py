@@ -30,9 +30,9 @@ def last_token(experience: Experience) -> Tensor:
 
 def check_price(found: list[dict[str, Any]], coefs: list[float]) -> None:
     """Each iteration says, and has paid before the last token, its own coefficient."""
-    assert [step["kl_coef"] for step in found] == pytest.approx(coefs, rel=1e-6)
+    assert [step.kl_coef for step in found] == pytest.approx(coefs, rel=1e-6)
     for step, coef in zip(found, coefs, strict=True):
-        experience = step["experience"]
+        experience = step.experience
         before = experience.response_mask & ~last_token(experience)
         close(experience.rewards[before], -coef * experience.kl[before])
         assert experience.kl[before].abs().max() > 1e-3
@@ -57,7 +57,7 @@ def test_an_adaptive_price_rises_above_its_target_and_falls_below(
 
 
 def test_an_adaptive_price_follows_the_kl_a_response(make_ppo: Make) -> None:
-    kl = steps(make_ppo(), last=1)[0]["experience"].kl.sum(1).mean().item()
+    kl = steps(make_ppo(), last=1)[0].experience.kl.sum(1).mean().item()
     module = make_ppo(
         kl_coef=0.1, kl_control="adaptive", kl_target=kl / 1.1, kl_horizon=80.0
     )  # an error of 0.1, of which 8 / 80 counts
@@ -76,7 +76,7 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
     module = make_ppo(reward=one_number, score_normalization=rule, kl_coef=0.0, missing_eos="none")
     seen: list[float] = []
     for step in steps(module):
-        experience = step["experience"]
+        experience = step.experience
         seen += experience.score.tolist()  # this batch is among them
         shift = statistics.fmean(seen) if rule == "running" else 0.0
         expected = (experience.score - shift) / statistics.pstdev(seen)
@@ -89,7 +89,7 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
 def test_scores_are_left_alone_where_no_rule_is_set(make_ppo: Make) -> None:
     module = make_ppo(reward=one_number, kl_coef=0.0, missing_eos="none")
     for step in steps(module, last=2):
-        assert torch.equal(step["experience"].rewards.sum(1), step["experience"].score)
+        assert torch.equal(step.experience.rewards.sum(1), step.experience.score)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str,
     resumed.on_load_checkpoint(loaded)
     again = steps(resumed, first=2)[0]
 
-    assert again["kl_coef"] == third["kl_coef"]
-    assert torch.equal(again["experience"].rewards, third["experience"].rewards)
+    assert again.kl_coef == third.kl_coef
+    assert torch.equal(again.experience.rewards, third.experience.rewards)
     assert resumed.kl_coef == unbroken.kl_coef
     assert resumed.moments == unbroken.moments

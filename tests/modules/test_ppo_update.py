@@ -20,7 +20,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 
 from .conftest import Outputs, close, fit, grads, prompts, same_direction, within_fit
-from .experiences import Make, off_policy, on_policy
+from .experiences import Make, off_policy, on_policy, update
 
 
 def slow_update(module: PPOModule, experience: Experience) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,7 +99,7 @@ def test_before_the_first_step_the_ratio_is_one(
 
     outputs = Outputs()
     fit(module, [prompts()], [outputs])
-    first, *_, last = outputs.steps[0]["updates"]
+    first, *_, last = outputs.steps[0].updates
     assert first.approx_kl.abs() <= 1e-10
     assert (first.ratio_mean - 1).abs() <= 1e-5
     assert (first.ratio_max - 1).abs() <= 1e-5
@@ -144,7 +144,7 @@ def test_update_is_the_slow_version(
     first = module.roles.causal_lm.base_model.layers[0]
     first.register_forward_pre_hook(count("given"))
     first.mlp.register_forward_pre_hook(count("computed"))
-    stats = within_fit(module, lambda: module.update(experience))
+    stats = within_fit(module, lambda: update(module, experience))
     assert 0 < positions["computed"] < positions["given"]
     same_direction(grads(module), expected_grads)
     norm = torch.stack([g.square().sum() for g in expected_grads.values()]).sum().sqrt()
@@ -161,7 +161,7 @@ def test_micro_batches_make_the_update_of_the_minibatch(
     for size in (4, microbatch_size):
         module = make_ppo(architecture, microbatch_size=size, vf_coef=0.5, ent_coef=0.1)
         experience = off_policy(module, rows=4)
-        stats = within_fit(module, lambda m=module, e=experience: m.update(e))
+        stats = within_fit(module, lambda m=module, e=experience: update(m, e))
         found.append((stats, grads(module)))
     (whole, whole_grads), (parts, parts_grads) = found
     same_direction(parts_grads, whole_grads)
@@ -191,7 +191,7 @@ def test_padding_changes_no_update(make_ppo: Make, architecture: str) -> None:
     for left, right in ((0, 0), (3, 4)):
         module = make_ppo(architecture)
         experience = wider(off_policy(module), left, right)
-        stats = within_fit(module, lambda m=module, e=experience: m.update(e))
+        stats = within_fit(module, lambda m=module, e=experience: update(m, e))
         found.append((stats, grads(module)))
     (narrow, narrow_grads), (wide, wide_grads) = found
     same_direction(wide_grads, narrow_grads)
@@ -204,7 +204,7 @@ def test_the_order_of_the_rows_changes_no_update(make_ppo: Make) -> None:
     for order in (torch.arange(8), torch.tensor([5, 2, 7, 0, 1, 6, 3, 4])):
         module = make_ppo()
         experience = off_policy(module).select(order)
-        stats = within_fit(module, lambda m=module, e=experience: m.update(e))
+        stats = within_fit(module, lambda m=module, e=experience: update(m, e))
         found.append((stats, grads(module)))
     same_direction(found[1][1], found[0][1])
     for field in fields(UpdateStats):
@@ -224,7 +224,7 @@ def test_clip_fractions_by_hand(make_ppo: Make) -> None:
         old_logprobs=experience.old_logprobs - torch.where(first, 0.5, 0.1) * mask,
         old_values=experience.old_values - torch.where(first, 0.1, 0.3) * mask,
     )
-    stats = within_fit(module, lambda: module.update(experience))
+    stats = within_fit(module, lambda: update(module, experience))
     tokens = int(mask.sum())
     assert stats.clip_fraction.item() == pytest.approx(8 / tokens, rel=1e-5)
     assert stats.value_clip_fraction.item() == pytest.approx(1 - 8 / tokens, rel=1e-5)

@@ -85,15 +85,15 @@ def test_loss_and_rewards(architecture: str) -> None:
         chosen = slow_rewards(module.roles, batch.chosen, CHOSEN)
         rejected = slow_rewards(module.roles, batch.rejected, REJECTED)
         found = module.validation_step(batch, 0)
-    close(found["chosen"], chosen)
-    close(found["rejected"], rejected)
+    close(found.chosen, chosen)
+    close(found.rejected, rejected)
     fit(module, [batch], [outputs])
     step = outputs.steps[0]
-    close(step["loss"].double(), loss)
+    close(step.loss.double(), loss)
     # All pairs in their order, though they went through in micro-batches of two.
-    close(step["chosen"], chosen)
-    close(step["rejected"], rejected)
-    assert not step["chosen"].requires_grad
+    close(step.chosen, chosen)
+    close(step.rejected, rejected)
+    assert not step.chosen.requires_grad
 
 
 def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
@@ -118,7 +118,7 @@ def test_a_tie_costs_log_2() -> None:
     )
     outputs = Outputs()
     fit(module, [batch], [outputs])
-    close(outputs.steps[0]["loss"], torch.tensor(math.log(2)))
+    close(outputs.steps[0].loss, torch.tensor(math.log(2)))
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3])
@@ -134,7 +134,7 @@ def test_micro_batches_give_the_gradient_of_the_batch(
     whole, parts = found
     same_direction(parts.grads[0], whole.grads[0])
     for name in ("loss", "grad_norm", "chosen", "rejected"):
-        close(parts.steps[0][name], whole.steps[0][name])
+        close(getattr(parts.steps[0], name), getattr(whole.steps[0], name))
 
 
 def test_padding_on_either_side_changes_no_reward(architecture: str) -> None:
@@ -159,8 +159,8 @@ def test_the_sides_may_be_of_any_width(chosen_width: int, rejected_width: int) -
     with torch.no_grad():
         expected = module.rewards(preferences())
         found = module.rewards(preferences(chosen_width, rejected_width))
-    close(found["chosen"], expected["chosen"])
-    close(found["rejected"], expected["rejected"])
+    for side, side_expected in zip(found, expected, strict=True):
+        close(side, side_expected)
 
 
 def test_only_the_reward_adapter_and_its_head_move() -> None:
@@ -194,8 +194,8 @@ def test_it_learns_to_tell_the_sides_apart() -> None:
     module, outputs = RewardModule(rm_roles("qwen3"), rm_config(lr=1e-2), seed=0), Outputs()
     fit(module, [preferences()] * 30, [outputs])
     first, last = outputs.steps[0], outputs.steps[-1]
-    assert last["loss"] < 0.1 < first["loss"]
-    assert (last["chosen"] > last["rejected"]).all()
+    assert last.loss < 0.1 < first.loss
+    assert (last.chosen > last.rejected).all()
 
 
 # Margins and label smoothing.
@@ -213,7 +213,7 @@ def test_margins_and_smoothing_enter_the_loss_as_the_formula_says(architecture: 
     right, wrong = (1 + (-lead).exp()).log(), (1 + lead.exp()).log()
     expected = 0.8 * right + 0.2 * wrong + CENTER_COEF * (chosen + rejected) ** 2
     fit(module, [batch], [outputs])
-    close(outputs.steps[0]["loss"].double(), expected.mean())
+    close(outputs.steps[0].loss.double(), expected.mean())
 
 
 def test_margins_are_not_read_where_they_have_no_price() -> None:
@@ -222,7 +222,7 @@ def test_margins_are_not_read_where_they_have_no_price() -> None:
         outputs = Outputs()
         module = RewardModule(rm_roles("qwen3"), rm_config(margin_coef=0.0), seed=0)
         fit(module, [preferences(margin=margin)], [outputs])
-        found.append(outputs.steps[0]["loss"])
+        found.append(outputs.steps[0].loss)
     assert torch.equal(*found)
 
 
@@ -269,7 +269,7 @@ def test_each_head_learns_from_its_own_draws(architecture: str, microbatch_size:
     (total / (6 * 3)).backward()
     expected = {f"roles.{n}": p.grad for n, p in slow.named_parameters() if p.grad is not None}
     fit(module, [batch], [outputs])
-    close(outputs.steps[0]["loss"].double(), total.detach() / (6 * 3))
+    close(outputs.steps[0].loss.double(), total.detach() / (6 * 3))
     same_direction(outputs.grads[0], expected)
 
 
@@ -321,7 +321,7 @@ def test_micro_batches_change_no_draw(microbatch_size: int) -> None:
         found.append(outputs)
     whole, parts = found
     same_direction(parts.grads[0], whole.grads[0])
-    close(parts.steps[0]["loss"], whole.steps[0]["loss"])
+    close(parts.steps[0].loss, whole.steps[0].loss)
 
 
 def test_one_head_learns_to_the_last_bit_as_if_nothing_were_drawn() -> None:
@@ -329,9 +329,10 @@ def test_one_head_learns_to_the_last_bit_as_if_nothing_were_drawn() -> None:
         def draws(self, pairs: int) -> Tensor:
             return torch.empty(pairs, 0)
 
-        def loss_sum(self, batch: Preferences, draws: Tensor, rewards: list) -> Tensor:
-            chosen, rejected = (side[:, 0] for side in self.rewards(batch).values())
-            rewards.append({"chosen": chosen.detach(), "rejected": rejected.detach()})
+        def loss_sum(
+            self, batch: Preferences, rewards: tuple[Tensor, Tensor], draws: Tensor
+        ) -> Tensor:
+            chosen, rejected = (side[:, 0] for side in rewards)
             ranking = -F.logsigmoid(chosen - rejected)
             return (ranking + CENTER_COEF * (chosen + rejected) ** 2).sum()
 
@@ -357,4 +358,4 @@ def test_an_ensemble_says_its_mean() -> None:
     with torch.no_grad():
         found = module.validation_step(batch, 0)
         each = [slow_rewards(module.roles, batch.chosen, CHOSEN, head) for head in range(3)]
-    close(found["chosen"], (each[0] + each[1] + each[2]) / 3)
+    close(found.chosen, (each[0] + each[1] + each[2]) / 3)

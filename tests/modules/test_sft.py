@@ -63,8 +63,8 @@ def test_nll_is_that_of_the_response_tokens(architecture: str) -> None:
     with torch.no_grad():
         close(module.nll_sum(batch).double(), slow_nll(module.roles, batch))
     step = module.validation_step(batch, 0)
-    assert step["tokens"].item() == 4 + 8 + 1 + 2 + 3 + 1
-    close(step["nll_sum"], module.nll_sum(batch))
+    assert step.tokens.item() == 4 + 8 + 1 + 2 + 3 + 1
+    close(step.nll_sum, module.nll_sum(batch))
 
 
 def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
@@ -87,10 +87,10 @@ def test_the_mean_is_over_the_tokens_of_the_batch() -> None:
     with torch.no_grad():
         expected = slow_nll(module.roles, batch) / 19
     fit(module, [batch], [outputs])
-    close(outputs.steps[0]["loss"].double(), expected)
-    assert outputs.steps[0]["tokens"].item() == 19
+    close(outputs.steps[0].loss.double(), expected)
+    assert outputs.steps[0].tokens.item() == 19
     norm = torch.stack([g.square().sum() for g in outputs.grads[0].values()]).sum().sqrt()
-    close(outputs.steps[0]["grad_norm"], norm)
+    close(outputs.steps[0].grad_norm, norm)
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3])
@@ -106,8 +106,8 @@ def test_micro_batches_give_the_gradient_of_the_batch(
         found.append(outputs)
     whole, parts = found
     same_direction(parts.grads[0], whole.grads[0])
-    close(parts.steps[0]["loss"], whole.steps[0]["loss"])
-    close(parts.steps[0]["grad_norm"], whole.steps[0]["grad_norm"])
+    close(parts.steps[0].loss, whole.steps[0].loss)
+    close(parts.steps[0].grad_norm, whole.steps[0].grad_norm)
 
 
 def test_padding_changes_nothing(architecture: str) -> None:
@@ -166,7 +166,7 @@ def test_it_learns_the_demonstrations() -> None:
     module = SFTModule(sft_roles("qwen3"), sft_config(lr=2e-2))
     outputs = Outputs()
     fit(module, [demonstrations()] * 40, [outputs])
-    losses = [step["loss"].item() for step in outputs.steps]
+    losses = [step.loss.item() for step in outputs.steps]
     assert losses[0] > 3  # about log 64 at the start
     assert losses[-1] < losses[0] / 3
 

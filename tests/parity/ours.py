@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
-import lightning as L
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.logprobs import token_logprobs
+from lightning_rlhf.core.losses import token_weights
 from lightning_rlhf.core.masking import masked_sum
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.ppo_terms import PolicyOutputs, ppo_terms
 from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience
-from lightning_rlhf.modules import ppo
-from lightning_rlhf.modules.ppo import PPOModule
 
 from .trl_iteration import BATCH, MICROBATCH, PENALTY, RESPONSE_LENGTH, VOCABULARY, Iteration
 
@@ -70,44 +67,33 @@ def experience_of(trl: Iteration, **changes: Any) -> Experience:
 
 
 def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str, Tensor]:
-    """The facts that PPOModule reports of a minibatch, with TRL's policy and critic of `epoch`."""
+    """Terms of a minibatch with TRL's policy and critic of `epoch`."""
     logprobs, values, logits = (
         trl.epoch(epoch, name) for name in ("new_logprobs", "vpred", "logits")
     )
 
-    def response_hidden(_: Any, part: Experience) -> Tensor:
-        return values[part.index][part.response_mask]
-
-    def response_logprobs(
-        _: Any, __: Tensor, part: Experience, ___: float, **____: Any
-    ) -> tuple[Tensor, ...]:
-        mask = part.response_mask
-        return logprobs[part.index][mask], entropies(logits[part.index][mask])
-
-    module = OnTRL(config_like(trl))
-    facts: list[dict[str, Tensor]] = []
-    with (
-        patch.object(ppo, "response_hidden", response_hidden),
-        patch.object(ppo, "response_logprobs", response_logprobs),
-    ):
-        loss = sum(module.losses(experience, facts, module.config.microbatch_size))
-    totals = {name: torch.stack([part[name] for part in facts]).sum() for name in facts[0]}
-    return totals | {"loss": loss}
+    config = config_like(trl)
+    mask, index = experience.response_mask, experience.index
+    weights = token_weights(
+        mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
+    )
+    terms = ppo_terms(
+        experience,
+        weights,
+        mask.sum(),
+        config,
+        kl_coef=config.kl_coef,
+        policy=PolicyOutputs(
+            logprobs=logprobs[index][mask],
+            entropy=entropies(logits[index][mask]),
+            vocabulary_kl=None,
+        ),
+        values=values[index][mask],
+    )
+    return vars(terms)
 
 
 def entropies(logits: Tensor) -> Tensor:
     """Our entropy of each row of logits."""
     targets = torch.zeros(len(logits), dtype=torch.long)
     return token_logprobs(logits, targets, lambda x: x, temperature=1.0, vocab_size=VOCABULARY)[1]
-
-
-class OnTRL(PPOModule):
-    """PPOModule without models: its critic returns what it is given."""
-
-    def __init__(self, config: PPOConfig) -> None:
-        L.LightningModule.__init__(self)
-        self.config = config
-        self.kl_coef = config.kl_coef
-        self.iteration = 0
-        self.roles = None
-        self.critic = SimpleNamespace(shares_trunk=True, head=lambda hidden: hidden)

@@ -11,7 +11,8 @@ from lightning_rlhf.core.masking import masked_moments, masked_rescale, masked_w
 from lightning_rlhf.core.shaping import NO_SCORES, shape_rewards, shape_score
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.generate import generate, no_value
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
 
 from .conftest import close, number
 from .ours import config_like, experience_of, masked_mean
@@ -130,14 +131,13 @@ def test_without_a_stop_token_every_response_runs_to_full_length() -> None:
     policy = Roles(tiny(LlamaForCausalLM, POLICY_SEED).eval())
     tokens = torch.tensor(prompts(BATCH))
     mask = tokens != PAD
-    rollout = generate(
-        policy,
+    params = SamplingParams(
+        max_response_tokens=RESPONSE_LENGTH, temperature=0.7, end_token_ids=[EOS]
+    )
+    rollout = NativeSampler(policy, params).sample(
         Prompts(tokens=tokens.masked_fill(~mask, 0), mask=mask, index=torch.arange(BATCH)),
-        value=no_value,
-        max_response_tokens=RESPONSE_LENGTH,
-        temperature=0.7,
-        end_token_ids=[EOS],
-        generator=torch.Generator().manual_seed(0),
+        1,
+        torch.Generator().manual_seed(0),
     )
     is_eos = (rollout.responses == EOS) & rollout.response_mask
     assert torch.equal(is_eos.sum(dim=1), rollout.ended.long())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.rewards.learned import LearnedReward
 
 from .three import replies
@@ -14,7 +14,7 @@ from .three import replies
 
 def test_the_mean_becomes_zero_and_a_standard_deviation_one() -> None:
     raw = torch.tensor([[1.0], [3.0], [-2.0]])
-    reward = LearnedReward(lambda tokens, mask: raw, 1.0, 2.0, 0.0, BatchSize("k", 3))
+    reward = LearnedReward(lambda tokens, mask: raw, 1.0, 2.0, 0.0, MicrobatchSize("k", 3))
     # Rows come in by length: 2, 2 and 3 tokens, which is their order.
     # (1 - 1) / 2, (3 - 1) / 2, (-2 - 1) / 2
     assert reward(replies()).tolist() == [0.0, 1.0, -1.5]
@@ -29,7 +29,7 @@ def test_whole_sequences_are_scored_by_token_and_mask_whatever_the_batch() -> No
 
     for batch_size, expected in ((1, [1, 1, 1]), (2, [2, 1]), (5, [3])):
         sizes.clear()
-        reward = LearnedReward(real_sum, 0.0, 1.0, 0.0, BatchSize("k", batch_size))
+        reward = LearnedReward(real_sum, 0.0, 1.0, 0.0, MicrobatchSize("k", batch_size))
         # 6 + 7 + 8, 3 + 5, 2 + 4: the longest is not the last, so that the order is restored.
         assert reward(replies(rows=(2, 0, 1))).tolist() == [21.0, 8.0, 6.0]
         assert sizes == expected
@@ -37,7 +37,7 @@ def test_whole_sequences_are_scored_by_token_and_mask_whatever_the_batch() -> No
 
 def test_the_spread_of_an_ensemble_is_priced_in_standard_deviations() -> None:
     heads = torch.tensor([[1.0, 5.0], [2.0, 2.0], [0.0, -4.0]])
-    reward = LearnedReward(lambda tokens, mask: heads, 1.0, 2.0, 0.5, BatchSize("k", 3))
+    reward = LearnedReward(lambda tokens, mask: heads, 1.0, 2.0, 0.5, MicrobatchSize("k", 3))
     # Means 3, 2, -2 and population deviations 2, 0, 2:
     # (3 - 1 - 0.5 * 2) / 2, (2 - 1) / 2, (-2 - 1 - 0.5 * 2) / 2.
     assert reward(replies()).tolist() == [0.5, 0.5, -2.0]
@@ -45,7 +45,7 @@ def test_the_spread_of_an_ensemble_is_priced_in_standard_deviations() -> None:
 
 def test_no_gradient_is_kept() -> None:
     weight = torch.ones(3, 1, requires_grad=True)
-    reward = LearnedReward(lambda tokens, mask: weight * 2, 0.0, 1.0, 0.0, BatchSize("k", 3))
+    reward = LearnedReward(lambda tokens, mask: weight * 2, 0.0, 1.0, 0.0, MicrobatchSize("k", 3))
     assert not reward(replies()).requires_grad
 
 
@@ -58,7 +58,7 @@ def test_too_little_memory_halves_what_is_read_at_once() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return tokens[:, :1].float()
 
-    reward = LearnedReward(room_for_one, 0.0, 1.0, 0.0, BatchSize("ppo.microbatch_size", 3))
+    reward = LearnedReward(room_for_one, 0.0, 1.0, 0.0, MicrobatchSize("ppo.microbatch_size", 3))
     with pytest.warns(UserWarning, match=r"ppo\.microbatch_size is 1 from now on"):
         found = reward(replies())
     assert sizes == [3, 1, 1, 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
 
 from .conftest import make_replies
@@ -44,7 +44,7 @@ def reward(letters: Letters, **changes: Any) -> TextReward:
     model = TextModel(letters.encode, letters.read, letters.show, letters.problems)
     found = TextReward(
         model, mean=0, std=1, uncertainty_coef=0, max_tokens=9,
-        batch_size=BatchSize("reward.batch_size", 2), name="reward.components.a",
+        batch_size=MicrobatchSize("reward.batch_size", 2), name="reward.components.a",
     )  # fmt: skip
     return replace(found, **changes)
 
@@ -62,7 +62,7 @@ def test_the_order_is_that_of_the_replies_whatever_is_read_at_once() -> None:
     }
     for batch_size, expected in batches.items():
         letters = Letters()
-        found = reward(letters, batch_size=BatchSize("k", batch_size))(REPLIES)
+        found = reward(letters, batch_size=MicrobatchSize("k", batch_size))(REPLIES)
         assert found.dtype == torch.float32
         assert found.tolist() == SUMS
         assert letters.read_at_once == expected
@@ -94,7 +94,7 @@ def test_rows_and_responses_must_be_as_many() -> None:
 
 def test_a_long_dialogue_loses_its_beginning_and_that_is_said_once() -> None:
     letters = Letters()
-    model = reward(letters, max_tokens=5, batch_size=BatchSize("k", 3))
+    model = reward(letters, max_tokens=5, batch_size=MicrobatchSize("k", 3))
     long = make_replies(("abc", "d!"), ("p", "!!!"), ("abcd", "!"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

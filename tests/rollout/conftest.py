@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import POLICY, VALUE, Roles
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
 
 VOCABULARY = 61
 END = (1, 2, 3, 4, 5, 6)
@@ -39,6 +41,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 CACHELESS = {"mamba"}
 ADAPTER_STD = {"qwen3_5_text": 0.05}
 """For the same reason. The difference from the reference is still that of weights as large."""
+
+
+def sample(
+    roles: Roles, prompts: Prompts, *, samples_per_prompt: int = 1, seed: int = 3, **changes: Any
+) -> SampledResponses:
+    """Responses of the acting role by the native sampler, which reads the value head too."""
+    generator = changes.pop("generator", None) or torch.Generator().manual_seed(seed)
+    value_head = changes.pop("value_head", roles.heads[VALUE])
+    settings: dict[str, Any] = {
+        "max_response_tokens": 24,
+        "temperature": 0.7,
+        "end_token_ids": END,
+    }
+    sampler = NativeSampler(roles, SamplingParams(**(settings | changes)), value_head)
+    return sampler.sample(prompts, samples_per_prompt, generator)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,21 +7,23 @@ import statistics
 import pytest
 import torch
 
-from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
+from lightning_rlhf.rollout.annotate import annotate
 from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference, sample_rewards
-from lightning_rlhf.rollout.generate import generate
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
+
+PARAMS = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=[1])
 
 
-def sampled(roles: Roles, prompts: Prompts) -> list[Rollout]:
+def sampled(roles: Roles, prompts: Prompts) -> list[SampledResponses]:
     return sample_reference(
         roles,
         prompts.split(4),
-        max_response_tokens=5,
-        temperature=1.0,
-        end_token_ids=[1],
-        generator=torch.Generator().manual_seed(3),
+        PARAMS,
+        torch.Generator().manual_seed(3),
     )
 
 
@@ -32,10 +34,7 @@ def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None
     generator = torch.Generator().manual_seed(3)
     for rollout, part in zip(found, prompts.split(4), strict=True):
         with roles.acting(REFERENCE):
-            expected = generate(
-                roles, part, value=lambda hidden: hidden[:, 0], max_response_tokens=5,
-                temperature=1.0, end_token_ids=[1], generator=generator,
-            )  # fmt: skip
+            expected = NativeSampler(roles, PARAMS).sample(part, 1, generator)
         assert torch.equal(rollout.tokens, expected.tokens)
         assert torch.equal(rollout.logprobs, expected.logprobs)
 
@@ -44,7 +43,9 @@ def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None
 def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompts: Prompts) -> None:
     """Two identical forward passes differ by nothing; one that forgot the prompt by nats."""
     assert not roles.caches
-    for rollout in sampled(roles, prompts):
+    for responses in sampled(roles, prompts):
+        with roles.acting(REFERENCE):
+            rollout = annotate(responses, roles, None, is_exact=True, temperature=1.0, batch_size=2)
         for row, mask, logprobs in zip(rollout.tokens, rollout.mask, rollout.logprobs, strict=True):
             tokens, n = row[mask], int((logprobs != 0).sum())
             with torch.no_grad(), roles.acting(REFERENCE):

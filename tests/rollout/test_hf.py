@@ -13,21 +13,31 @@ from transformers import StoppingCriteria
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import POLICY, VALUE, Roles
-from lightning_rlhf.rollout.hf import _Finite, generate
+from lightning_rlhf.rollout.annotate import annotate
+from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.rollout.hf import HFSampler, _Finite
+from lightning_rlhf.rollout.sampler import SamplingParams
 
 END = (1, 2, 3, 4, 5, 6)
 
 
 def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
-    arguments: dict[str, Any] = {
-        "value": roles.heads[VALUE],
+    """Sampled and annotated."""
+    generator = changes.pop("generator", None) or torch.Generator().manual_seed(3)
+    samples_per_prompt = changes.pop("samples_per_prompt", 1)
+    settings: dict[str, Any] = {
         "max_response_tokens": 24,
         "temperature": 0.7,
         "end_token_ids": END,
-        "generator": torch.Generator().manual_seed(3),
     }
+    params = SamplingParams(**(settings | changes))
     with roles.acting(POLICY):
-        return generate(roles, prompts, **(arguments | changes))
+        sampled = HFSampler(roles, params).sample(prompts, samples_per_prompt, generator)
+        assert sampled.logprobs is None
+        return annotate(
+            sampled, roles, Critic(roles, POLICY), is_exact=True,
+            temperature=params.temperature, batch_size=2,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [0.7, 2])

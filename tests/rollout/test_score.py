@@ -9,9 +9,8 @@ from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.shaping import Term
 from lightning_rlhf.core.types import Prompts, Replies, Rollout
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, VALUE, Roles
+from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.generate import generate
 from lightning_rlhf.rollout.score import (
     padding_share,
     response_hidden,
@@ -19,17 +18,16 @@ from lightning_rlhf.rollout.score import (
     score,
 )
 
+from .conftest import sample
+
 TEMPERATURE = 0.7
 
 
 @pytest.fixture(params=[1, 12])
 def rollout(request: pytest.FixtureRequest, roles: Roles, prompts: Prompts) -> Rollout:
     with roles.acting(POLICY):
-        return generate(
-            roles, prompts, value=roles.heads[VALUE], max_response_tokens=request.param,
-            temperature=TEMPERATURE, end_token_ids=(1, 2, 3, 4, 5, 6),
-            generator=torch.Generator().manual_seed(3),
-        )  # fmt: skip
+        sampled = sample(roles, prompts, max_response_tokens=request.param, temperature=TEMPERATURE)
+    return Rollout(**vars(sampled))
 
 
 INDEX = Reward.of(lambda replies: replies.rollout.index.float())

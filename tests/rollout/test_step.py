@@ -17,7 +17,8 @@ from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.rollout.cache import roomy_cache
-from lightning_rlhf.rollout.generate import generate, last_hidden, no_value, position_ids
+from lightning_rlhf.rollout.native import NativeSampler, last_hidden, position_ids
+from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.step import Step, can_step
 
 VOCABULARY, STEPS = 61, 6
@@ -175,10 +176,9 @@ def test_generation_steps_by_it(make_prompts: Any) -> None:
     """The first token is read with the prompt, the last one by nobody."""
     prompts: Prompts = make_prompts([7, 8, 9], [13])
     with patch.object(Step, "__call__", autospec=True, side_effect=Step.__call__) as step:
-        generate(
-            build("qwen3"), prompts, value=no_value, max_response_tokens=5, temperature=1.0,
-            end_token_ids=(VOCABULARY,), generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
+        params = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=(VOCABULARY,))
+        sampler = NativeSampler(build("qwen3"), params)
+        sampler.sample(prompts, 1, torch.Generator().manual_seed(0))
     assert step.call_count == 4
 
 

@@ -10,11 +10,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import POLICY, VALUE, Roles
-from lightning_rlhf.rollout.generate import generate
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
+
+from .conftest import sample
 
 TEXTS = ("x", "ab", "hel")
 """A letter, two that may be one token or two or the ends of others, and three."""
@@ -42,12 +43,11 @@ def crowd(make_prompts: Callable[..., Prompts]) -> Prompts:
     return make_prompts(*[[7 + i % 50, 3 + i % 40] for i in range(120)])
 
 
-def roll_out(roles: Roles, prompts: Prompts, chat: ChatFormat, *texts: str) -> Rollout:
+def roll_out(roles: Roles, prompts: Prompts, chat: ChatFormat, *texts: str) -> SampledResponses:
     with roles.acting(POLICY):
-        return generate(
-            roles, prompts, value=roles.heads[VALUE], max_response_tokens=20, temperature=2.0,
+        return sample(
+            roles, prompts, max_response_tokens=20, temperature=2.0,
             end_token_ids=chat.end_token_ids, stop=chat.stop_at(texts),
-            generator=torch.Generator().manual_seed(3),
         )  # fmt: skip
 
 

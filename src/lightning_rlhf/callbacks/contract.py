@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, cast
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rlhf.core.shaping import ScoreMoments, Term
-from lightning_rlhf.core.types import Collected
+from lightning_rlhf.core.types import IterationBatch
 
 
 class Chat(Protocol):
@@ -29,7 +29,7 @@ class PPOView(Protocol):
 
     iteration: int
     """Number of finished iterations, over all resumes."""
-    collected: Collected | None
+    batch: IterationBatch | None
     """Training batch of the current iteration, or of the latest one between iterations."""
     chat: Chat
     """Decoder of responses."""
@@ -37,6 +37,8 @@ class PPOView(Protocol):
     """Reward that the policy is trained on."""
     moments: ScoreMoments
     """Running moments of all scores so far."""
+    logs_headline: bool
+    """False where a callback logs the headline metrics, so that the module does not."""
     critic: object | None
     """Value function; None without a critic."""
 

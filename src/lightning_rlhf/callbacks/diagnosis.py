@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import ppo_view
+from lightning_rlhf.core.results import RESULT, IterationResult
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.core.types import Experience
 
@@ -50,7 +51,8 @@ class Diagnosis(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        experience: Experience = outputs["experience"]
+        result: IterationResult = outputs[RESULT]
+        experience = result.experience
         self.constant = self.constant + 1 if is_constant(experience, pl_module) else 0
         if self.constant >= CONSTANT_FOR:
             self.warn(

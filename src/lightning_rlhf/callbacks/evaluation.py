@@ -17,8 +17,8 @@ from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import FAULTS, load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.core.storage import make_folder, written_whole
-from lightning_rlhf.core.types import Replies, Scores
 from lightning_rlhf.core.visible import json_line, visible_line
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
@@ -40,7 +40,7 @@ class Evaluation(Callback):
         self._run_dir = run_dir
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed run evaluates later policies again."""
+        """Delete the samples of later policies, which a resumed run evaluates again."""
         for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
             found = re.fullmatch("eval_([0-9]+)", path.stem)
             is_later = found is not None and int(found[1]) > ppo_view(pl_module).iteration
@@ -60,7 +60,7 @@ class Evaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         names = [term.name for term in ppo_view(pl_module).reward.terms]
-        samples = evaluated(outputs["replies"], outputs["scores"], names, self._judge)
+        samples = evaluated(outputs, names, self._judge)
         self._samples.extend(samples)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,15 +86,15 @@ class Evaluation(Callback):
 
 
 def evaluated(
-    replies: Replies, scores: Scores, components: Sequence[str], judge: Judge | None
+    result: EvaluationResult, components: Sequence[str], judge: Judge | None
 ) -> list[dict[str, Any]]:
-    """One sample a response.
+    """Return one sample a response.
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
     says, by name, before weights), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats),
     judge (its parts; empty without a judge).
     """
-    rollout = replies.rollout
+    rollout, replies, scores = result.rollout, result.replies, result.scores
     mask = rollout.response_mask
     kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
     numbers = torch.stack([rollout.index, rollout.ended, mask.sum(dim=1)], dim=1).tolist()
@@ -121,7 +121,7 @@ def evaluated(
 
 
 def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over samples; a part of the judge's verdict over the samples that have it."""
+    """Return means over samples; a part of the judge's verdict over the samples that have it."""
     metrics = {
         "eval/reward_mean": fmean(s["score"] for s in samples),
         "eval/kl": fmean(s["kl"] for s in samples),
@@ -140,7 +140,7 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 
 def load_judge(source: str) -> Judge:
-    """The function `name` of the file in `path.py:name`.
+    """Return the function `name` of the file in `path.py:name`.
 
     Raises:
         ConfigError: where `source` does not lead to a function.
@@ -151,7 +151,7 @@ def load_judge(source: str) -> Judge:
 
 
 def _checked(judge: Judge, source: str) -> Judge:
-    """The judge, whose faults are told as its own."""
+    """Return the judge with its faults turned into errors that name it."""
 
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
@@ -169,7 +169,7 @@ def _checked(judge: Judge, source: str) -> Judge:
 
 
 def _gathered(trainer: Trainer, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The samples of every process, in the order of their prompts."""
+    """Return the samples of every process, in the order of their prompts."""
     if trainer.world_size == 1:
         return samples
     shares: list[list[dict[str, Any]]] = [[] for _ in range(trainer.world_size)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
+from lightning_rlhf.core.results import RewardRows, SFTRows
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
@@ -25,7 +26,7 @@ class SupervisedView(Protocol):
     iteration: int
     """Number of finished batches, over all resumes."""
 
-    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]: ...
+    def predict_step(self, batch: Any, batch_idx: int) -> SFTRows | RewardRows: ...
 
 
 class KeepLastBatch(Callback):
@@ -95,7 +96,7 @@ def facts(trainer: Trainer, pl_module: LightningModule, batch: Record) -> dict[s
     """Return the module's outputs for each row, computed as in training; {} where that fails."""
     try:
         with trainer.precision_plugin.forward_context():
-            return cast(SupervisedView, pl_module).predict_step(batch, 0)
+            return vars(cast(SupervisedView, pl_module).predict_step(batch, 0))
     except Exception as failure:  # the batch itself is still written
         say(f"no loss of single rows beside the batch that is kept: {failure}")
         return {}

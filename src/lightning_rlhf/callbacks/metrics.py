@@ -30,6 +30,7 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_train_sums,
 )
 from lightning_rlhf.core.prefixes import PART
+from lightning_rlhf.core.results import RESULT, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
 
 
@@ -56,12 +57,15 @@ def flush_rows(trainer: Trainer) -> None:
 
 
 def learning_rate(trainer: Trainer) -> float:
-    """Of the first parameter group, the policy's."""
+    """Return the learning rate of the first parameter group, the policy's."""
     return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 class PPOMetrics(Callback):
     """Metrics of every iteration."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ppo_view(pl_module).logs_headline = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewind(trainer, pl_module)
@@ -84,19 +88,20 @@ class PPOMetrics(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        sums = _gathered(pl_module, response_sums(outputs["experience"]))
-        rows = _gathered(pl_module, update_rows(outputs["updates"]))
+        result: IterationResult = outputs[RESULT]
+        sums = _gathered(pl_module, response_sums(result.experience))
+        rows = _gathered(pl_module, update_rows(result.updates))
         metrics = {
             **rollout_metrics(sums),
             **update_metrics(rows),
             "update/lr": self._lr,
-            "update/kl_coef": outputs["kl_coef"],
-            "rollout/padding": outputs["padding"].item(),
-            **time_metrics(outputs["seconds"], sums),
+            "update/kl_coef": result.kl_coef,
+            "rollout/padding": result.padding.item(),
+            **time_metrics(result.seconds, sums),
         }
         module = ppo_view(pl_module)
         terms = module.reward.terms
-        parts = _gathered(pl_module, outputs["experience"].parts)
+        parts = _gathered(pl_module, result.experience.parts)
         if not all(term.is_paid_as_reported for term in terms):
             paid = paid_sum(parts, terms, module.moments.parts)
             metrics["rollout/reward_paid"] = paid.mean().item()
@@ -110,7 +115,7 @@ class PPOMetrics(Callback):
 def draw_histograms(
     trainer: Trainer, pl_module: LightningModule, columns: Mapping[str, Tensor]
 ) -> None:
-    """The numbers of each component of the reward, where the logger draws histograms."""
+    """Log the numbers of each component of the reward to loggers that draw histograms."""
     step = position(trainer, pl_module)
     for logger in trainer.loggers:
         for name, numbers in columns.items():
@@ -123,7 +128,8 @@ def draw_histograms(
                 logger.experiment.add_histogram(f"histogram/reward/{name}", numbers, step)
 
 
-Sums = Callable[[Mapping[str, Tensor]], Tensor]
+Sums = Callable[[Any], Tensor]
+"""Sums that a metric follows from, of the record that a step returned."""
 
 
 class SummedMetrics(Callback):
@@ -180,14 +186,12 @@ class SummedMetrics(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        # Under automatic optimization Lightning hands back the loss divided by this number.
-        loss = outputs["loss"] * trainer.accumulate_grad_batches
-        sums = self._train_sums({**outputs, "loss": loss})
-        not_made = "is_made" in outputs and not outputs["is_made"]
+        result: SFTStep | RewardStep = outputs[RESULT]
+        sums = self._train_sums(result)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._training.append(torch.zeros_like(sums) if not_made else sums)
+        self._training.append(sums if result.is_made else torch.zeros_like(sums))
         del self._training[: -every * trainer.accumulate_grad_batches]
-        self._nonfinite += not_made
+        self._nonfinite += not result.is_made
         step = position(trainer, pl_module)
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
         if step == self._logged_step or not is_due:
@@ -195,8 +199,7 @@ class SummedMetrics(Callback):
         metrics = self._means(_totals(trainer, self._training), "update")
         metrics["update/lr"] = self._lr
         metrics["update/nonfinite"] = float(self._nonfinite)
-        if "grad_norm" in outputs:
-            metrics["update/grad_norm"] = outputs["grad_norm"].item()
+        metrics["update/grad_norm"] = result.grad_norm.item()
         publish(trainer, pl_module, metrics)
         self._nonfinite, self._logged_step = 0, step
 
@@ -235,14 +238,14 @@ class RewardMetrics(SummedMetrics):
 
 
 def _gathered(pl_module: LightningModule, rows: Tensor) -> Tensor:
-    """The rows of every process, on the CPU."""
+    """Return the rows of every process, on the CPU."""
     gathered = pl_module.all_gather(rows)
     assert isinstance(gathered, Tensor)
     return gathered.reshape(-1, rows.shape[1]).cpu()
 
 
 def _totals(trainer: Trainer, sums: Sequence[Tensor]) -> list[float]:
-    """Column sums over batches and processes. Those of a checkpoint come from the CPU."""
+    """Return column sums over batches and processes. Those of a checkpoint come from the CPU."""
     rows = torch.stack([row.to(sums[-1].device) for row in sums])
     total = trainer.strategy.reduce(rows.sum(dim=0), reduce_op="sum")
     assert isinstance(total, Tensor)

@@ -7,13 +7,14 @@ without padding them to one length, and every metric follows from them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_rlhf.core.results import IterationSeconds
 from lightning_rlhf.core.types import Experience, UpdateStats
 
 SUMS = (
@@ -27,7 +28,7 @@ STATS = tuple(field.name for field in fields(UpdateStats))
 
 
 def response_sums(experience: Experience) -> Float[Tensor, "B 10"]:
-    """One row a response: its score, whether it ended, and sums over its real tokens."""
+    """Return one row a response: its score, whether it ended, and sums over its real tokens."""
     mask = experience.response_mask
     errors = experience.returns - experience.old_values
     per_token = (
@@ -39,7 +40,7 @@ def response_sums(experience: Experience) -> Float[Tensor, "B 10"]:
 
 
 def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
-    """What `response_sums` says of the responses and of the critic that judged them.
+    """Return the metrics of the rollout that follow from `response_sums`.
 
     explained_variance = 1 - Var(returns - values) / Var(returns), nan where returns do not vary.
     """
@@ -68,12 +69,12 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
 
 
 def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U 14"]:
-    """One row a minibatch."""
+    """Return one row a minibatch."""
     return torch.stack([torch.stack([getattr(u, s).float() for s in STATS]) for u in updates])
 
 
 def update_metrics(rows: Float[Tensor, "U 14"]) -> dict[str, float]:
-    """Means over minibatches, the largest of `ratio_max`, and what became of the minibatches.
+    """Return means over minibatches, the largest ratio, and what became of the minibatches.
 
     Minibatches whose loss or gradient is not finite are counted and in none of the means.
     """
@@ -100,16 +101,16 @@ def update_metrics(rows: Float[Tensor, "U 14"]) -> dict[str, float]:
     }
 
 
-def time_metrics(seconds: Mapping[str, float], sums: Float[Tensor, "B 10"]) -> dict[str, float]:
-    """Seconds of each part of an iteration, and response tokens and responses a second."""
-    iteration_s = seconds["rollout"] + seconds["score"] + seconds["update"]
+def time_metrics(seconds: IterationSeconds, sums: Float[Tensor, "B 10"]) -> dict[str, float]:
+    """Return seconds of each part of an iteration, and response tokens and responses a second."""
+    iteration_s = seconds.rollout + seconds.score + seconds.update
     tokens = sums[:, SUMS.index("tokens")].sum().item()
     return {
-        "time/rollout_s": seconds["rollout"],
-        "time/score_s": seconds["score"],
-        "time/update_s": seconds["update"],
+        "time/rollout_s": seconds.rollout,
+        "time/score_s": seconds.score,
+        "time/update_s": seconds.update,
         "time/iteration_s": iteration_s,
-        "time/other_s": seconds["other"],
+        "time/other_s": seconds.other,
         "time/tokens_per_s": tokens / iteration_s,
         "time/episodes_per_s": len(sums) / iteration_s,
     }

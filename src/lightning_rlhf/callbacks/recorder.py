@@ -16,6 +16,7 @@ from lightning_rlhf.callbacks.contract import ppo_view
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import UpdateStats
 from lightning_rlhf.data.rollouts import (
@@ -45,12 +46,12 @@ class Recorder(Callback):
         batch_idx: int,
     ) -> None:
         iteration = ppo_view(pl_module).iteration
-        recorded = latest(pl_module, iteration, outputs["updates"])
+        recorded = latest(pl_module, iteration, outputs[RESULT].updates)
         write_recorded(file_of(self._run_dir, iteration), recorded)
 
 
-class LastWords(Callback):
-    """Where update after update is not finite, writes what they were to learn from.
+class NonFiniteDump(Callback):
+    """Writes the batch of an iteration that ends the run because its updates are not finite.
 
     The file is that of the iteration which was not finished. `lightning-rlhf replay` runs it where
     a checkpoint stands right before it, or all iterations since one are recorded. Where some of
@@ -107,19 +108,19 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], updates: int) -> No
 def latest(
     pl_module: LightningModule, iteration: int, updates: Sequence[UpdateStats] | None
 ) -> Recorded:
-    """What the module learned from last, to be written.
+    """Return the record of the module's current or latest iteration.
 
     iteration: its number, from 1. updates: None where the iteration was broken off.
     """
     module = ppo_view(pl_module)
-    collected = module.collected
-    assert collected is not None
-    experience = collected.experience
+    batch = module.batch
+    assert batch is not None
+    experience = batch.experience
     rows = module.prompt_rows("train")
     return Recorded(
         experience=experience,
-        kl_coef=collected.kl_coef,
-        shuffle=collected.shuffle,
+        kl_coef=batch.kl_coef,
+        shuffle=batch.shuffle,
         iteration=iteration,
         prompts=[rows[index]["prompt"] for index in experience.index.tolist()],
         responses=[

@@ -16,6 +16,7 @@ from rich.text import Text
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.reading import damaged_line, json_lines
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.storage import (
     flush,
     flush_entry,
@@ -70,7 +71,7 @@ class Samples(Callback):
         iteration = ppo_view(pl_module).iteration
         if not trainer.is_global_zero or iteration % self._every_n_iterations != 0:
             return
-        experience = outputs["experience"].select(slice(0, self._count))
+        experience = outputs[RESULT].experience.select(slice(0, self._count))
         samples = training_samples(ppo_view(pl_module), experience)
         get_console().print(console_table(samples, self._characters))
         self._append(samples)
@@ -94,7 +95,7 @@ class Samples(Callback):
             file.writelines(json_line(sample) + "\n" for sample in samples)
 
     def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
-        """One table for the whole run; W&B uploads only the rows added since it was last logged."""
+        """Return one table for the whole run, of which W&B uploads only the rows that are new."""
         import wandb
 
         if self._wandb_table is None:
@@ -115,7 +116,7 @@ def eval_samples(run_dir: Path, iteration: int) -> Path:
 
 
 def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
-    """The responses of an experience as text, with their prompts and numbers."""
+    """Return the responses of an experience as text, with their prompts and numbers."""
     mask = experience.response_mask
     prompts = module.prompt_rows("train")
     kl = torch.where(mask, experience.kl, 0.0).sum(dim=1)
@@ -140,7 +141,7 @@ def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
 
 
 def console_table(samples: Sequence[Sample], characters: int) -> Table:
-    """Samples for reading; text longer than `characters` is cut."""
+    """Return the samples for reading; text longer than `characters` is cut."""
     table = Table(title=f"samples of iteration {samples[0]['iteration']}", title_justify="left")
     table.add_column("prompt", ratio=2)
     table.add_column("response", ratio=3)
@@ -159,7 +160,7 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
 
 
 def markdown(samples: Sequence[Sample]) -> str:
-    """Samples as a Markdown table, which TensorBoard renders."""
+    """Return the samples as a Markdown table, which TensorBoard renders."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(_cell(sample[c]) for c in COLUMNS)} |" for sample in samples]
     return "\n".join(lines)

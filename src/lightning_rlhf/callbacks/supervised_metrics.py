@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -15,20 +15,22 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from lightning_rlhf.core.results import PairScores, SFTEvaluation, SFTStep
+
 Phase = Literal["update", "eval"]
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 """Natural logarithm of the largest float, 709.78."""
 
 
-def sft_train_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
-    """Return [summed negative log-likelihood, target tokens] of a training step with mean loss."""
-    tokens = outputs["tokens"].float()
-    return torch.stack([outputs["loss"].detach().float() * tokens, tokens])
+def sft_train_sums(result: SFTStep) -> Float[Tensor, " 2"]:
+    """Return [summed negative log-likelihood, target tokens] of a training step."""
+    tokens = result.tokens.float()
+    return torch.stack([result.loss.float() * tokens, tokens])
 
 
-def sft_eval_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
+def sft_eval_sums(result: SFTEvaluation) -> Float[Tensor, " 2"]:
     """Return [summed negative log-likelihood, target tokens] of a validation step."""
-    return torch.stack([outputs["nll_sum"].float(), outputs["tokens"].float()])
+    return torch.stack([result.nll_sum.float(), result.tokens.float()])
 
 
 def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
@@ -39,12 +41,12 @@ def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
     return {f"{phase}/loss": loss, f"{phase}/perplexity": perplexity}
 
 
-def reward_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 5"]:
-    """Return sums over pairs: [pairs, Bradley-Terry loss, correctly ranked, chosen, rejected].
+def reward_sums(scores: PairScores) -> Float[Tensor, " 5"]:
+    """Return [pairs, Bradley-Terry loss, pairs ranked right, chosen, rejected].
 
-    chosen and rejected are raw rewards; a tie counts as half correct.
+    A tie is half right.
     """
-    chosen, rejected = outputs["chosen"].detach().float(), outputs["rejected"].detach().float()
+    chosen, rejected = scores.chosen.float(), scores.rejected.float()
     right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
     columns = [torch.ones_like(chosen), softplus(rejected - chosen), right, chosen, rejected]
     return torch.stack([column.sum() for column in columns])

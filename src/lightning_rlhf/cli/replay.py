@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.losses import clip_bounds
 from lightning_rlhf.core.storage import full_disk_told, written_whole
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.stages.console import say_error
@@ -86,13 +87,12 @@ def replay_update(folder: Path, settings: Settings, iteration: int | None, count
         replayed = run_once_more(plan)
     config = plan.settings.config
     assert isinstance(config, PPOConfig)
-    high = config.clip_range if config.clip_range_high is None else config.clip_range_high
     responses = most_changed(
         replayed.recorded,
         replayed.logprobs,
         replayed.values,
         show=replayed.chat.show,
-        clip_range=(1 - config.clip_range, 1 + high),
+        clip_range=clip_bounds(config.clip_range, config.clip_range_high),
         count=count,
     )
     batch = len(replayed.recorded.responses)

@@ -1,4 +1,7 @@
-"""The errors a user can cause. Each says what was found, what is allowed and what to change."""
+"""The errors a user can cause. Each says what was found, what is allowed and what to change.
+
+Those that a training raises carry facts; `stages.advice` says what to do about them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 
 def first_line(error: Exception) -> str:
-    """Return what a library's error says first; its name where it says nothing."""
+    """Return the first line of a library's error; its name where it has no text."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -33,19 +36,69 @@ class StorageError(RLHFError):
 class TrainingError(RLHFError):
     """A model has come to where nothing can be sampled from it or learned any more."""
 
+    advice: str | None = None
+    """What to do about it, to be printed behind what was found."""
+
+    def __str__(self) -> str:
+        found = super().__str__()
+        return found if self.advice is None else f"{found.rstrip('.')}. {self.advice}"
+
 
 class DivergedError(TrainingError):
     """A model's logits, weights or losses are NaN or infinite, so that it is of no use."""
 
 
+class LogitsError(DivergedError):
+    """The logits of a model are NaN or infinite, so that nothing can be sampled from it."""
+
+    def __init__(self, where: str | None = None) -> None:
+        found = "the model's logits are NaN or infinite, and nothing can be sampled from it"
+        super().__init__(found if where is None else f"{where}: {found}")
+
+
+class PolicyLogitsError(LogitsError):
+    """The same of the policy that is trained."""
+
+    def __init__(self, where: str, *, iterations: int, nonfinite: int) -> None:
+        """where: the iteration or evaluation that it was to respond in.
+
+        iterations: number of finished iterations.
+        nonfinite: number of updates right before that were not made, because not finite.
+        """
+        super().__init__(where)
+        self.iterations = iterations
+        self.nonfinite = nonfinite
+
+
+class SamplingMemoryError(TrainingError):
+    """Responses do not fit into the memory of the device, all of a batch at once."""
+
+    def __init__(self, responses: int, found: str) -> None:
+        """responses: how many were sampled at once; found: the library's own words."""
+        super().__init__(
+            f"{responses} responses are sampled at once, which is too much for the memory of the "
+            f"device: {found}"
+        )
+
+
 class NotFiniteError(TrainingError):
-    """Update after update has a loss or a gradient that is NaN or infinite.
+    """Update after update has a loss or a gradient that is NaN or infinite."""
 
-    Its arguments are sentences: what was found, and what to do about it.
-    """
+    def __init__(
+        self, stage: str, *, in_a_row: int, loss: float, grad_norm: float, made: int
+    ) -> None:
+        """loss, grad_norm: those of the last of `in_a_row` updates that were not made.
 
-    def __str__(self) -> str:
-        return ". ".join(map(str, self.args))
+        made: number of optimizer steps of the run that were made before.
+        """
+        super().__init__(
+            f"{in_a_row} updates in a row ({stage}.max_nonfinite) had a loss or gradient that is "
+            f"not finite (the last: {loss:g}, and a norm of {grad_norm:g}) and were not made"
+        )
+        self.stage = stage
+        self.made = made
+        self.rewards_overflow = False
+        """True where the rewards of PPO are so large that their squares are not finite."""
 
 
 class RewardError(RLHFError):

@@ -42,9 +42,10 @@ def make_experience(
     terms: Sequence[Term] = AS_IT_IS,
     total: Total = alone,
 ) -> Experience:
-    """Everything that PPO's update needs, from what was sampled and what the frozen models say.
+    """Return everything that PPO's update needs, from a rollout and its scores.
 
-    kl_coef: of this iteration. moments: of all scores so far, this batch included.
+    kl_coef: KL coefficient of the iteration.
+    moments: moments of all scores so far, this batch included.
     terms: how the components of the reward make up the score.
     """
     mask = rollout.response_mask
@@ -78,7 +79,7 @@ def make_experience(
 
 
 def priced_kl(rollout: Rollout, scores: Scores, config: PPOConfig) -> Float[Tensor, "B T"]:
-    """What ppo.kl_coef is the price of, nats a token."""
+    """Return the KL to the reference that ppo.kl_coef is the price of, nats a token."""
     if config.kl_estimator == "full":
         assert scores.vocabulary_kl is not None
         return scores.vocabulary_kl
@@ -88,7 +89,7 @@ def priced_kl(rollout: Rollout, scores: Scores, config: PPOConfig) -> Float[Tens
 def estimate(
     rewards: Float[Tensor, "B T"], rollout: Rollout, config: PPOConfig
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Advantages as ppo.advantage names them, and returns; both 0 on padding.
+    """Return advantages as ppo.advantage names them, and returns; both 0 on padding.
 
     The estimators that compare responses to one prompt give all tokens of a response the same.
     """
@@ -105,13 +106,13 @@ def estimate(
 def minibatches(
     experience: Experience, *, ppo_epochs: int, minibatch_size: int, generator: torch.Generator
 ) -> Iterator[Experience]:
-    """Every sequence once in each of `ppo_epochs` passes, in a new order each pass."""
+    """Yield every sequence once in each of `ppo_epochs` passes, in a new order each pass."""
     for _ in range(ppo_epochs):
         order = torch.randperm(len(experience), generator=generator)
         yield from experience.select(order.to(experience.tokens.device)).split(minibatch_size)
 
 
 def whitened(minibatch: Experience) -> Experience:
-    """The minibatch with advantages of mean 0 and variance 1 of its own."""
+    """Return the minibatch with advantages of mean 0 and variance 1 of its own."""
     advantages = masked_whiten(minibatch.advantages, minibatch.response_mask)
     return replace(minibatch, advantages=advantages)

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_rlhf.core.ppo_config import PPOConfig
+
 
 def k1(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
     """Unbiased and of high variance: `log p - log q`. Single values may be negative.
@@ -52,7 +54,7 @@ and needs more than the tokens' log-probabilities: `logprobs.vocabulary_kl`."""
 def adapted_coef(
     kl_coef: float, kl: float, *, target: float, horizon: float, episodes: int
 ) -> float:
-    """The coefficient after a batch: larger where the KL is above its target, smaller below.
+    """Return the coefficient after a batch: larger where the KL is above its target, smaller below.
 
         e      = clip((kl - target) / target, -0.2, 0.2)
         coef' = coef * (1 + e * episodes / horizon)
@@ -67,5 +69,28 @@ def adapted_coef(
 
 
 def linear_coef(start: float, end: float, iteration: int, iterations: int) -> float:
-    """On the straight line from `start` in iteration 0 to `end` in the last, and so on."""
+    """Return the point of the straight line from `start` in iteration 0 to `end` in the last."""
     return start + (end - start) * min(1.0, iteration / max(1, iterations - 1))
+
+
+def next_kl_coef(
+    kl_coef: float, kl: Float[Tensor, "B T"], config: PPOConfig, *, iteration: int
+) -> float:
+    """Return the KL coefficient of the next iteration, as ppo.kl_control says.
+
+    kl_coef, iteration: of the iteration that ends here; the first iteration is 0.
+    kl: KL to the reference at each token of its responses, nats; 0 on padding.
+    """
+    match config.kl_control:
+        case "fixed":
+            return kl_coef
+        case "linear":
+            return linear_coef(config.kl_coef, config.kl_coef_end, iteration + 1, config.iterations)
+        case "adaptive":
+            return adapted_coef(
+                kl_coef,
+                kl.sum(dim=1).mean().item(),
+                target=config.kl_target,
+                horizon=config.kl_horizon,
+                episodes=len(kl),
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,13 +19,13 @@ def bradley_terry_loss(
     margin: Float[Tensor, "*#B"] | float = 0.0,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, "*B"]:
-    """Negative log-likelihood that the chosen response wins; lower is better, log 2 at a tie.
+    """Return the negative log-likelihood that the chosen response wins; lower is better.
 
         d = r_chosen - r_rejected - margin
         -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
 
-    A margin above 0 asks for so much more, 0 for nothing. label_smoothing is the share of labels
-    that are believed to be wrong: 0 trusts all of them, 0.5 none.
+    It is log 2 at a tie. A margin above 0 asks for so much more, 0 for nothing. label_smoothing is
+    the share of labels that are believed to be wrong: 0 trusts all of them, 0.5 none.
     Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; the margin, Touvron et al.
     2023, eq. 2, https://arxiv.org/abs/2307.09288; the smoothing, Mitchell 2023,
     https://ericmitchell.ai/cdpo.pdf
@@ -36,7 +38,7 @@ def bradley_terry_loss(
 def centering_loss(
     chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"]
 ) -> Float[Tensor, "*B"]:
-    """Squared distance of a pair's rewards from 0; lower is better.
+    """Return the squared distance of a pair's rewards from 0; lower is better.
 
         (r_chosen + r_rejected)^2
 
@@ -44,6 +46,22 @@ def centering_loss(
     Source: Eisenstein et al. 2023, section 2, https://arxiv.org/abs/2312.09244
     """
     return (chosen + rejected) ** 2
+
+
+def clip_bounds(clip_range: float, clip_range_high: float | None) -> tuple[float, float]:
+    """Return the lowest and the highest ratio that PPO's policy loss does not clip.
+
+    clip_range_high: None is clip_range; larger lets rare good tokens grow faster.
+    """
+    return 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
+
+
+def policy_is_clipped(
+    ratio: Float[Tensor, ...], *, clip_range: float, clip_range_high: float | None
+) -> Bool[Tensor, ...]:
+    """Return True where a ratio is outside of the clip range, whatever its advantage."""
+    low, high = clip_bounds(clip_range, clip_range_high)
+    return (ratio < low) | (ratio > high)
 
 
 def policy_loss(
@@ -55,7 +73,7 @@ def policy_loss(
     clip_range_high: float | None,
     dual_clip: float | None,
 ) -> Float[Tensor, ...]:
-    """PPO's clipped surrogate, negated: lower is better.
+    """Return PPO's clipped surrogate, negated: lower is better.
 
         ratio = exp(logprobs - old_logprobs)
         loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range_high))
@@ -63,15 +81,15 @@ def policy_loss(
 
     A token whose ratio has already gone further than the range in the direction its advantage
     asks for has no gradient.
-    clip_range_high: None is clip_range; larger lets rare good tokens grow faster.
+    clip_range, clip_range_high: as for `clip_bounds`.
     dual_clip: bounds the loss of a bad token that became likely; None does not.
     Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347; high: Yu et al. 2025,
     section 3.1, https://arxiv.org/abs/2503.14476; dual: Ye et al. 2020, eq. 3,
     https://arxiv.org/abs/1912.09729
     """
     ratio = torch.exp(logprobs - old_logprobs)
-    high = clip_range if clip_range_high is None else clip_range_high
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + high))
+    low, high = clip_bounds(clip_range, clip_range_high)
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     if dual_clip is None:
         return loss
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
@@ -84,7 +102,7 @@ def value_loss(
     *,
     clip_range_vf: float | None,
 ) -> Float[Tensor, ...]:
-    """Squared error of the critic, with its step away from the old value bounded.
+    """Return the squared error of the critic, its step away from the old value bounded.
 
         v_clip = old + clip(V - old, -clip_range_vf, clip_range_vf)
         0.5 * max((V - R)^2, (v_clip - R)^2)
@@ -99,10 +117,18 @@ def value_loss(
     return 0.5 * torch.maximum(error, (clipped - returns) ** 2)
 
 
+def value_is_clipped(
+    values: Float[Tensor, ...], old_values: Float[Tensor, ...], *, clip_range_vf: float | None
+) -> Bool[Tensor, ...]:
+    """Return True where a value is further than clip_range_vf from the old one; None: nowhere."""
+    limit = math.inf if clip_range_vf is None else clip_range_vf
+    return (values - old_values).abs() > limit
+
+
 def token_weights(
     mask: Bool[Tensor, "B T"], reduction: Reduction, *, max_response_tokens: int
 ) -> Float[Tensor, "B T"]:
-    """What each token's loss counts in the sum that is minimised; 0 on padding.
+    """Return the weight of each token's loss in the sum that is minimised; 0 on padding.
 
         token_mean     1 / (real tokens of all B)         every token counts the same
         sequence_mean  1 / (B * tokens of its response)   every response counts the same

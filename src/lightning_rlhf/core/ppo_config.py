@@ -19,7 +19,6 @@ from lightning_rlhf.core.validation import (
     rule,
 )
 
-RolloutKind = Literal["native", "hf"]
 ScoreNormalization = Literal["none", "running", "running_scale"]
 MissingEOS = Literal["none", "subtract", "replace"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
@@ -34,6 +33,12 @@ CriticInit = Literal["zero", "reward"]
 GROUPED = ("rloo", "grpo", "dr_grpo")
 """Estimators that compare the responses to one prompt."""
 
+SamplerName = Annotated[
+    str,
+    Field(pattern=r"^(native|hf)$|:"),
+    described("native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
+]
+"""Name of a sampler, or where a class that implements one is found."""
 AboveOne = Annotated[float, Field(gt=1)]
 Texts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), described("texts")
@@ -52,7 +57,7 @@ class PPOConfig(StageConfig):
     max_response_tokens: PositiveInt
     temperature: PositiveFloat
     stop_strings: Texts
-    rollout: RolloutKind
+    rollout: SamplerName
     # from a score to rewards
     score_normalization: ScoreNormalization
     score_clip: PositiveFloat | None

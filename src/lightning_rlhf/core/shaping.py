@@ -165,8 +165,8 @@ def shape_rewards(
     return torch.where(mask, rewards, 0)
 
 
-def is_overpaid(experience: Experience) -> bool:
-    """Whether the rewards are so large that the sum of their squares is not finite in fp32.
+def rewards_overflow(experience: Experience) -> bool:
+    """Return whether the sum of the squared rewards is not finite in fp32.
 
     Advantages are whitened by it, and the critic's loss and the gradient's norm hold it. Where the
     KL is as large, the policy and not the score is what is wrong.

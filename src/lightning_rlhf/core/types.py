@@ -24,19 +24,19 @@ class Record:
         return len(getattr(self, fields(self)[0].name))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same record on `device`; Lightning calls this on every batch."""
+        """Return the same record on `device`; Lightning calls this on every batch."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def select(self, rows: Int[Tensor, " M"] | slice) -> Self:
-        """The sequences `rows` of every field."""
+        """Return the sequences `rows` of every field."""
         return self._map(lambda tensor: tensor[rows])
 
     def repeat(self, times: int) -> Self:
-        """Every sequence `times` times in a row."""
+        """Return every sequence `times` times in a row."""
         return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def split(self, size: int) -> Iterator[Self]:
-        """Consecutive records of `size` sequences; the last may be shorter."""
+        """Yield consecutive records of `size` sequences; the last may be shorter."""
         for start in range(0, len(self), size):
             yield self.select(slice(start, start + size))
 
@@ -82,21 +82,22 @@ class Prompts(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollout(Record):
-    """Responses sampled from the policy, with what the policy knew while it sampled."""
+class SampledResponses(Record):
+    """Responses as a sampler returns them."""
 
     tokens: Int[Tensor, "B P+T"]
-    """Left-padded prompt, then right-padded response."""
+    """Left-padded prompt, then right-padded response; any id on padding."""
     mask: Bool[Tensor, "B P+T"]
     """True on prompt and response tokens."""
     response_mask: Bool[Tensor, "B T"]
     """True on response tokens, the end token included."""
     ended: Bool[Tensor, " B"]
     """True where the response came to an end token or a stop string before it ran out of room."""
-    logprobs: Float[Tensor, "B T"]
-    """Log-probability of each response token under the sampling policy, nats; 0 on padding."""
-    values: Float[Tensor, "B T"]
-    """The critic's V(s_t) before token t is chosen; 0 on padding."""
+    logprobs: Float[Tensor, "B T"] | None
+    """Log-probability of each response token under the distribution that it was drawn from, nats;
+    0 on padding. None where the sampler does not know it."""
+    values: Float[Tensor, "B T"] | None
+    """V(s_t) of a critic that the sampler read on the way; 0 on padding. None without one."""
     index: Int[Tensor, " B"]
     """Row of the prompt in its data set."""
 
@@ -107,13 +108,23 @@ class Rollout(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rollout(SampledResponses):
+    """Sampled responses with what the policy and the critic predict of them."""
+
+    logprobs: Float[Tensor, "B T"]
+    """Log-probability of each response token under the policy at sampling, nats; 0 on padding."""
+    values: Float[Tensor, "B T"]
+    """V(s_t) of the critic before token t is chosen; 0 on padding and without a critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Replies:
     """Responses as tokens and as text, with the rows of the data that they answer."""
 
-    rollout: Rollout
+    rollout: SampledResponses
     rows: Sequence[Mapping[str, Any]]
-    """B rows: "prompt" is the prompt as text, "messages" its turns, {"role", "content"} each, and
-    the other columns stand as they were in the data."""
+    """B rows of the data. "prompt" is the prompt as text, "messages" its turns, each a dictionary
+    {"role", "content"}; the other columns stand as they were in the data."""
     responses: Sequence[str]
     """B texts, without what ends a response."""
 
@@ -123,12 +134,12 @@ class Replies:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(Record):
-    """What the frozen models say of a rollout."""
+    """Scores of a rollout by the frozen models."""
 
     parts: Float[Tensor, "B K"]
-    """What each component of the reward says of the whole response."""
+    """Number that each component of the reward gives the whole response."""
     score: Float[Tensor, " B"]
-    """Their weighted sum."""
+    """Weighted sum of the components."""
     ref_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the reference, nats; 0 on padding."""
     vocabulary_kl: Float[Tensor, "B T"] | None = None
@@ -143,23 +154,25 @@ class Experience(Record):
     mask: Bool[Tensor, "B P+T"]
     response_mask: Bool[Tensor, "B T"]
     old_logprobs: Float[Tensor, "B T"]
-    """Of the sampling policy, nats; 0 on padding."""
+    """Log-probability of each response token under the policy at sampling, nats; 0 on padding."""
     old_values: Float[Tensor, "B T"]
-    """Of the critic at sampling time; 0 on padding."""
+    """V(s_t) of the critic at sampling; 0 on padding."""
     ref_logprobs: Float[Tensor, "B T"]
-    """Of the reference, nats; 0 on padding."""
+    """Log-probability of each response token under the reference, nats; 0 on padding."""
     kl: Float[Tensor, "B T"]
-    """Sampling policy to reference, estimator k1 whatever is priced, nats a token; 0 on padding."""
+    """KL of the policy at sampling to the reference, estimator k1 whatever is priced, nats a token;
+    0 on padding."""
     rewards: Float[Tensor, "B T"]
     """Per-token signal: shaped score at the last token minus the price of KL; 0 on padding."""
     advantages: Float[Tensor, "B T"]
-    """0 on padding; whitened over the batch if the configuration says so."""
+    """Advantage of each response token, whitened over the batch where ppo.whiten_advantages=batch;
+    0 on padding."""
     returns: Float[Tensor, "B T"]
     """Targets of the value head, from unwhitened advantages; 0 on padding."""
     parts: Float[Tensor, "B K"]
-    """Of the score, as the components of the reward gave them."""
+    """Number that each component of the reward gave the whole response."""
     score: Float[Tensor, " B"]
-    """Their weighted sum, before any shaping."""
+    """Weighted sum of the components, before any shaping."""
     ended: Bool[Tensor, " B"]
     index: Int[Tensor, " B"]
 
@@ -170,30 +183,32 @@ class Experience(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
-    """What one iteration learns from, and all else that its updates depend on besides the model."""
+class IterationBatch:
+    """Everything that the updates of one iteration depend on, besides the models."""
 
     experience: Experience
     kl_coef: float
-    """Of this iteration."""
+    """KL coefficient of the iteration."""
     shuffle: UInt8[Tensor, " G"]
     """State of the generator that draws the minibatches; always on the CPU."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same with its experience on `device`; Lightning calls this on every batch."""
+        """Return the same with its experience on `device`; Lightning calls this on every batch."""
         return replace(self, experience=self.experience.to(device, non_blocking=non_blocking))
 
     def generator(self) -> torch.Generator:
-        """A fresh one in the state `shuffle`."""
+        """Return a fresh generator in the state `shuffle`."""
         generator = torch.Generator()
         generator.set_state(self.shuffle)
         return generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateStats:
-    """Facts of one minibatch of PPO, 0-d. Losses weigh tokens as ppo.loss_reduction says; the rest
-    are means over the minibatch's tokens."""
+class PPOTerms:
+    """Loss and statistics of PPO on a minibatch, or a micro-batch's shares of them; 0-d.
+
+    Losses weigh tokens as ppo.loss_reduction says; the rest are means over the minibatch's tokens.
+    """
 
     loss: Tensor
     """policy_loss + kl_coef * kl_loss + vf_coef * value_loss - ent_coef * entropy."""
@@ -204,18 +219,25 @@ class UpdateStats:
     value_loss: Tensor
     """Clipped squared error, with the factor 1/2; 0 without a critic."""
     entropy: Tensor
-    """Of the policy now, nats a token."""
+    """Entropy of the current policy, nats a token."""
     approx_kl: Tensor
-    """Policy at sampling against policy now, estimator k3, nats a token."""
+    """KL of the policy at sampling to the current policy, estimator k3, nats a token."""
     clip_fraction: Tensor
     """Share of tokens whose ratio left the clip range."""
     value_clip_fraction: Tensor
     """Share of tokens whose value left old_value +- clip_range_vf."""
     ratio_mean: Tensor
+    """Mean over tokens of the current probability over that at sampling."""
     ratio_max: Tensor
-    """Largest ratio of any token in the minibatch."""
+    """Largest ratio of any token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateStats(PPOTerms):
+    """Statistics of one minibatch of PPO and of its optimizer step, 0-d."""
+
     grad_norm: Tensor
-    """Global norm before clipping."""
+    """Global norm of the gradient before clipping."""
     skipped: Tensor
     """1 where ppo.max_ratio forbade the optimizer step, else 0."""
     stopped: Tensor

@@ -34,7 +34,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lightning_rlhf.core.storage import make_folder
-from lightning_rlhf.core.types import Collected, Experience, UpdateStats
+from lightning_rlhf.core.types import Experience, IterationBatch, UpdateStats
 from lightning_rlhf.data.tables import (
     FACTS,
     columns,
@@ -86,7 +86,7 @@ LARGEST_STATE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded(Collected):
+class Recorded(IterationBatch):
     """One iteration: the inputs of its update, the texts, and the results."""
 
     iteration: int

@@ -19,11 +19,11 @@ from lightning_rlhf.models.roles import trainable_names
 def build_optimizer(
     groups: Sequence[tuple[float, Iterable[nn.Parameter]]], config: StageConfig, total_steps: int
 ) -> dict[str, Any]:
-    """AdamW over the trainable parameters, and its schedule, as Lightning wants them.
+    """Return AdamW over the trainable parameters and its schedule, in the form Lightning takes.
 
-    groups: learning-rate factors with the parameters they are for. Vectors (biases, norms) get no
-        weight decay.
-    total_steps: calls of the scheduler over the whole run.
+    groups: pairs of a learning-rate factor and the parameters it is for. Vectors (biases, norms)
+        get no weight decay.
+    total_steps: number of calls of the scheduler over the whole run.
     """
     parameter_groups = []
     for factor, parameters in groups:
@@ -44,7 +44,7 @@ def build_optimizer(
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
-    """Learning rate of step 0, 1, … over its peak: linear warm-up, then the schedule.
+    """Return the learning rate of step 0, 1, … over its peak: linear warm-up, then the schedule.
 
     "linear" and "cosine" fall to 0 at total_steps, "constant" stays at 1.
     """
@@ -61,24 +61,27 @@ def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
             return 1.0
 
 
-def backward(
-    module: L.LightningModule, losses: Iterable[Tensor], max_grad_norm: float
-) -> tuple[Tensor, Tensor]:
-    """The clipped gradient of the sum of `losses`, each backpropagated as it comes.
+def zero_gradients(module: L.LightningModule) -> None:
+    """Forget the gradient of the update before."""
+    _optimizer(module).zero_grad()
 
-    The losses carry their denominator, so that N micro-batches give the gradient of one.
-    Returns: the summed loss and the global gradient norm before clipping, both 0-d.
+
+def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
+    """Add the gradient of a 0-d loss to that of the trained parameters; return it detached.
+
+    The losses of micro-batches carry the denominator of their minibatch, so that the gradients of
+    all of them add up to that of one.
     """
-    optimizer = _optimizer(module)
-    optimizer.zero_grad()
-    total = torch.zeros((), device=module.device)
-    for loss in losses:
-        # The casts of the forward pass are recorded; autocast would round what it left in fp32.
-        with torch.autocast(module.device.type, enabled=False):
-            module.manual_backward(loss)
-        total += loss.detach()
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    return total, nn.utils.clip_grad_norm_(trained, max_grad_norm)
+    # The casts of the forward pass are recorded; autocast would round what it left in fp32.
+    with torch.autocast(module.device.type, enabled=False):
+        module.manual_backward(loss)
+    return loss.detach()
+
+
+def clip_gradients(module: L.LightningModule, max_norm: float) -> Tensor:
+    """Scale the gradient down to `max_norm`; return its global norm before that, 0-d."""
+    trained = [p for group in _optimizer(module).param_groups for p in group["params"]]
+    return nn.utils.clip_grad_norm_(trained, max_norm)
 
 
 def step(module: L.LightningModule) -> None:
@@ -100,9 +103,9 @@ def advance_schedule(module: L.LightningModule) -> None:
 
 
 def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless `checkpoint` holds just the parameters that are trained.
+    """Raise CheckpointError unless the trained parameters are those of `checkpoint`.
 
-    By name, shape and type.
+    They are compared by name, shape and type.
     """
     state, parameters = checkpoint["state_dict"], trainable_state(module)
     held, trained = set(state), set(parameters)
@@ -122,6 +125,6 @@ def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes; the rest is in the checkpoints it started from."""
+    """Return the trained parameters; the rest is in the checkpoints that training started from."""
     state = nn.Module.state_dict(module)
     return {name: state[name] for name in trainable_names(module)}

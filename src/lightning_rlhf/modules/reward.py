@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -14,15 +14,20 @@ from torch.nn import functional as F
 
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
+from lightning_rlhf.core.results import RESULT, PairScores, RewardRows, RewardStep
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.learner import Learner, by_row
 from lightning_rlhf.modules.optim import (
     advance_schedule,
+    backward,
     build_optimizer,
     check_parameters,
+    clip_gradients,
+    step,
     trainable_state,
+    zero_gradients,
 )
+from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
 
 
 class RewardModule(L.LightningModule):
@@ -41,49 +46,60 @@ class RewardModule(L.LightningModule):
         self.roles = roles
         self.config = config
         self.seed = seed
-        self.learner = Learner("rm", config)
+        self.guard = UpdateGuard("rm", config)
         self.iteration = 0
-        """Finished batches, over all resumes; an update that was not made counts too."""
+        """Number of finished batches, over all resumes; updates that were not made count too."""
 
-    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, Any]:
-        rewards: list[dict[str, Tensor]] = []
-        draws = self.draws(len(batch))
-
-        def losses(size: int) -> Iterator[Tensor]:
-            rewards.clear()
-            for part, drawn in zip(batch.split(size), draws.split(size), strict=True):
-                yield self.loss_sum(part, drawn, rewards) / len(batch)
-
-        loss, grad_norm = self.learner.gradient(self, losses)
-        is_made = self.learner.step(self, loss, grad_norm)
+    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, RewardStep]:
+        loss, grad_norm, scores = self.gradient(batch)
+        is_made = self.guard.accepts(self, loss, grad_norm)
+        if is_made:
+            step(self)
         advance_schedule(self)
         self.iteration += 1
-        sides = {side: torch.cat([r[side] for r in rewards]) for side in ("chosen", "rejected")}
-        return {"loss": loss, "grad_norm": grad_norm, "is_made": is_made, **sides}
+        result = RewardStep(
+            loss=loss, grad_norm=grad_norm, is_made=is_made,
+            chosen=scores.chosen, rejected=scores.rejected,
+        )  # fmt: skip
+        return {RESULT: result}
 
-    def validation_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
-        parts = self.learner.microbatch.fitting(
-            lambda size: [self.rewards(part) for part in batch.split(size)]
-        )
-        return {side: torch.cat([p[side] for p in parts]).mean(dim=1) for side in parts[0]}
+    @halving_microbatches
+    def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, PairScores]:
+        """Backpropagate the loss of a batch; return it, the norm of its gradient, and the scores.
 
-    def predict_step(self, batch: Preferences, batch_idx: int) -> dict[str, Tensor]:
-        """What the model as it is now says of each pair by itself, as `by_row`.
-
-        Returns: the pairs' loss and grad_norm; the scores of the chosen and the rejected responses,
-            chosen_score and rejected_score, mean over the heads. All [B].
+        Loss and norm are 0-d; the scores are from before the update.
         """
+        zero_gradients(self)
+        size, draws = self.guard.microbatch.rows, self.draws(len(batch))
+        loss, scores = torch.zeros((), device=self.device), []
+        for micro_batch, drawn in zip(batch.split(size), draws.split(size), strict=True):
+            rewards = self.rewards(micro_batch)
+            loss += backward(self, self.loss_sum(micro_batch, rewards, drawn) / len(batch))
+            scores.append(mean_scores(*rewards))
+        return loss, clip_gradients(self, self.config.max_grad_norm), joined(scores)
+
+    @halving_microbatches
+    def validation_step(self, batch: Preferences, batch_idx: int) -> PairScores:  # type: ignore[override]
+        micro_batches = batch.split(self.guard.microbatch.rows)
+        return joined([mean_scores(*self.rewards(micro_batch)) for micro_batch in micro_batches])
+
+    def predict_step(self, batch: Preferences, batch_idx: int) -> RewardRows:
+        """Return loss, gradient norm and scores of each pair by itself."""
         draws = iter(self.draws(len(batch)).split(1))
 
         def facts(pair: Preferences) -> dict[str, Tensor]:
-            rewards: list[dict[str, Tensor]] = []
-            loss = self.loss_sum(pair, next(draws), rewards)
-            return {"loss": loss} | {f"{side}_score": x for side, x in rewards[0].items()}
+            rewards = self.rewards(pair)
+            loss, scores = self.loss_sum(pair, rewards, next(draws)), mean_scores(*rewards)
+            return {
+                "loss": loss,
+                "chosen_score": scores.chosen,
+                "rejected_score": scores.rejected,
+            }
 
-        return by_row(self, batch, facts)
+        return RewardRows(**facts_by_row(self, batch, facts))
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
-        """How often each head draws each pair: from Poisson(1); once where there is one head."""
+        """Return how often each head draws each pair: from Poisson(1); once with one head."""
         rates = torch.ones(pairs, self.config.heads)
         if self.config.heads > 1:
             sequence = np.random.SeedSequence((self.seed, self.iteration))
@@ -92,23 +108,23 @@ class RewardModule(L.LightningModule):
         return rates.to(self.device)
 
     def loss_sum(
-        self, batch: Preferences, draws: Float[Tensor, "B H"], rewards: list[dict[str, Tensor]]
+        self,
+        batch: Preferences,
+        rewards: tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]],
+        draws: Float[Tensor, "B H"],
     ) -> Tensor:
-        """Loss summed over the pairs, 0-d; what the two sides got is appended to `rewards`."""
-        config, sides = self.config, self.rewards(batch)
-        rewards.append({name: reward.detach().mean(dim=1) for name, reward in sides.items()})
-        chosen, rejected = sides["chosen"], sides["rejected"]
+        """Return the loss summed over the pairs, 0-d, from what `rewards` returned of them."""
+        config = self.config
         losses = bradley_terry_loss(
-            chosen,
-            rejected,
+            *rewards,
             margin=config.margin_coef * batch.margin[:, None],
             label_smoothing=config.label_smoothing,
         )
-        losses = losses + config.center_coef * centering_loss(chosen, rejected)
+        losses = losses + config.center_coef * centering_loss(*rewards)
         return (draws * losses).mean(dim=1).sum()
 
-    def rewards(self, batch: Preferences) -> dict[str, Float[Tensor, "B H"]]:
-        """What each head says of the chosen and of the rejected responses, in one forward pass."""
+    def rewards(self, batch: Preferences) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]]:
+        """Return each head's rewards of the chosen and of the rejected responses, in one pass."""
         width = max(batch.chosen.shape[1], batch.rejected.shape[1])
         sides = (batch.chosen, batch.chosen_mask), (batch.rejected, batch.rejected_mask)
         tokens, mask = (
@@ -116,7 +132,7 @@ class RewardModule(L.LightningModule):
             for i in range(2)
         )
         chosen, rejected = self.roles.rewards(tokens, mask).chunk(2)
-        return {"chosen": chosen, "rejected": rejected}
+        return chosen, rejected
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
@@ -127,9 +143,22 @@ class RewardModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = self.iteration
-        checkpoint["learner"] = self.learner.state_dict()
+        checkpoint["learner"] = self.guard.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_parameters(self, checkpoint)
         self.iteration = checkpoint["iteration"]
-        self.learner.load_state_dict(checkpoint["learner"])
+        self.guard.load_state_dict(checkpoint["learner"])
+
+
+def mean_scores(chosen: Float[Tensor, "B H"], rejected: Float[Tensor, "B H"]) -> PairScores:
+    """Return the scores of pairs: means over the heads, without a gradient."""
+    return PairScores(chosen=chosen.detach().mean(dim=1), rejected=rejected.detach().mean(dim=1))
+
+
+def joined(scores: Sequence[PairScores]) -> PairScores:
+    """Return the scores of all micro-batches, one behind the other."""
+    return PairScores(
+        chosen=torch.cat([s.chosen for s in scores]),
+        rejected=torch.cat([s.rejected for s in scores]),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -12,15 +11,20 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.logprobs import token_logprobs
+from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTRows, SFTStep
 from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.learner import Learner, by_row
 from lightning_rlhf.modules.optim import (
     advance_schedule,
+    backward,
     build_optimizer,
     check_parameters,
+    clip_gradients,
+    step,
     trainable_state,
+    zero_gradients,
 )
+from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
 
 
 class SFTModule(L.LightningModule):
@@ -35,47 +39,50 @@ class SFTModule(L.LightningModule):
         self.strict_loading = False
         self.roles = roles
         self.config = config
-        self.learner = Learner("sft", config)
+        self.guard = UpdateGuard("sft", config)
         self.iteration = 0
-        """Finished batches, over all resumes; an update that was not made counts too."""
+        """Number of finished batches, over all resumes; updates that were not made count too."""
 
-    def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Any]:
-        tokens = batch.target_mask.sum()
-
-        def losses(size: int) -> Iterator[Tensor]:
-            return (self.nll_sum(part) / tokens for part in batch.split(size))
-
-        loss, grad_norm = self.learner.gradient(self, losses)
-        is_made = self.learner.step(self, loss, grad_norm)
+    def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, SFTStep]:
+        loss, grad_norm = self.gradient(batch)
+        is_made = self.guard.accepts(self, loss, grad_norm)
+        if is_made:
+            step(self)
         advance_schedule(self)
         self.iteration += 1
-        return {"loss": loss, "tokens": tokens, "grad_norm": grad_norm, "is_made": is_made}
+        tokens = batch.target_mask.sum()
+        return {RESULT: SFTStep(loss=loss, tokens=tokens, grad_norm=grad_norm, is_made=is_made)}
 
-    def validation_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
-        nll_sum = self.learner.microbatch.fitting(
-            lambda size: torch.stack([self.nll_sum(part) for part in batch.split(size)]).sum()
-        )
-        return {"nll_sum": nll_sum, "tokens": batch.target_mask.sum()}
+    @halving_microbatches
+    def gradient(self, batch: Demonstrations) -> tuple[Tensor, Tensor]:
+        """Backpropagate the loss of a batch; return it and the norm of its gradient, 0-d."""
+        zero_gradients(self)
+        loss, tokens = torch.zeros((), device=self.device), batch.target_mask.sum()
+        for micro_batch in batch.split(self.guard.microbatch.rows):
+            loss += backward(self, self.nll_sum(micro_batch) / tokens)
+        return loss, clip_gradients(self, self.config.max_grad_norm)
 
-    def predict_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, Tensor]:
-        """What the model as it is now says of each row by itself, as `by_row`.
+    @halving_microbatches
+    def validation_step(self, batch: Demonstrations, batch_idx: int) -> SFTEvaluation:  # type: ignore[override]
+        micro_batches = batch.split(self.guard.microbatch.rows)
+        nll_sum = torch.stack([self.nll_sum(micro_batch) for micro_batch in micro_batches]).sum()
+        return SFTEvaluation(nll_sum=nll_sum, tokens=batch.target_mask.sum())
 
-        Returns: the rows' loss and grad_norm [B], of the mean over the row's target tokens, nats;
-            logprobs [N] of the target tokens, row after row.
-        """
+    def predict_step(self, batch: Demonstrations, batch_idx: int) -> SFTRows:
+        """Return loss, gradient norm and log-probabilities of each row by itself."""
 
         def facts(row: Demonstrations) -> dict[str, Tensor]:
             logprobs = self.logprobs(row)
             return {"loss": -logprobs.mean(), "logprobs": logprobs}
 
-        return by_row(self, batch, facts)
+        return SFTRows(**facts_by_row(self, batch, facts))
 
     def nll_sum(self, batch: Demonstrations) -> Tensor:
-        """Negative log-likelihood of the target tokens, nats, summed over the batch; 0-d."""
+        """Return the negative log-likelihood of the batch's target tokens, summed, nats; 0-d."""
         return -self.logprobs(batch).sum()
 
     def logprobs(self, batch: Demonstrations) -> Float[Tensor, " N"]:
-        """Log-probability of each target token, row after row, nats."""
+        """Return the log-probability of each target token, row after row, nats."""
         mask = batch.target_mask[:, 1:]
         hidden = self.roles.hidden_at(batch.tokens[:, :-1], mask)
         logprobs, _ = token_logprobs(
@@ -94,9 +101,9 @@ class SFTModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = self.iteration
-        checkpoint["learner"] = self.learner.state_dict()
+        checkpoint["learner"] = self.guard.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_parameters(self, checkpoint)
         self.iteration = checkpoint["iteration"]
-        self.learner.load_state_dict(checkpoint["learner"])
+        self.guard.load_state_dict(checkpoint["learner"])

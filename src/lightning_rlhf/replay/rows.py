@@ -79,7 +79,7 @@ def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int
         module, DataLoader(data, batch_size=None), ckpt_path=checkpoint, weights_only=True
     )
     assert predicted is not None
-    facts = {name: x.float().cpu() for name, x in cast(Any, predicted[0]).items()}
+    facts = {name: x.float().cpu() for name, x in vars(predicted[0]).items()}
     rows = replayed_rows(batch, facts, ready.chat.show)
     for part in rows_on_terminal(batch, rows, count):
         get_console().print(part)

@@ -18,6 +18,7 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import CheckpointError, DataError, TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rollouts import (
     PER_TOKEN,
@@ -33,6 +34,7 @@ from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.replay.plan import Plan, updates_before
 from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.folders import find_rewards, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready
 from lightning_rlhf.stages.ppo import build_module
@@ -100,7 +102,7 @@ class Comparison(Callback):
     ) -> None:  # fmt: skip
         if batch.updates is not None:
             found = differences(
-                batch, stats(outputs["updates"]), parameters_digest(pl_module.state_dict())
+                batch, stats(outputs[RESULT].updates), parameters_digest(pl_module.state_dict())
             )
             self.differences += found
 
@@ -153,7 +155,7 @@ def run_once_more(plan: Plan) -> Replayed:
         try:
             trainer.fit(module, Recordings(plan), ckpt_path=plan.checkpoint, weights_only=True)
         except TrainingError as error:
-            ended = str(error)
+            ended = str(advise(error))
     else:
         made = updates_before(plan.weights)
         weights = load_file(plan.weights)
@@ -170,7 +172,7 @@ def run_once_more(plan: Plan) -> Replayed:
     data: Any = [recorded]
     afterwards = quiet_trainer(settings, []).predict(module, DataLoader(data, batch_size=None))
     assert afterwards is not None
-    now: Any = afterwards[0]
+    now: Any = afterwards[0]  # PPOPredictions
     return Replayed(
         recorded=recorded,
         differences=tuple(found),
@@ -178,8 +180,8 @@ def run_once_more(plan: Plan) -> Replayed:
         ended=ended,
         made=made,
         machine=machine(ready.device),
-        logprobs=now["logprobs"].cpu(),
-        values=None if now["values"] is None else now["values"].cpu(),
+        logprobs=now.logprobs.cpu(),
+        values=None if now.values is None else now.values.cpu(),
         chat=ready.chat,
     )
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
-from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Replies
 
 TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
@@ -35,7 +35,7 @@ class LearnedReward:
     """Standard deviation of the raw reward over SFT samples."""
     uncertainty_coef: float
     """Weight of the deviation between the heads of an ensemble."""
-    batch_size: BatchSize
+    batch_size: MicrobatchSize
     """Number of rows that are read at once; rows of similar lengths are read together."""
 
     @torch.no_grad()

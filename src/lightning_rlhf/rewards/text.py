@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.memory import BatchSize
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import Replies
 from lightning_rlhf.rewards.learned import standardised
 
@@ -51,7 +51,7 @@ class TextReward:
     """Standard deviation of the raw reward, by which it is divided."""
     uncertainty_coef: float
     """Weight of the deviation between the heads of an ensemble."""
-    batch_size: BatchSize
+    batch_size: MicrobatchSize
     """Number of dialogues that are read at once; those of similar lengths are read together."""
     max_tokens: int | None
     """Maximum number of tokens that are read; None reads all. A longer dialogue loses the tokens

@@ -1,53 +1,38 @@
-"""The scale of a reward model, measured on what it will be asked about."""
+"""The scale of a reward model, measured on responses of the SFT model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.roles import REFERENCE, Roles
-from lightning_rlhf.rollout import generate as native
-from lightning_rlhf.rollout import hf
-from lightning_rlhf.rollout.generate import no_value
+from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
 
 
 def sample_reference(
-    roles: Roles,
-    batches: Iterable[Prompts],
-    *,
-    max_response_tokens: int,
-    temperature: float,
-    end_token_ids: Sequence[int],
-    generator: torch.Generator,
-) -> list[Rollout]:
-    """Responses of the SFT model, on the CPU.
+    roles: Roles, batches: Iterable[Prompts], params: SamplingParams, generator: torch.Generator
+) -> list[SampledResponses]:
+    """Return responses of the SFT model, on the CPU.
 
-    To be drawn before a reward model is trained: full fine-tuning changes the weights that speak.
+    They are to be drawn before a reward model is trained: full fine-tuning changes its weights.
     """
-    generate = native.generate if roles.caches else hf.generate
+    sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
     with roles.acting(REFERENCE):
         return [
-            generate(
-                roles,
-                prompts.to(roles.device),
-                value=no_value,
-                max_response_tokens=max_response_tokens,
-                temperature=temperature,
-                end_token_ids=end_token_ids,
-                generator=generator,
-            ).to("cpu")
-            for prompts in batches
+            sampler.sample(prompts.to(roles.device), 1, generator).to("cpu") for prompts in batches
         ]
 
 
 @torch.no_grad()
-def sample_rewards(roles: Roles, rollouts: Iterable[Rollout]) -> Float[Tensor, " B"]:
-    """The raw reward of each response, on the CPU."""
+def sample_rewards(roles: Roles, rollouts: Iterable[SampledResponses]) -> Float[Tensor, " B"]:
+    """Return the raw reward of each response, on the CPU."""
     rewards = [
         roles.reward(rollout.tokens.to(roles.device), rollout.mask.to(roles.device)).cpu()
         for rollout in rollouts
@@ -56,7 +41,7 @@ def sample_rewards(roles: Roles, rollouts: Iterable[Rollout]) -> Float[Tensor, "
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
-    """Mean and standard deviation, by which a reward is standardised.
+    """Return mean and standard deviation, by which a reward is standardised.
 
     Raises CheckpointError where the deviation is 0 or not finite.
     """

@@ -1,4 +1,4 @@
-"""What each state was worth: the critic, wherever it lives."""
+"""Values of states: the critic, wherever its weights are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_rlhf.core.types import Experience, Rollout
+from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.types import Experience, SampledResponses
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import POLICY, VALUE, Roles
-from lightning_rlhf.rollout.score import by_length, response_hidden, spread
+from lightning_rlhf.rollout.score import response_hidden, scatter
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,36 @@ class Critic:
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether the policy's hidden states are its own."""
+        """True where the head reads the policy's own hidden states."""
         return self.role == POLICY
 
-    def values(self, batch: Rollout | Experience) -> Float[Tensor, " N"]:
-        """V before each real response token, row by row."""
+    def values(
+        self,
+        batch: SampledResponses | Experience,
+        *,
+        policy_hidden: Float[Tensor, "N d"] | None = None,
+    ) -> Float[Tensor, " N"]:
+        """Return V before each real response token, row by row.
+
+        policy_hidden: hidden states of the policy at these tokens, where they are known: a critic
+            on its trunk reads them instead of the responses.
+        """
+        if self.shares_trunk and policy_hidden is not None:
+            return self.head(policy_hidden)
         with self.roles.acting(self.role):
             return self.head(response_hidden(self.roles, batch))
 
     @torch.no_grad()
-    def all_values(self, batch: Rollout | Experience, batch_size: int) -> Float[Tensor, "B T"]:
-        """V before each response token, 0 on padding, computed `batch_size` rows at a time."""
+    def all_values(
+        self, batch: SampledResponses | Experience, batch_size: int
+    ) -> Float[Tensor, "B T"]:
+        """Return V before each response token, 0 on padding, `batch_size` rows at a time."""
         order = by_length(batch.mask)
-        parts = [self.values(batch.select(rows)) for rows in order.split(batch_size)]
-        return spread(parts, batch.response_mask[order])[order.argsort()]
+        values = [self.values(batch.select(rows)) for rows in order.split(batch_size)]
+        return scatter(values, batch.response_mask[order])[order.argsort()]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What is the critic's alone to train."""
+        """Yield the parameters that only the critic trains."""
         yield from self.head.parameters()
         if not self.shares_trunk:
             yield from self.roles.trained_by(self.role)

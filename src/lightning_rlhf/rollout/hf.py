@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,83 +13,70 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lightning_rlhf.core.errors import DivergedError
-from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.core.errors import LogitsError
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.draft import DIVERGED, REMEDY
-from lightning_rlhf.rollout.score import response_hidden, response_logprobs, spread
+from lightning_rlhf.rollout.sampler import SamplingParams
 
 
-@torch.no_grad()
-def generate(
-    roles: Roles,
-    prompts: Prompts,
-    *,
-    value: Callable[[Float[Tensor, "B d"]], Float[Tensor, " B"]],
-    max_response_tokens: int,
-    temperature: float,
-    end_token_ids: Sequence[int],
-    samples_per_prompt: int = 1,
-    stop: StoppingCriteria | None = None,
-    generator: torch.Generator,
-) -> Rollout:
-    """As the native `generate`: the same distribution from other random numbers, and slower.
+class HFSampler:
+    """Samples from the acting role; the same distribution as `NativeSampler`, and slower.
 
-    Log-probabilities and values come from reading the responses once more. All draws of a batch
-    come from one generator, so that a response depends on how long the others go on.
+    All draws of a batch come from one generator, so that a response depends on how long the others
+    go on.
     """
-    prompts = prompts.repeat(samples_per_prompt)
-    width = prompts.tokens.shape[1]
-    model, end = roles.causal_lm, torch.tensor(list(end_token_ids), device=roles.device)
-    ours, theirs = (
-        _settings(max_response_tokens, temperature, end_token_ids),
-        model.generation_config,
-    )
-    devices = [] if roles.device.type == "cpu" else [roles.device]
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        model.generation_config = ours  # what it has there would fill what ours leaves open
-        try:
-            tokens = model.generate(
-                input_ids=prompts.tokens,
-                attention_mask=prompts.mask.long(),
-                logits_processor=LogitsProcessorList([_Finite()]),
-                stopping_criteria=StoppingCriteriaList(
-                    [] if stop is None else [_Behind(stop, width)]
-                ),
-            )
-        finally:
-            model.generation_config = theirs
-    over = _ends(tokens[:, width:], end, stop)
-    response_mask = over.long().cumsum(dim=1) - over.long() == 0
-    nothing = torch.zeros(response_mask.shape, device=roles.device)
-    rollout = Rollout(
-        tokens=tokens,
-        mask=torch.cat([prompts.mask, response_mask], dim=1),
-        response_mask=response_mask,
-        ended=over.any(dim=1),
-        logprobs=nothing,
-        values=nothing,
-        index=prompts.index,
-    )
-    hidden = response_hidden(roles, rollout)
-    logprobs, _ = response_logprobs(roles, hidden, rollout, temperature)
-    return replace(
-        rollout,
-        logprobs=spread([logprobs], response_mask),
-        values=spread([value(hidden)], response_mask),
-    )
+
+    is_exact = True
+
+    def __init__(self, roles: Roles, params: SamplingParams) -> None:
+        self.roles = roles
+        self.params = params
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+    ) -> SampledResponses:
+        """Return responses without log-probabilities and values, as `Sampler.sample`."""
+        roles, params = self.roles, self.params
+        prompts = prompts.repeat(samples_per_prompt)
+        width = prompts.tokens.shape[1]
+        stop = None if params.stop is None else _ResponseStop(params.stop, width)
+        model = roles.causal_lm
+        models_own = model.generation_config
+        devices = [] if roles.device.type == "cpu" else [roles.device]
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+            # The model's own settings would fill what ours leave open.
+            model.generation_config = _generation_config(params)
+            try:
+                tokens = model.generate(
+                    input_ids=prompts.tokens,
+                    attention_mask=prompts.mask.long(),
+                    logits_processor=LogitsProcessorList([_Finite()]),
+                    stopping_criteria=StoppingCriteriaList([] if stop is None else [stop]),
+                )
+            finally:
+                model.generation_config = models_own
+        ends = _ends(tokens[:, width:], params)
+        response_mask = ends.long().cumsum(dim=1) - ends.long() == 0
+        return SampledResponses(
+            tokens=tokens,
+            mask=torch.cat([prompts.mask, response_mask], dim=1),
+            response_mask=response_mask,
+            ended=ends.any(dim=1),
+            logprobs=None,
+            values=None,
+            index=prompts.index,
+        )
 
 
-def _ends(
-    responses: Int[Tensor, "B T"], end: Int[Tensor, " E"], stop: StoppingCriteria | None
-) -> Bool[Tensor, "B T"]:
-    """Where a token ends its response: as one of `end`, or by what `stop` finds up to it."""
-    over = torch.isin(responses, end)
-    if stop is not None:
+def _ends(responses: Int[Tensor, "B T"], params: SamplingParams) -> Bool[Tensor, "B T"]:
+    """Return True where a token ends its response, by its id or by what `stop` finds up to it."""
+    ends = torch.isin(responses, torch.tensor(list(params.end_token_ids), device=responses.device))
+    if params.stop is not None:
         lengths = range(1, responses.shape[1] + 1)
-        over |= torch.stack([stop(responses[:, :n], None) for n in lengths], dim=1)
-    return over
+        ends |= torch.stack([params.stop(responses[:, :n], None) for n in lengths], dim=1)
+    return ends
 
 
 class _Finite(LogitsProcessor):
@@ -100,12 +84,12 @@ class _Finite(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         if scores.isnan().any() or scores.isposinf().any():
-            raise DivergedError(f"{DIVERGED}. {REMEDY}")
+            raise LogitsError
         return scores
 
 
-class _Behind(StoppingCriteria):
-    """Looks at what stands behind the prompt only."""
+class _ResponseStop(StoppingCriteria):
+    """Applies a stopping criterion to the response alone."""
 
     def __init__(self, stop: StoppingCriteria, width: int) -> None:
         self.stop = stop
@@ -115,15 +99,13 @@ class _Behind(StoppingCriteria):
         return self.stop(input_ids[:, self.width :], scores)
 
 
-def _settings(
-    max_response_tokens: int, temperature: float, end_token_ids: Sequence[int]
-) -> GenerationConfig:
+def _generation_config(params: SamplingParams) -> GenerationConfig:
     return GenerationConfig(
         do_sample=True,
-        temperature=float(temperature),
+        temperature=float(params.temperature),
         top_k=0,
         top_p=1.0,
-        max_new_tokens=max_response_tokens,
-        eos_token_id=list(end_token_ids),
-        pad_token_id=end_token_ids[0],
+        max_new_tokens=params.max_response_tokens,
+        eos_token_id=list(params.end_token_ids),
+        pad_token_id=params.end_token_ids[0],
     )

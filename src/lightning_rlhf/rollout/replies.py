@@ -1,4 +1,4 @@
-"""From what was sampled to what was said, and from what somebody said to tokens."""
+"""Responses from tokens to text, and from text to tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.types import Replies, Rollout
+from lightning_rlhf.core.types import Replies, SampledResponses
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message
 from lightning_rlhf.rewards.weighted import Source, checked
 
 AT_ONCE = 256
-"""Replies that are made of texts at once; each source cuts them to what it can read."""
+"""Number of texts that are encoded at once; each source cuts them to what it can read."""
 
 
-def said(rollout: Rollout, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> Replies:
-    """The responses of a rollout as text, with the rows of the data that they answer."""
+def decode_replies(
+    rollout: SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
+) -> Replies:
+    """Return the responses of a rollout as text, with the rows of the data that they answer."""
     return Replies(
         rollout=rollout,
         rows=[rows[index] for index in rollout.index.tolist()],
@@ -32,10 +34,10 @@ def said(rollout: Rollout, rows: Sequence[Mapping[str, Any]], chat: ChatFormat) 
     )
 
 
-def written(
+def encode_replies(
     rows: Sequence[Mapping[str, Any]], responses: Sequence[str], chat: ChatFormat
 ) -> Replies:
-    """Texts as if the policy had said them: left-padded prompts, the end token behind each."""
+    """Return texts as responses of the policy: left-padded prompts, the end token behind each."""
     prompts = [
         chat.prompt_tokens(
             tuple(Message(turn["role"], turn["content"]) for turn in row["messages"])
@@ -46,14 +48,13 @@ def written(
     response, response_mask = pad(
         [chat.response_tokens(text) for text in responses], chat.pad_token_id, "right"
     )
-    nothing = torch.zeros(response.shape)
-    rollout = Rollout(
+    rollout = SampledResponses(
         tokens=torch.cat([prompt, response], dim=1),
         mask=torch.cat([prompt_mask, response_mask], dim=1),
         response_mask=response_mask,
         ended=torch.ones(len(rows), dtype=torch.bool),
-        logprobs=nothing,
-        values=nothing,
+        logprobs=None,
+        values=None,
         index=torch.arange(len(rows)),
     )
     return Replies(rollout=rollout, rows=rows, responses=responses)
@@ -68,11 +69,11 @@ def score_texts(
     chat: ChatFormat,
     device: torch.device,
 ) -> Float[Tensor, " B"]:
-    """What a source says of texts, through the path of PPO's own responses; on the CPU."""
+    """Return a source's scores of texts, read as PPO's own responses are; on the CPU."""
     parts = []
     for start in range(0, len(rows), AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        replies = written(rows[some], responses[some], chat)
+        replies = encode_replies(rows[some], responses[some], chat)
         replies = Replies(
             rollout=replies.rollout.to(device), rows=replies.rows, responses=replies.responses
         )

@@ -1,4 +1,4 @@
-"""What the policy, the reference and the reward source say of responses."""
+"""Predictions of policy and reference for responses, and scores of the reward."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.core.masking import by_length, from_first_real
 from lightning_rlhf.core.shaping import weighted_sum
-from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores
+from lightning_rlhf.core.types import Experience, Replies, SampledResponses, Scores
 from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rewards.weighted import Reward
 
 
-def response_hidden(roles: Roles, batch: Rollout | Experience) -> Float[Tensor, "N d"]:
-    """Hidden states of the acting role from which each real response token was predicted.
+def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float[Tensor, "N d"]:
+    """Return hidden states of the acting role from which each real response token is predicted.
 
     The trunk reads every row from its first real token up to its last but one, from which nothing
     is predicted.
@@ -31,14 +31,14 @@ def response_hidden(roles: Roles, batch: Rollout | Experience) -> Float[Tensor, 
 def response_logprobs(
     roles: Roles,
     hidden: Float[Tensor, "N d"],
-    batch: Rollout | Experience,
+    batch: SampledResponses | Experience,
     temperature: float,
     *,
     learn_entropy: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Log-probability and entropy at each real response token, nats, row by row.
+    """Return log-probability and entropy at each real response token, nats, row by row.
 
-    learn_entropy: whether the entropy has a gradient too; that of the other costs less alone.
+    learn_entropy: give the entropy a gradient too, which costs more.
     """
     return token_logprobs(
         hidden,
@@ -56,24 +56,10 @@ def response_kl(
     ref_hidden: Float[Tensor, "N d"],
     temperature: float,
 ) -> Float[Tensor, " N"]:
-    """KL over the whole vocabulary between what two roles' hidden states predict, nats."""
+    """Return the KL over the whole vocabulary between the predictions of two roles, nats."""
     return vocabulary_kl(
         hidden, ref_hidden, roles.head, temperature=temperature, vocab_size=roles.vocab_size
     )
-
-
-@torch.no_grad()
-def all_logprobs(
-    roles: Roles, batch: Rollout | Experience, temperature: float, batch_size: int
-) -> Float[Tensor, "B T"]:
-    """Of each response token under the acting role, 0 on padding, `batch_size` rows at a time."""
-    order = by_length(batch.mask)
-    parts = []
-    for rows in order.split(batch_size):
-        part = batch.select(rows)
-        hidden = response_hidden(roles, part)
-        parts.append(response_logprobs(roles, hidden, part, temperature)[0])
-    return spread(parts, batch.response_mask[order])[order.argsort()]
 
 
 @torch.no_grad()
@@ -86,40 +72,42 @@ def score(
     batch_size: int,
     over_vocabulary: bool,
 ) -> Scores:
-    """Score replies with the reward, and with the reference `batch_size` rows at a time.
+    """Return scores of the reward, and of the reference `batch_size` rows at a time.
 
     over_vocabulary: measure the KL over the whole vocabulary too, which reads every response with
-        the policy once more.
+        the acting role once more.
     """
-    parts = reward(replies)
+    components = reward(replies)
     rollout = replies.rollout
     order = by_length(rollout.mask)
     logprobs, kls = [], []
     for rows in order.split(batch_size):
-        part = rollout.select(rows)
+        micro_batch = rollout.select(rows)
         with roles.acting(REFERENCE):
-            ref_hidden = response_hidden(roles, part)
-            logprobs.append(response_logprobs(roles, ref_hidden, part, temperature)[0])
+            ref_hidden = response_hidden(roles, micro_batch)
+            logprobs.append(response_logprobs(roles, ref_hidden, micro_batch, temperature)[0])
         if over_vocabulary:
-            hidden = response_hidden(roles, part)
+            hidden = response_hidden(roles, micro_batch)
             kls.append(response_kl(roles, hidden, ref_hidden, temperature))
     mask, place = rollout.response_mask[order], order.argsort()
     return Scores(
-        parts=parts,
-        score=weighted_sum(parts, reward.terms),
-        ref_logprobs=spread(logprobs, mask)[place],
-        vocabulary_kl=spread(kls, mask)[place] if over_vocabulary else None,
+        parts=components,
+        score=weighted_sum(components, reward.terms),
+        ref_logprobs=scatter(logprobs, mask)[place],
+        vocabulary_kl=scatter(kls, mask)[place] if over_vocabulary else None,
     )
 
 
 def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, ""]:
-    """Of the positions that `response_hidden` reads, `batch_size` rows at a time by length."""
+    """Return the share of padding in what `response_hidden` reads, `batch_size` rows at a time."""
     lengths = mask[by_length(mask)].sum(dim=1) - 1
-    read = sum(len(part) * part[-1] for part in lengths.split(batch_size))
+    read = sum(len(some) * some[-1] for some in lengths.split(batch_size))
     return 1 - lengths.sum() / read
 
 
-def spread(parts: Sequence[Float[Tensor, " N"]], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Numbers of real tokens, row by row, at their places; 0 on padding."""
-    found = torch.cat(list(parts))
+def scatter(
+    columns: Sequence[Float[Tensor, " N"]], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Return numbers of real tokens, row by row, at their places; 0 on padding."""
+    found = torch.cat(list(columns))
     return found.new_zeros(mask.shape).masked_scatter(mask, found)

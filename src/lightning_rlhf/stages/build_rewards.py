@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.functions import load_function
-from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
-from lightning_rlhf.models.critic import add_critic
+from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.handover import (
     attach_reward,
     random_reward,
@@ -92,7 +92,7 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source
 
 
 def build_reward(
-    ready: Prepared, roles: Roles, light: Mapping[str, Source], batch_size: BatchSize
+    ready: Prepared, roles: Roles, light: Mapping[str, Source], batch_size: MicrobatchSize
 ) -> Reward:
     """What PPO maximises: every component, in the order of the configuration.
 
@@ -110,7 +110,7 @@ def build_reward(
         )
 
 
-def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: BatchSize) -> Source:
+def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: MicrobatchSize) -> Source:
     """A component that is a model."""
     config = ready.settings.reward[name]
     role = reward_role(ready.settings, name)
@@ -124,7 +124,7 @@ def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: BatchSize
             return random_source(ready, roles, role, batch_size)
 
 
-def random_source(ready: Prepared, roles: Roles, role: str, batch_size: BatchSize) -> Source:
+def random_source(ready: Prepared, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
     """A head that means nothing."""
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
@@ -133,7 +133,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: BatchSiz
 
 
 def head_source(
-    ready: Prepared, roles: Roles, name: str, config: HeadConfig, batch_size: BatchSize
+    ready: Prepared, roles: Roles, name: str, config: HeadConfig, batch_size: MicrobatchSize
 ) -> LearnedReward:
     """A reward model of stage=rm, on the policy's base or with its own."""
     role = reward_role(ready.settings, name)

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import EvalConfig
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
 from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import Replies
@@ -34,7 +34,7 @@ from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.replies import said
+from lightning_rlhf.rollout.replies import decode_replies
 from lightning_rlhf.stages.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.console import say, say_problems
 from lightning_rlhf.stages.folders import FINAL, claim, find_parents, run_name
@@ -73,13 +73,13 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     check_room(
         roles, config.batch_size, longest, response, "data.max_response_tokens", ready.device
     )
-    reward = build_reward(ready, roles, light, BatchSize("eval.batch_size", config.batch_size))
+    reward = build_reward(ready, roles, light, MicrobatchSize("eval.batch_size", config.batch_size))
     roles.to(ready.device)
     check_formats(ready, reward)
 
     rollouts = sft_samples(ready, roles, prompts, config.samples, config)
     texts = [prompt_row(pair.prompt) for pair in pairs]
-    replies = [said(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
+    replies = [decode_replies(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
     with Working("scoring SFT samples", config.samples) as working:
         shown = working.track(replies, lambda some: len(some.responses))
         parts = torch.cat([reward(some) for some in shown])

@@ -13,11 +13,11 @@ from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.recorder import LastWords, Recorder
+from lightning_rlhf.callbacks.recorder import NonFiniteDump, Recorder
 from lightning_rlhf.callbacks.samples import COUNT, Samples
 from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import NotFiniteError
-from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
@@ -37,6 +37,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.report.collapse import collapsed
 from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.build_sampler import check_sampler
 from lightning_rlhf.stages.build_rewards import (
     build_critic,
     build_reward,
@@ -55,6 +56,7 @@ from lightning_rlhf.stages.unfit import say_verdicts, verdicts_on
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     """Proximal policy optimization."""
     parents = find_parents(settings)
+    check_sampler(config.rollout)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
         rows = load_prompts(settings.data, settings.seed)
@@ -80,7 +82,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         roles, config.rollout_batch_size, longest, config.max_response_tokens,
         "ppo.max_response_tokens", ready.device,
     )  # fmt: skip
-    microbatch = BatchSize("ppo.microbatch_size", config.microbatch_size)
+    microbatch = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
     reward = build_reward(ready, roles, light, microbatch)
     roles.to(ready.device)
     check_formats(ready, reward)
@@ -101,14 +103,14 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     samples = Samples(
         every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=ready.folder
     )
-    last_words = LastWords(ready.folder)
-    recorders = [last_words, *([Recorder(ready.folder)] if settings.record else [])]
+    dump = NonFiniteDump(ready.folder)
+    recorders = [dump, *([Recorder(ready.folder)] if settings.record else [])]
     try:
         diagnosis = Diagnosis(config.kl_warning)
         fit(ready, module, data, [PPOMetrics(), diagnosis, evaluation, samples, *recorders])
     except NotFiniteError:
-        if last_words.kept is not None:
-            say_kept(ready.folder, last_words.kept)
+        if dump.kept is not None:
+            say_kept(ready.folder, dump.kept)
         raise
     assert evaluation.first is not None
     assert evaluation.last is not None
@@ -126,7 +128,7 @@ def build_module(
     reward: Reward,
     config: PPOConfig,
     prompts: Mapping[str, Sequence[dict[str, Any]]],
-    microbatch: BatchSize | None,
+    microbatch: MicrobatchSize | None,
 ) -> PPOModule:
     """The module before its first iteration: a fresh policy, and a critic if there is to be one.
 

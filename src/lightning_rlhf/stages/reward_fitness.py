@@ -16,7 +16,7 @@ from lightning_rlhf.callbacks.loggers import log_pictures
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import EvalConfig, RMConfig
-from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import collate_prompts, pad
 from lightning_rlhf.data.config import DataConfig
@@ -35,6 +35,7 @@ from lightning_rlhf.rewards.probes import make_probes
 from lightning_rlhf.rewards.weighted import Source
 from lightning_rlhf.rollout.calibrate import sample_reference, sample_rewards
 from lightning_rlhf.rollout.replies import score_texts
+from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.launch import Prepared
 
@@ -183,7 +184,7 @@ def sft_samples(
     prompts: Sequence[Sequence[int]],
     count: int,
     config: RMConfig | EvalConfig,
-) -> list[Rollout]:
+) -> list[SampledResponses]:
     """`count` responses of the SFT model to prompts in a random order, on the CPU."""
     settings, chat = ready.settings, ready.chat
     batches = drawn_prompts(
@@ -193,14 +194,16 @@ def sft_samples(
         return sample_reference(
             roles,
             working.track(batches, lambda batch: len(batch.tokens)),
-            max_response_tokens=settings.data.max_response_tokens,
-            temperature=config.temperature,
-            end_token_ids=chat.end_token_ids,
-            generator=torch.Generator().manual_seed(settings.seed),
+            SamplingParams(
+                max_response_tokens=settings.data.max_response_tokens,
+                temperature=config.temperature,
+                end_token_ids=chat.end_token_ids,
+            ),
+            torch.Generator().manual_seed(settings.seed),
         )
 
 
-def scored_samples(roles: Roles, rollouts: Sequence[Rollout]) -> Float[Tensor, " B"]:
+def scored_samples(roles: Roles, rollouts: Sequence[SampledResponses]) -> Float[Tensor, " B"]:
     """Return the raw reward of each response of the SFT model, on the CPU."""
     with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
         return sample_rewards(roles, working.track(rollouts, lambda r: len(r.tokens)))
@@ -218,7 +221,7 @@ def drawn_prompts(
         yield collate_prompts(rows, pad_id)
 
 
-def response_lengths(rollouts: Sequence[Rollout]) -> list[int]:
+def response_lengths(rollouts: Sequence[SampledResponses]) -> list[int]:
     """Tokens of each response."""
     return [n for rollout in rollouts for n in rollout.response_mask.sum(dim=1).tolist()]
 

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import Logger
 from lightning_rlhf.callbacks.metrics import RewardMetrics
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import RMConfig
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.core.memory import BatchSize
-from lightning_rlhf.core.types import Rollout
+from lightning_rlhf.core.types import SampledResponses
 from lightning_rlhf.data.collate import collate_preferences
 from lightning_rlhf.data.lengths import tokenise_preferences
 from lightning_rlhf.data.problems import Problems, find_problems
@@ -119,7 +119,7 @@ def report_fitness(
     roles: Roles,
     held_out: Rows[Preference],
     problems: Problems,
-    samples: Sequence[Rollout],
+    samples: Sequence[SampledResponses],
     folder: Path,
     config: RMConfig,
     loggers: Sequence[Logger],
@@ -134,7 +134,7 @@ def report_fitness(
     roles.to(ready.device)
     with Working("scoring pairs for the format check"):
         write_pairs(folder, known_pairs(roles, pairs, chat))
-    batch_size = BatchSize("rm.microbatch_size", config.microbatch_size)
+    batch_size = MicrobatchSize("rm.microbatch_size", config.microbatch_size)
     source = LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size)
     page, numbers = write_report(
         folder,

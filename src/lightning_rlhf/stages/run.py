@@ -10,7 +10,9 @@ import lightning as L
 import torch
 
 from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.console import quiet_libraries
 from lightning_rlhf.stages.eval import run_eval
 from lightning_rlhf.stages.launch import check_accelerator
@@ -28,7 +30,7 @@ def run_in_folder(settings: Settings) -> Path:
     """Run the stage, whose folder is free for it; return the path of its `final/` folder."""
     quiet_libraries()
     check_accelerator(settings)
-    with computing(settings):
+    with computing(settings), advising():
         match settings.config:
             case SFTConfig():
                 return run_sft(settings, settings.config)
@@ -38,6 +40,16 @@ def run_in_folder(settings: Settings) -> Path:
                 return run_ppo(settings, settings.config)
             case EvalConfig():
                 return run_eval(settings, settings.config)
+
+
+@contextmanager
+def advising() -> Iterator[None]:
+    """Inside, an error that ends a training says what to do about it."""
+    try:
+        yield
+    except TrainingError as error:
+        advise(error)
+        raise
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.last_batch import Kind
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.stages.advice import advice
 from lightning_rlhf.stages.launch import AtEnd, Prepared, fit
 
 
@@ -72,9 +73,9 @@ def fit_supervised(
     try:
         return fit(ready, module, data, [metrics, keeper], at_end)
     except NotFiniteError as error:
-        if not keeper.is_kept:
-            raise
-        raise NotFiniteError(
-            f"{error}. The batch of the last one is kept in {keeper.path}, and `lightning-rlhf "
-            f"replay {ready.folder}` shows its rows"
-        ) from error
+        if keeper.is_kept:
+            error.advice = (
+                f"{advice(error)}. The batch of the last one is kept in {keeper.path}, and "
+                f"`lightning-rlhf replay {ready.folder}` shows its rows"
+            )
+        raise

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
-from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
@@ -66,7 +66,7 @@ def text_reward(
         limit = there if limit is None else min(limit, there)
     if config.normalization == "stored":
         mean, std = final.reward_moments()
-    batch_size = BatchSize(f"{key}.batch_size", config.batch_size)
+    batch_size = MicrobatchSize(f"{key}.batch_size", config.batch_size)
     return TextReward(model, mean, std, config.uncertainty_coef, batch_size, limit, key)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.rollout.draft import Draft
+from lightning_rlhf.rollout.decode_state import DecodeState
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ def test_rows_that_are_left_are_few_numbers_where_shapes_are_to_be_few(
     goes = torch.zeros(32, dtype=torch.bool)
     goes[torch.arange(32) * 7 % 32 < going] = True
     for few_shapes, expected in ((True, few), (False, all_shapes)):
-        draft = Draft(prompts, 1, 4, few_shapes=few_shapes)
-        draft.end(~goes)
-        left = draft.put_aside(going)
+        state = DecodeState(prompts, 1, 4, few_shapes=few_shapes)
+        state.end(~goes)
+        left = state.drop_ended(going)
         if expected is None:
             assert left is None
         else:
-            assert len(draft.rows) == len(set(draft.rows.tolist())) == expected
-            assert set(goes.nonzero().squeeze(1).tolist()) <= set(draft.rows.tolist())
-            assert draft.rows[draft.going].tolist() == goes.nonzero().squeeze(1).tolist()
+            assert len(state.rows) == len(set(state.rows.tolist())) == expected
+            assert set(goes.nonzero().squeeze(1).tolist()) <= set(state.rows.tolist())
+            assert state.rows[state.unfinished].tolist() == goes.nonzero().squeeze(1).tolist()

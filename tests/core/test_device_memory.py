@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.core.memory import BatchSize
 
 
 class Device:
@@ -26,7 +26,7 @@ class Device:
 
 
 def test_what_fits_is_done_once() -> None:
-    device, size = Device(room=8), BatchSize("ppo.microbatch_size", 8)
+    device, size = Device(room=8), MicrobatchSize("ppo.microbatch_size", 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert size.fitting(device.work) == "read 8"
@@ -34,7 +34,7 @@ def test_what_fits_is_done_once() -> None:
 
 
 def test_rows_are_halved_until_they_fit_and_stay_so() -> None:
-    device, size = Device(room=3), BatchSize("ppo.microbatch_size", 14)
+    device, size = Device(room=3), MicrobatchSize("ppo.microbatch_size", 14)
     with pytest.warns(UserWarning, match="out of memory") as told:
         assert size.fitting(device.work) == "read 3"
     assert device.asked == [14, 7, 3]
@@ -48,7 +48,7 @@ def test_rows_are_halved_until_they_fit_and_stay_so() -> None:
 
 
 def test_one_row_that_is_too_much_ends_the_run() -> None:
-    size = BatchSize("sft.microbatch_size", 2)
+    size = MicrobatchSize("sft.microbatch_size", 2)
     with (
         pytest.warns(UserWarning, match="microbatch_size is 1"),
         pytest.raises(TrainingError, match=r"one row at a time \(sft\.microbatch_size\) .* 2\.00"),
@@ -58,7 +58,7 @@ def test_one_row_that_is_too_much_ends_the_run() -> None:
 
 def test_a_size_that_was_halved_within_is_not_taken_for_too_much() -> None:
     """A reward reads within the pass that reads the reference, by the same size."""
-    size, asked = BatchSize("ppo.microbatch_size", 2), []
+    size, asked = MicrobatchSize("ppo.microbatch_size", 2), []
 
     def outer(rows: int) -> str:
         asked.append(rows)
@@ -75,7 +75,7 @@ def test_other_faults_pass() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        BatchSize("ppo.microbatch_size", 8).fitting(work)
+        MicrobatchSize("ppo.microbatch_size", 8).fitting(work)
 
 
 def test_tensors_of_a_failed_pass_are_gone_before_the_next() -> None:
@@ -98,4 +98,4 @@ def test_tensors_of_a_failed_pass_are_gone_before_the_next() -> None:
         return found
 
     with pytest.warns(UserWarning, match="out of memory"):
-        assert BatchSize("k", 4).fitting(work) == 0
+        assert MicrobatchSize("k", 4).fitting(work) == 0

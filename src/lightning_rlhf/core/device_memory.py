@@ -1,4 +1,4 @@
-"""How many rows go through a model at once, and what is done where that is too many."""
+"""The memory of a device, and micro-batches that fit into it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class BatchSize:
-    """Rows that go through a model at once; half as many where its device's memory runs out."""
+class MicrobatchSize:
+    """Number of rows that go through a model at once, halved where the device's memory runs out."""
 
     def __init__(self, key: str, rows: int) -> None:
-        """`key` of the configuration holds `rows`."""
+        """key: key of the configuration that holds `rows`."""
         self.key = key
         self.rows = rows
 
     def fitting(self, work: Callable[[int], T]) -> T:
-        """`work(rows)`, again with half of the rows as long as the memory runs out.
+        """Return `work(rows)`, repeated with half of the rows as long as the memory runs out.
 
-        It is stated once a halving. `work` starts anew each time, so that it must not leave
-        anything behind where it fails.
+        Each halving is warned of once. `work` starts anew each time and must leave nothing behind
+        where it fails.
+
         Raises: TrainingError where one row is too many.
         """
         while True:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.critic import add_critic
+from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.handover import add_policy, attach_reward, start_from
 from lightning_rlhf.models.heads import RewardHeads

@@ -12,27 +12,22 @@ from torch import Tensor
 
 from lightning_rlhf.core import products
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.lora import QuickLinear
 from lightning_rlhf.models.roles import POLICY, REFERENCE, VALUE, Roles
-from lightning_rlhf.rollout import hf
-from lightning_rlhf.rollout.generate import generate, position_ids
+from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.native import NativeSampler, position_ids
+from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 
-END = (1, 2, 3, 4, 5, 6)
+from .conftest import END, sample
+
 Draw = Callable[[Tensor], None]
 
 
-def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
-    arguments: dict[str, Any] = {
-        "value": roles.heads[VALUE],
-        "max_response_tokens": 24,
-        "temperature": 0.7,
-        "end_token_ids": END,
-        "generator": torch.Generator().manual_seed(3),
-    }
+def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> SampledResponses:
     with roles.acting(POLICY):
-        return generate(roles, prompts, **(arguments | changes))
+        return sample(roles, prompts, **changes)
 
 
 @torch.no_grad()
@@ -79,10 +74,7 @@ def test_the_record_is_of_the_acting_role(roles: Roles, prompts: Prompts) -> Non
     as_policy = roll_out(roles, prompts)
     roles.play(POLICY)
     with roles.acting(REFERENCE):
-        as_reference = generate(
-            roles, prompts, value=roles.heads[VALUE], max_response_tokens=24, temperature=0.7,
-            end_token_ids=END, generator=torch.Generator().manual_seed(3),
-        )  # fmt: skip
+        as_reference = sample(roles, prompts)
     assert (as_policy.logprobs[:, 0] - as_reference.logprobs[:, 0]).abs().max() > 1e-3
 
 
@@ -214,7 +206,7 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
 ) -> None:
     """0: never; 1: at once."""
     usual = roll_out(roles, prompts)
-    monkeypatch.setattr("lightning_rlhf.rollout.draft.KEPT", kept)
+    monkeypatch.setattr("lightning_rlhf.rollout.decode_state.KEPT", kept)
     changed = roll_out(roles, prompts)
     for name in ("mask", "response_mask", "ended"):
         assert torch.equal(getattr(usual, name), getattr(changed, name)), name
@@ -247,7 +239,7 @@ def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_
         return roles.heads[VALUE](hidden)
 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        rollout = roll_out(roles, many, value=value)
+        rollout = roll_out(roles, many, value_head=value)
     assert set(seen) <= {40, 24, 16, 8, 4, 2, 1}
     assert seen == sorted(seen, reverse=True)
     assert len(set(seen)) > 2
@@ -281,18 +273,16 @@ def test_generation_leaves_the_model_as_it_was(roles: Roles, prompts: Prompts) -
     assert any(p.requires_grad for p in roles.parameters())
 
 
-@pytest.mark.parametrize("sampler", [generate, hf.generate])
+@pytest.mark.parametrize("sampler", [NativeSampler, HFSampler])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_policy_that_has_diverged_is_one_error(
-    roles: Roles, prompts: Prompts, sampler: Callable[..., Rollout], value: float
+    roles: Roles, prompts: Prompts, sampler: type[NativeSampler | HFSampler], value: float
 ) -> None:
     with torch.no_grad():
         next(p for n, p in roles.named_parameters() if f".{POLICY}." in n).fill_(value)
+    params = SamplingParams(max_response_tokens=4, temperature=1.0, end_token_ids=END)
     with pytest.raises(TrainingError, match="NaN or infinite"), roles.acting(POLICY):
-        sampler(
-            roles, prompts, value=roles.heads[VALUE], max_response_tokens=4, temperature=1.0,
-            end_token_ids=END, generator=torch.Generator().manual_seed(3),
-        )  # fmt: skip
+        sampler(roles, params).sample(prompts, 1, torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("roles", ["qwen3", "qwen3_5_text"], indirect=True)

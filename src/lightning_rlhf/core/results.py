@@ -1,0 +1,151 @@
+"""What the steps of the modules return, for callbacks to read.
+
+Under manual optimization Lightning takes nothing but a dictionary from `training_step`: its one
+entry, under `RESULT`, is the record. The other steps return the record itself; those of
+`predict_step` are moved to the CPU by Lightning, for which they have `to`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.core.types import Experience, Record, Replies, Rollout, Scores, UpdateStats
+
+RESULT = "result"
+"""Key of the record that a training step returns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationSeconds:
+    """Seconds that the phases of an iteration of PPO took; 0 where one was not run."""
+
+    rollout: float
+    """Seconds of sampling and annotating responses."""
+    score: float
+    """Seconds of scoring them by reward and reference."""
+    update: float
+    """Seconds of all optimizer steps."""
+    other: float
+    """Seconds between the end of the iteration before and the start of this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationResult:
+    """Result of `training_step` of PPO."""
+
+    experience: Experience
+    updates: tuple[UpdateStats, ...]
+    """Statistics of each minibatch, in their order."""
+    kl_coef: float
+    """KL coefficient of the iteration."""
+    padding: Float[Tensor, ""]
+    """Share of the positions read for scoring that hold no token."""
+    seconds: IterationSeconds
+
+    @property
+    def headline(self) -> dict[str, Float[Tensor, ""]]:
+        """The four headline metrics by their names; nan where no update was finite."""
+        finite = [update for update in self.updates if not update.nonfinite]
+        nothing = self.experience.score.new_full((1,), math.nan)
+        return {
+            "reward_mean": self.experience.score.mean(),
+            "kl_divergence": self.experience.kl.sum(dim=1).mean(),
+            "entropy": torch.stack([u.entropy for u in finite] or [*nothing]).mean(),
+            "ppo_loss": torch.stack([u.loss for u in finite] or [*nothing]).mean(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """Result of `validation_step` of PPO: responses to held-out prompts."""
+
+    rollout: Rollout
+    replies: Replies
+    scores: Scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOPredictions(Record):
+    """Result of `predict_step` of PPO: predictions of the current models for given responses."""
+
+    logprobs: Float[Tensor, "B T"]
+    """Log-probability of each response token under the policy, nats; 0 on padding."""
+    values: Float[Tensor, "B T"] | None
+    """V(s_t) of the critic; 0 on padding. None without a critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTStep:
+    """Result of `training_step` of supervised fine-tuning."""
+
+    loss: Float[Tensor, ""]
+    """Cross-entropy before the update, mean over the target tokens, nats."""
+    tokens: Float[Tensor, ""]
+    """Number of target tokens."""
+    grad_norm: Float[Tensor, ""]
+    """Global norm of the gradient before clipping."""
+    is_made: bool
+    """False where the update was not made, because it is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTEvaluation:
+    """Result of `validation_step` of supervised fine-tuning."""
+
+    nll_sum: Float[Tensor, ""]
+    """Negative log-likelihood of the target tokens, summed, nats."""
+    tokens: Float[Tensor, ""]
+    """Number of target tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRows(Record):
+    """Result of `predict_step` of supervised fine-tuning: each row by itself."""
+
+    loss: Float[Tensor, " B"]
+    """Cross-entropy, mean over the row's target tokens, nats."""
+    logprobs: Float[Tensor, " N"]
+    """Log-probability of each target token, row after row, nats."""
+    grad_norm: Float[Tensor, " B"]
+    """Global norm of the gradient of the row's loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairScores:
+    """Scores of the two responses of each pair; result of `validation_step` of a reward model."""
+
+    chosen: Float[Tensor, " B"]
+    """Score of the preferred response, mean over the heads."""
+    rejected: Float[Tensor, " B"]
+    """Score of the other response, mean over the heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardStep(PairScores):
+    """Result of `training_step` of a reward model; the scores are from before the update."""
+
+    loss: Float[Tensor, ""]
+    """Loss before the update, mean over the pairs."""
+    grad_norm: Float[Tensor, ""]
+    """Global norm of the gradient before clipping."""
+    is_made: bool
+    """False where the update was not made, because it is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRows(Record):
+    """Result of `predict_step` of a reward model: each pair by itself."""
+
+    loss: Float[Tensor, " B"]
+    """Loss of the pair."""
+    chosen_score: Float[Tensor, " B"]
+    """Score of the preferred response, mean over the heads."""
+    rejected_score: Float[Tensor, " B"]
+    """Score of the other response, mean over the heads."""
+    grad_norm: Float[Tensor, " B"]
+    """Global norm of the gradient of the pair's loss."""

@@ -1,0 +1,111 @@
+"""Updates that go wrong: memory that runs out, and losses or gradients that are not finite."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.errors import NotFiniteError
+from lightning_rlhf.core.types import Record
+
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+
+
+def halving_microbatches(method: Callable[..., T]) -> Callable[..., T]:
+    """Repeat a module's method with smaller micro-batches as long as the memory runs out.
+
+    The method reads their size, `self.guard.microbatch.rows`, anew at each call, and leaves nothing
+    behind where it fails.
+    """
+
+    @wraps(method)
+    def repeated(self: Any, *args: Any, **kwargs: Any) -> T:
+        microbatch: MicrobatchSize = self.guard.microbatch
+        return microbatch.fitting(lambda _: method(self, *args, **kwargs))
+
+    return repeated
+
+
+class UpdateGuard:
+    """Size of a micro-batch that fits into the memory, and which updates may be made."""
+
+    def __init__(
+        self, stage: str, config: StageConfig, microbatch: MicrobatchSize | None = None
+    ) -> None:
+        """microbatch: a size that others read by too, to be halved together with theirs."""
+        self.stage = stage
+        self.config = config
+        self.microbatch = microbatch or MicrobatchSize(
+            f"{stage}.microbatch_size", config.microbatch_size
+        )
+        self.nonfinite = 0
+        """Number of updates in a row whose loss or gradient was not finite."""
+
+    def accepts(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Return whether the loss and the gradient norm of an update, 0-d, are finite.
+
+        Counts updates in a row that are not, and warns at the first of them.
+
+        Raises: NotFiniteError at the last of `max_nonfinite` updates in a row that are not.
+        """
+        if (loss + grad_norm).isfinite():
+            self.nonfinite = 0
+            return True
+        self.nonfinite += 1
+        stage, allowed, made = self.stage, self.config.max_nonfinite, module.global_step
+        if self.nonfinite == allowed:
+            self.nonfinite = 0  # for what goes on from here
+            raise NotFiniteError(
+                stage, in_a_row=allowed, loss=float(loss), grad_norm=float(grad_norm), made=made
+            )
+        if self.nonfinite == 1:
+            # With the number of those made each text is another one: Python shows each once.
+            warnings.warn(
+                f"an update was not made, after {made} that were: its loss is "
+                f"{loss:g} and the norm of its gradient {grad_norm:g}; update/nonfinite counts "
+                f"them, {stage}.max_nonfinite={allowed} in a row end the run",
+                stacklevel=2,
+            )
+        return False
+
+    def state_dict(self) -> dict[str, int]:
+        """Return plain numbers for a checkpoint."""
+        return {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on as a run that was never stopped."""
+        self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
+
+
+def facts_by_row(
+    module: L.LightningModule, batch: R, facts: Callable[[R], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the facts of each row of a batch by itself, and the norm of its loss's gradient.
+
+    The rows keep the batch's padding. Parameters and their gradients stay as they are. It needs a
+    context without inference_mode.
+
+    Args:
+        facts: returns the facts of a batch of one; "loss" is 0-d and has a gradient.
+
+    Returns: `facts` and grad_norm, row after row.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    found: list[dict[str, Tensor]] = []
+    for row in batch.split(1):
+        with torch.enable_grad():
+            of_row = facts(row)
+        with torch.autocast(module.device.type, enabled=False):  # as `backward`
+            gradient = torch.autograd.grad(of_row["loss"], trained, allow_unused=True)
+        norm = nn.utils.get_total_norm([g for g in gradient if g is not None])
+        found.append({k: x.detach().reshape(-1) for k, x in {**of_row, "grad_norm": norm}.items()})
+    return {name: torch.cat([of_row[name] for of_row in found]) for name in found[0]}

@@ -1,0 +1,60 @@
+"""The sampler that the configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.functions import FAULTS, load_function
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import Sampler, SamplingParams
+
+OURS = ("native", "hf")
+"""Samplers of the package; any other name leads to a class of the user's."""
+
+
+def build_sampler(
+    name: str, roles: Roles, params: SamplingParams, critic: Critic | None
+) -> Sampler:
+    """Return the sampler that ppo.rollout names.
+
+    Raises: ConfigError where it does not fit the model, or leads to no sampler.
+    """
+    if name == "native":
+        require(roles.caches, "ppo.rollout", name,
+                f"hf, for {roles.causal_lm.config.model_type}, which takes no cache")  # fmt: skip
+        on_trunk = critic is not None and critic.shares_trunk
+        return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
+    if name == "hf":
+        return HFSampler(roles, params)
+    try:
+        sampler: Sampler = load_sampler(name)(roles, params)
+    except FAULTS as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"ppo.rollout is {name!r}, which cannot be built: {error!r}") from error
+    return sampler
+
+
+def check_sampler(name: str) -> None:
+    """Raise ConfigError unless ppo.rollout names a sampler; a class of the user's is loaded."""
+    if name not in OURS:
+        load_sampler(name)
+
+
+def load_sampler(name: str) -> Any:
+    """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
+
+    Raises: ConfigError where it does not lead to a class with what `Sampler` asks for.
+    """
+    found = load_function(name, "ppo.rollout")
+    missing = [part for part in ("sample", "is_exact") if not hasattr(found, part)]
+    if missing:
+        raise ConfigError(
+            f"ppo.rollout is {name!r}, which has no {' and no '.join(missing)}; allowed: a class "
+            "with both, see lightning_rlhf.rollout.sampler.Sampler"
+        )
+    return found

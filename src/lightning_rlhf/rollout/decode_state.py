@@ -1,0 +1,129 @@
+"""Responses while they are being sampled."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lightning_rlhf.core.errors import LogitsError
+from lightning_rlhf.core.products import rounded_up
+from lightning_rlhf.core.types import Prompts, SampledResponses
+
+MULTIPLE = 8  # where shapes are to be few, a multiple of it is left of the rows, or 4, 2, 1
+KEPT = 0.75  # rows that have ended are dropped when no more than this share goes on
+
+
+class DecodeState:
+    """Room for the responses of a batch, filled column by column.
+
+    Letters: B responses in all, A active rows, which are not dropped yet, P prompt tokens, T
+    response tokens.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        samples_per_prompt: int,
+        max_response_tokens: int,
+        *,
+        few_shapes: bool = False,
+    ) -> None:
+        """few_shapes: drop a few rows later than they could be, so that fewer shapes occur."""
+        prompts = prompts.repeat(samples_per_prompt)
+        batch, self.width = prompts.tokens.shape
+        room = batch, max_response_tokens
+        self.index = prompts.index
+        self.tokens = torch.cat([prompts.tokens, prompts.tokens.new_zeros(room)], dim=1)
+        self.mask = torch.cat([prompts.mask, prompts.mask.new_zeros(room)], dim=1)
+        self.logprobs = prompts.tokens.new_zeros(room, dtype=torch.float32)
+        self.values: Float[Tensor, "B T"] | None = None
+        """Values, once one was appended."""
+        self.prompt_tokens = prompts.mask.sum(dim=1)
+        self.few_shapes = few_shapes
+        self.length = 0
+        """Number of columns of response tokens so far, T."""
+        self.rows = torch.arange(batch, device=prompts.tokens.device)
+        """Rows of the responses that are active, [A]."""
+        self.unfinished = torch.ones_like(self.rows, dtype=torch.bool)
+        """True where an active row has not ended, [A]."""
+
+    @property
+    def responses(self) -> Int[Tensor, "A T"]:
+        """Response tokens so far; any id behind a response's end."""
+        return self.tokens[self.rows, self.width : self.width + self.length]
+
+    @property
+    def latest(self) -> Int[Tensor, "A 1"]:
+        """Token appended last."""
+        return self.tokens[self.rows, self.width + self.length - 1, None]
+
+    @property
+    def latest_position(self) -> Int[Tensor, "A 1"]:
+        """Position of `latest` among the real tokens of its row."""
+        return self.prompt_tokens[self.rows, None] + self.length - 1
+
+    @property
+    def attention_mask(self) -> Bool[Tensor, "A P+T"]:
+        """True on the tokens that the next token may attend to."""
+        return self.mask[self.rows, : self.width + self.length]
+
+    def append(
+        self,
+        token: Int[Tensor, " A"],
+        logprob: Float[Tensor, " A"],
+        value: Float[Tensor, " A"] | None,
+    ) -> None:
+        """Add a token to each active row; it counts where the response has not ended."""
+        column = self.length
+        self.tokens[self.rows, self.width + column] = token
+        self.mask[self.rows, self.width + column] = self.unfinished
+        self.logprobs[self.rows, column] = logprob
+        if value is not None:
+            if self.values is None:
+                self.values = torch.zeros_like(self.logprobs)
+            self.values[self.rows, column] = value
+        self.length += 1
+
+    def end(self, ended: Bool[Tensor, " A"]) -> None:
+        """Mark active rows whose response ends with the token appended last."""
+        self.unfinished = self.unfinished & ~ended
+
+    def drop_ended(self, count: int) -> Int[Tensor, " A"] | None:
+        """Drop rows that have ended if that is worth it; return the rows left, or None for all.
+
+        Where shapes are to be few, some rows that have ended stay too.
+        count: number of rows that have not ended.
+        """
+        kept = count
+        if self.few_shapes:
+            kept = min(rounded_up(count, MULTIPLE), 1 << (count - 1).bit_length())
+        if kept > KEPT * len(self.rows):
+            return None
+        left = self.unfinished.long().argsort(descending=True, stable=True)[:kept]
+        self.rows, self.unfinished = self.rows[left], self.unfinished[left]
+        return left
+
+    def sampled(self) -> SampledResponses:
+        """Return all responses, right-padded to the longest.
+
+        Raises: LogitsError where a token came from no distribution.
+        """
+        if not self.logprobs.isfinite().all():
+            raise LogitsError
+        end = self.width + self.length
+        ended = torch.ones_like(self.index, dtype=torch.bool)
+        ended[self.rows[self.unfinished]] = False
+        mask = self.mask[:, self.width : end]
+        values = self.values
+        if values is not None:
+            values = torch.where(mask, values[:, : self.length], 0)
+        return SampledResponses(
+            tokens=self.tokens[:, :end],
+            mask=self.mask[:, :end],
+            response_mask=mask,
+            ended=ended,
+            logprobs=torch.where(mask, self.logprobs[:, : self.length], 0),
+            values=values,
+            index=self.index,
+        )

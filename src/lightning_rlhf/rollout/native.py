@@ -1,0 +1,110 @@
+"""Sampling by a decode loop of our own, with the log-probabilities and values it comes by."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from lightning_rlhf.core.products import compiled_by_shape
+from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.cache import roomy_cache
+from lightning_rlhf.rollout.decode_state import DecodeState
+from lightning_rlhf.rollout.sample import sample
+from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.step import Step, can_step
+
+
+class NativeSampler:
+    """Samples from the acting role, its adapter merged into the weights meanwhile.
+
+    Rows that have ended leave the batch. The generator gives one number per response and position
+    before anything is sampled, so that the response to a prompt does not depend on how long the
+    other rows of its batch go on.
+    """
+
+    is_exact = True
+
+    def __init__(
+        self, roles: Roles, params: SamplingParams, value_head: ScalarHead | None = None
+    ) -> None:
+        """value_head: a critic on the policy's trunk, to be read on the way; None for no values."""
+        self.roles = roles
+        self.params = params
+        self.value_head = value_head
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+    ) -> SampledResponses:
+        """Return responses with their log-probabilities and values, as `Sampler.sample`."""
+        roles, params = self.roles, self.params
+        few_shapes = compiled_by_shape(roles.causal_lm.get_input_embeddings().weight)
+        state = DecodeState(
+            prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
+        )
+        batch, room = state.logprobs.shape
+        uniforms = torch.rand(batch, room, generator=generator).to(state.logprobs)
+        end = torch.tensor(list(params.end_token_ids), device=roles.device)
+        cache = roomy_cache(roles.causal_lm.config, state.width + room)
+        with roles.folded():
+            hidden = last_hidden(
+                roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask)
+            )
+            step = Step(roles.causal_lm, cache) if can_step(roles.causal_lm, cache) else None
+            head = step.head if step else roles.head
+            if samples_per_prompt > 1:
+                prompt = torch.arange(len(prompts), device=roles.device)
+                prompt = prompt.repeat_interleave(samples_per_prompt)
+                cache.reorder_cache(prompt)
+                hidden = hidden[prompt]
+            while True:
+                logits = head(hidden).float()
+                if params.temperature != 1:
+                    logits.div_(params.temperature)
+                token, logprob = sample(logits, uniforms[state.rows, state.length])
+                value = self.value_head(hidden) if self.value_head is not None else None
+                state.append(token, logprob, value)
+                state.end(torch.isin(token, end))
+                if params.stop is not None:
+                    state.end(params.stop(state.responses, None))
+                count = int(state.unfinished.sum())
+                if state.length == room or count == 0:
+                    return state.sampled()
+                left = state.drop_ended(count)
+                if left is not None:
+                    cache.reorder_cache(left)
+                following = state.latest, state.attention_mask, state.latest_position
+                hidden = step(*following) if step else last_hidden(roles, cache, *following)
+
+
+def last_hidden(
+    roles: Roles,
+    cache: DynamicCache,
+    tokens: Int[Tensor, "B N"],
+    mask: Bool[Tensor, "B S"],
+    positions: Int[Tensor, "B N"],
+) -> Float[Tensor, "B d"]:
+    """Return the hidden states that the next token is predicted from, behind N new tokens.
+
+    mask: mask of all S tokens, the cached ones included.
+    """
+    return (
+        roles.causal_lm.base_model(
+            input_ids=tokens,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        .last_hidden_state[:, -1]
+        .contiguous()
+    )
+
+
+def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+    """Return 0 at the first real token, counting real tokens only; 0 on padding before it."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)

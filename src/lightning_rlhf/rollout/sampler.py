@@ -1,0 +1,60 @@
+"""What a sampler is: from prompts to responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import StoppingCriteria
+
+from lightning_rlhf.core.types import Prompts, SampledResponses
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How responses are drawn."""
+
+    max_response_tokens: int
+    """Largest number of tokens of a response, the end token included."""
+    temperature: float
+    """Tokens are drawn from softmax(logits / temperature)."""
+    end_token_ids: Sequence[int]
+    """Tokens that end a response."""
+    stop: StoppingCriteria | None = None
+    """Tells of the response tokens so far, [B, T], which responses end there; None for no rule."""
+
+
+class Sampler(Protocol):
+    """Draws responses to prompts from the current policy.
+
+    `native` and `hf` are two; `ppo.rollout=path/to/file.py:Class` or `package.module:Class` takes
+    one from outside the package. A run builds it once, as `Class(roles, params)`: `roles` is a
+    `Roles`, the models that are trained, for a sampler that computes with them or sends their
+    weights to a server; `params` are `SamplingParams`. `annotate` then adds what the training needs
+    and the sampler does not know, so that the least sampler returns tokens and which of them ended.
+    """
+
+    is_exact: bool
+    """True where the log-probabilities and values that it returns are computed with the weights and
+    at the precision of the training: they are taken over as they are. False where they may differ
+    a little, as those of a server do: the training model's are computed instead."""
+
+    def sample(
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+    ) -> SampledResponses:
+        """Return responses to each prompt, drawn from softmax(logits / temperature).
+
+        Args:
+            prompts: left-padded prompts, on the device of the models.
+            samples_per_prompt: number of responses to each prompt.
+            generator: source of everything random, on the CPU: the same state gives the same
+                responses.
+
+        Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
+            right-padded to the longest of all.
+
+        Raises: LogitsError where there is no distribution to draw from.
+        """
+        ...

@@ -1,0 +1,56 @@
+"""What to do about an error that a training ended with."""
+
+from __future__ import annotations
+
+from lightning_rlhf.core.errors import (
+    LogitsError,
+    NotFiniteError,
+    PolicyLogitsError,
+    SamplingMemoryError,
+    TrainingError,
+)
+from lightning_rlhf.core.finite import advice as smaller_lr
+
+
+def advise(error: TrainingError) -> TrainingError:
+    """Return the error with the advice that its facts call for; an error that has some keeps it."""
+    if error.advice is None:
+        error.advice = advice(error)
+    return error
+
+
+def advice(error: TrainingError) -> str | None:
+    """Return what to do about an error; None where its text says it already."""
+    match error:
+        case NotFiniteError(rewards_overflow=True):
+            return (
+                "The rewards were infinite, or their squares were, before the first update of the "
+                "iteration: the reward is too large. ppo.score_clip bounds it, and so does the "
+                "clip of a reward's component. Start anew (overwrite=true or job=NAME) with one"
+            )
+        case NotFiniteError():
+            return smaller_lr(error.stage, error.made)
+        case PolicyLogitsError(iterations=0):
+            return "No update was made yet: so is the model that the run starts from"
+        case PolicyLogitsError():
+            return (
+                f"{_not_made(error.nonfinite)}A smaller ppo.lr may hold the model: start anew "
+                "(overwrite=true or job=NAME) with one, since a resumed run keeps its numbers"
+            )
+        case LogitsError():
+            return "Where it was trained until here, a smaller learning rate may hold it"
+        case SamplingMemoryError():
+            return "A smaller ppo.rollout_batch_size or ppo.max_response_tokens needs less"
+        case _:
+            return None
+
+
+def _not_made(updates: int) -> str:
+    """Return a sentence on the updates right before that were not made; nothing for none."""
+    if updates == 0:
+        return ""
+    last, were = ("update", "was") if updates == 1 else (f"{updates} updates", "were")
+    return (
+        f"The last {last} before it had a loss or gradient that is not finite, and {were} not "
+        "made. "
+    )

@@ -1,0 +1,132 @@
+"""The terms of a micro-batch by hand, and that those of micro-batches add up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.ppo_terms import PolicyOutputs, ppo_terms, sum_terms
+from lightning_rlhf.core.types import Experience, PPOTerms
+
+MASK = torch.tensor([[True, True], [True, False]])
+
+
+def experience() -> Experience:
+    """Two responses of 2 and 1 tokens behind prompts of 1; NaN on padding."""
+    nan = math.nan
+    zeros = torch.zeros(2, 2)
+    return Experience(
+        tokens=torch.zeros(2, 3, dtype=torch.long),
+        mask=torch.tensor([[True, True, True], [True, True, False]]),
+        response_mask=MASK,
+        old_logprobs=torch.tensor([[-1.0, -2.0], [-1.0, nan]]).double(),
+        old_values=torch.tensor([[0.0, 1.0], [2.0, nan]]).double(),
+        ref_logprobs=torch.tensor([[-1.5, -2.0], [-1.0, nan]]).double(),
+        kl=zeros,
+        rewards=zeros,
+        advantages=torch.tensor([[1.0, -1.0], [2.0, nan]]).double(),
+        returns=torch.tensor([[1.0, 1.0], [0.0, nan]]).double(),
+        parts=torch.zeros(2, 1),
+        score=torch.zeros(2),
+        ended=torch.ones(2, dtype=torch.bool),
+        index=torch.arange(2),
+    )
+
+
+def config(**changes: Any) -> Any:
+    keys: dict[str, Any] = {
+        "clip_range": 0.2, "clip_range_high": None, "dual_clip": None, "clip_range_vf": 0.5,
+        "ent_coef": 0.1, "vf_coef": 0.5, "kl_in": "loss", "kl_estimator": "k2",
+    }  # fmt: skip
+    return SimpleNamespace(**keys | changes)
+
+
+LOG = math.log
+OUTPUTS = PolicyOutputs(
+    logprobs=torch.tensor([-1.0 + LOG(1.5), -2.0 + LOG(1.1), -1.0 + LOG(0.5)]).double(),
+    entropy=torch.tensor([1.0, 2.0, 3.0]).double(),
+    vocabulary_kl=torch.tensor([0.3, 0.6, 0.9]).double(),
+)
+VALUES = torch.tensor([1.0, 1.25, 1.0]).double()
+WEIGHTS = torch.tensor([[0.25, 0.25], [0.5, 0.0]]).double()
+
+
+def terms(config: Any, *, policy: PolicyOutputs | None = OUTPUTS, values: Tensor | None = VALUES,
+          kl_coef: float = 2.0) -> PPOTerms:  # fmt: skip
+    return ppo_terms(experience(), WEIGHTS, MASK.sum(), config, kl_coef=kl_coef, policy=policy,
+                     values=values)  # fmt: skip
+
+
+def check(found: PPOTerms, **expected: float) -> None:
+    for name, number in expected.items():
+        assert getattr(found, name).item() == pytest.approx(number, abs=1e-7), name
+
+
+def test_every_term_by_hand() -> None:
+    # Ratios 1.5, 1.1, 0.5 with advantages 1, -1, 2:
+    #   -min(1.5, 1.2) = -1.2;  max(1.1, 1.1) = 1.1;  max(-1, -1.6) = -1
+    # k2 to the reference: (log 1.5 + 0.5)^2 / 2, (log 1.1)^2 / 2, (log 0.5)^2 / 2
+    # Values 1, 1.25, 1 of old 0, 1, 2 and returns 1, 1, 0:
+    #   (1 - 1)^2 = 0 but clipped to 0.5 it is 0.25;  0.0625;  1, clipped to 1.5 it is 2.25; halved
+    kl = [(LOG(1.5) + 0.5) ** 2 / 2, LOG(1.1) ** 2 / 2, LOG(0.5) ** 2 / 2]
+    policy, value = 0.25 * -1.2 + 0.25 * 1.1 + 0.5 * -1, 0.25 * 0.125 + 0.25 * 0.03125 + 0.5 * 1.125
+    leash, entropy = 0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2], 0.25 * 1 + 0.25 * 2 + 0.5 * 3
+    check(
+        terms(config()),
+        policy_loss=policy, kl_loss=leash, value_loss=value,
+        loss=policy + 2.0 * leash + 0.5 * value - 0.1 * entropy,
+        entropy=6 / 3, clip_fraction=2 / 3, value_clip_fraction=2 / 3,
+        ratio_mean=(1.5 + 1.1 + 0.5) / 3, ratio_max=1.5,
+        approx_kl=(0.5 - LOG(1.5) + 0.1 - LOG(1.1) - 0.5 - LOG(0.5)) / 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "kl_loss"), [
+    ({"kl_in": "reward"}, 0.0),
+    ({"kl_estimator": "full"}, 0.25 * 0.3 + 0.25 * 0.6 + 0.5 * 0.9),
+])  # fmt: skip
+def test_the_price_is_that_of_the_argument(changes: dict[str, Any], kl_loss: float) -> None:
+    cheap, dear = (terms(config(**changes), kl_coef=coef) for coef in (0.0, 3.0))
+    check(dear, kl_loss=kl_loss, loss=cheap.loss.item() + 3.0 * kl_loss)
+
+
+def test_policy_and_critic_apart_add_up_to_both_together() -> None:
+    both = terms(config())
+    apart = sum_terms([terms(config(), values=None), terms(config(), policy=None)])
+    for field in fields(PPOTerms):
+        found, expected = getattr(apart, field.name), getattr(both, field.name)
+        torch.testing.assert_close(found.double(), expected.double())
+
+
+def test_without_a_critic_it_has_no_term() -> None:
+    found = terms(config(), values=None)
+    check(found, value_loss=0.0, value_clip_fraction=0.0)
+    assert found.loss.item() == pytest.approx(terms(config(vf_coef=0.0)).loss.item(), abs=1e-12)
+
+
+def test_the_shares_of_micro_batches_add_up() -> None:
+    whole, real = terms(config()), MASK.sum()
+    rows = [(slice(0, 1), slice(0, 2)), (slice(1, 2), slice(2, 3))]
+    shares = [
+        ppo_terms(
+            experience().select(row), WEIGHTS[row], real, config(), kl_coef=2.0,
+            policy=PolicyOutputs(**{k: x[tokens] for k, x in vars(OUTPUTS).items()}),
+            values=VALUES[tokens],
+        )
+        for row, tokens in rows
+    ]  # fmt: skip
+    total = sum_terms(shares)
+    for field in fields(PPOTerms):
+        torch.testing.assert_close(getattr(total, field.name), getattr(whole, field.name))
+
+
+def test_only_the_loss_has_a_gradient() -> None:
+    logprobs, values = OUTPUTS.logprobs.clone().requires_grad_(), VALUES.clone().requires_grad_()
+    found = terms(config(), policy=replace(OUTPUTS, logprobs=logprobs), values=values)
+    assert [f.name for f in fields(PPOTerms) if getattr(found, f.name).requires_grad] == ["loss"]

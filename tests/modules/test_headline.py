@@ -1,0 +1,93 @@
+"""The four headline metrics reach Lightning without a callback of ours, and never twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import DataLoader
+
+from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.core.results import IterationResult
+from lightning_rlhf.modules.ppo import PPOModule
+
+from .conftest import prompts
+from .experiences import Make
+
+HEADLINE = ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
+
+
+class Rows(DummyLogger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+
+class Bar(Callback):
+    """Keeps what a progress bar would show."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.shown = dict(trainer.progress_bar_metrics)
+
+
+def train(module: PPOModule, *callbacks: Callback) -> tuple[L.Trainer, Rows]:
+    logger = Rows()
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=1,
+        callbacks=list(callbacks), enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([prompts(seed=seed) for seed in range(2)], batch_size=None))
+    return trainer, logger
+
+
+def test_they_are_logged_by_the_iteration(make_ppo: Make) -> None:
+    bar = Bar()
+    trainer, logger = train(make_ppo(), bar)
+    assert all(float(trainer.callback_metrics[name]) == pytest.approx(bar.shown[name])
+               for name in HEADLINE)  # fmt: skip
+    rows = [(step, metrics) for step, metrics in logger.rows if "reward_mean" in metrics]
+    assert [step for step, _ in rows] == [1, 2]
+    for _, metrics in rows:
+        assert set(HEADLINE) <= set(metrics)
+
+
+def test_with_our_callback_each_is_logged_once_and_is_the_same_number(make_ppo: Make) -> None:
+    plain, (_, logger) = train(make_ppo())[1], train(make_ppo(), PPOMetrics())
+    found = Counter((step, name) for step, row in logger.rows for name in row)
+    for name in HEADLINE:
+        assert [found[step, name] for step in (1, 2)] == [1, 1]
+        ours = [row[name] for _, row in logger.rows if name in row]
+        alone = [row[name] for _, row in plain.rows if name in row]
+        assert ours == pytest.approx(alone, rel=1e-5, abs=1e-6)
+
+
+def test_updates_that_are_not_finite_are_in_no_mean() -> None:
+    experience = SimpleNamespace(
+        score=torch.tensor([1.0, 2.0]), kl=torch.tensor([[0.5, 0.25], [0.0, 0.25]])
+    )
+
+    def update(number: float, nonfinite: float) -> Any:
+        return SimpleNamespace(
+            entropy=torch.tensor(number), loss=torch.tensor(-number),
+            nonfinite=torch.tensor(nonfinite),
+        )  # fmt: skip
+
+    def headline(*updates: Any) -> list[float]:
+        result = SimpleNamespace(experience=experience, updates=updates)
+        return [float(x) for x in IterationResult.headline.fget(result).values()]
+
+    found = headline(update(1.0, 0.0), update(float("nan"), 1.0), update(3.0, 0.0))
+    assert found == [1.5, 0.5, 2.0, -2.0]
+    assert headline(update(1.0, 1.0))[2:] == pytest.approx([float("nan")] * 2, nan_ok=True)
