@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.cli.names import key_of
+from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.promises import ANY
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -40,7 +40,7 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
         read_settings(composed(stage_overrides(recipe, "ppo", given, cfg.job)))
         for given in (overrides, ())
     )
-    out = run_folder(settings.outputs, settings.run, cfg.recipe, "", settings.job)
+    out = run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
     check_writable(settings.outputs, out)
     torch.set_num_threads(1)
     claims = program.main(settings.config, settings.seed, out)

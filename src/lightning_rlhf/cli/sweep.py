@@ -11,13 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 
-from lightning_rlhf.cli.names import as_typed, key_of
+from lightning_rlhf.cli.overrides import key_of, parse_overrides
 from lightning_rlhf.core.errors import CheckpointError, RLHFError
 from lightning_rlhf.core.reading import is_number
 from lightning_rlhf.models.checkpoint import find
@@ -27,7 +26,7 @@ from lightning_rlhf.report.tables import SweepRow, sweep_table
 from lightning_rlhf.stages.changes import changes
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
-from lightning_rlhf.stages.settings import STAGES, read_settings
+from lightning_rlhf.stages.settings import read_settings
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 LONGEST = 120
@@ -51,20 +50,15 @@ NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
-    """Give the job its folder, and take out the numbers that are for other stages of the sweep.
+    """Give the job of a sweep its folder.
 
     overrides: the job's; varied: keys in which the jobs of the sweep differ.
     """
+    whole = whole_name(overrides)
+    is_whole = whole is not None and is_begun(cfg, whole)
     with open_dict(cfg):
-        if "stage" in cfg:
-            for other in set(STAGES) & set(cfg) - {cfg.stage}:
-                del cfg[other]
-        whole = whole_name(overrides)
-        if whole is not None and is_begun(cfg, whole):
-            cfg.job = whole
-            return
-        cfg.job = job_name(overrides, varied)
-        if not cfg.overwrite and is_of_another(cfg):
+        cfg.job = whole if is_whole else job_name(overrides, varied)
+        if not is_whole and not cfg.overwrite and is_of_another(cfg):
             cfg.job = whole
 
 
@@ -73,8 +67,7 @@ def varied_keys(config: DictConfig) -> tuple[str, ...]:
 
     config: Hydra's own of the sweep.
     """
-    parser = OverridesParser.create()
-    given = parser.parse_overrides(list(config.hydra.overrides.task))
+    given = parse_overrides(config.hydra.overrides.task)
     keys = [o.key_or_group for o in given if o.is_sweep_override()]
     params = config.hydra.sweeper.get("params") or {}
     return (*keys, *map(key_of, params))
@@ -168,7 +161,7 @@ class SweepTable:
 
     def add(self, job_return: JobReturn) -> None:
         """Note what a job came to."""
-        overrides = tuple(as_typed(o) for o in job_return.overrides or [])
+        overrides = tuple(job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
         if failure is None:
@@ -210,6 +203,6 @@ def metrics_of(final: Path) -> Mapping[str, float]:
 
 def _folder(cfg: DictConfig) -> Path:
     """Where the job writes; the last stage's folder where it is a whole recipe."""
-    stage = cfg.stage if "stage" in cfg else "ppo"
+    stage = "ppo" if cfg.stage is None else cfg.stage
     job = None if cfg.job is None else str(cfg.job)
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,18 +188,25 @@ def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration resolved, as plain types. Raises ConfigError where a value is missing."""
+    """Return the configuration resolved, as plain types, without sections of other stages.
+
+    Raises ConfigError where a value is missing or cannot be resolved.
+    """
+    stage = OmegaConf.select(cfg, "stage")
+    keys = [str(key) for key in cfg if key not in STAGES or key == stage]
     try:
-        missing = sorted(OmegaConf.missing_keys(cfg))
+        missing = sorted(k for k in OmegaConf.missing_keys(cfg) if k.partition(".")[0] in keys)
         if missing:
             given = {**dict.fromkeys(missing, "..."), **EXAMPLES}
             told = " ".join(f"{key}={given[key]}" for key in missing)
             raise ConfigError(f"{' and '.join(missing)} must be given: {told}")
-        tree = OmegaConf.to_container(cfg, resolve=True)
+        return {
+            key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            for key, node in ((key, cfg[key]) for key in keys)
+        }
     except OmegaConfBaseException as error:
         key = error.full_key or "a key"
         raise ConfigError(f"{key} has no value: {first_line(error)}") from error
-    return typing.cast(dict[str, Any], tree)
 
 
 def read_resume(given: Any) -> bool | str:
@@ -220,7 +226,7 @@ def reward_key(settings: Settings, name: str) -> str:
 
 
 def _stage(tree: Mapping[str, Any]) -> Any:
-    if "stage" not in tree:
+    if "stage" not in tree or tree["stage"] is None:
         raise ConfigError(
             f"no stage is chosen; allowed: stage={'|'.join(STAGES)}, or recipe=quickstart for all "
             "of them"
