@@ -19,8 +19,6 @@ from yaml import YAMLError
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
-from lightning_rlhf.cli.process import IN_RECIPE, run_command
-from lightning_rlhf.cli.promises import Promise, check_promises
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.verdict import Verdict
@@ -36,6 +34,8 @@ from lightning_rlhf.stages.folders import (
     is_finished,
     state_of,
 )
+from lightning_rlhf.stages.process import IN_RECIPE, run_command
+from lightning_rlhf.stages.promises import Promise, check_promises
 from lightning_rlhf.stages.resume import held
 from lightning_rlhf.stages.sections import build
 from lightning_rlhf.stages.settings import STAGES, Settings, read_settings
