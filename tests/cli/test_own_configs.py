@@ -96,9 +96,7 @@ def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -
     assert "stage=sft does not read ppo.kl_coef;" in own.call(*words, "ppo.kl_coef=0.1").error
 
 
-def test_a_recipe_hands_its_folders_and_stages_on(
-    own: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_hands_its_folders_on(own: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
     def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -107,12 +105,11 @@ def test_a_recipe_hands_its_folders_and_stages_on(
 
     monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", run)
     path = "hydra.searchpath=[file://own]"
-    words = ["recipe=quickstart", path, "model=mine", "+stages=mine", "mine.beta=3", "sft.lr=1e-3"]
+    words = ["recipe=quickstart", path, "model=mine", "sft.lr=1e-3"]
     assert "stage=sft failed" in own.call(*words, "ppo.gamma=0.5").error
     (command,) = commands
     assert command[:3] == [sys.executable, "-m", "lightning_rlhf"]
-    assert set(command[3:]) == {path, "stage=sft", "data=quickstart", "model=mine", "+stages=mine",
-                                "sft.lr=1e-3"}  # fmt: skip
+    assert command[3:] == [path, "stage=sft", "data=quickstart", "model=mine", "sft.lr=1e-3"]
 
 
 def test_a_recipe_may_stand_in_a_folder_of_ones_own(workplace: Workplace) -> None:

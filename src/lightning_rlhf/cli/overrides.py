@@ -17,11 +17,11 @@ from lightning_rlhf.cli.secrecy import without_address
 from lightning_rlhf.core.errors import ConfigError
 
 GROUPS = ("model", "data", "reward", "trainer", "logger", "advantage")
-"""Groups of conf/ of which one file is chosen."""
+"""Groups of conf/ from which one file is chosen."""
 CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
-"""The name of a file in a group of conf/, or of one in a folder below it."""
+"""Pattern of the name of a file in a group of conf/, or in a folder below it."""
 READ_BY = {"advantage": "ppo"}
-"""Group whose file goes into the section of a stage -> the stage."""
+"""Mapping from a group whose file goes into the section of a stage to the stage."""
 
 
 def parse_arguments(words: Sequence[str]) -> Namespace:

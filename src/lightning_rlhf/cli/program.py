@@ -1,4 +1,4 @@
-"""A recipe that is a program: it trains by itself, and says what must hold of what came out."""
+"""Recipes that are programs: they train by themselves and return claims about the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe: a list of stages, run as a process each, and what came out of them."""
+"""Recipes: lists of stages, each run as a process, and a summary of their results."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "cut off": ("resume=auto",),
     "outdated": ("overwrite=true",),
 }
-"""State of a stage -> the overrides with which it is run."""
+"""Mapping from the state of a stage to the overrides with which it is run."""
 LOAD: Mapping[str, Callable[[DataConfig, int], object]] = {
     "sft": load_demonstrations,
     "rm": load_preferences,
     "ppo": load_prompts,
 }
 OWN = ("recipe", "resume", "overwrite")
-"""Overrides that are for the recipe and not handed to its stages."""
+"""Keys that the recipe reads itself and does not hand to its stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What recipes/<name>/recipe.yaml says."""
+    """Content of a recipe.yaml."""
 
     title: str
     stages: tuple[str, ...]
     program: str | None
-    """In place of stages: a file whose `main(PPOConfig, seed, folder)` returns claims."""
+    """File whose `main(PPOConfig, seed, folder)` returns claims, in place of stages."""
     overrides: tuple[str, ...]
-    """For every stage; what the user gives wins."""
+    """Overrides for every stage; those of the user take precedence."""
     promises: tuple[Promise, ...]
-    """Of the recipe's own model and data, for any seed."""
+    """Bounds that hold for the recipe's own model and data with any seed."""
     next: tuple[str, ...]
-    """What to try afterwards; {folder} is the run's, {given} the last stage's own overrides."""
+    """Suggestions for afterwards; {folder} is the run's, {given} the last stage's overrides."""
 
     def __post_init__(self) -> None:
         require(bool(self.stages) != bool(self.program), "stages", self.stages,
@@ -148,7 +148,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 def run_stages(
     stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, anew: bool
 ) -> list[str]:
-    """Run what is not done yet, or all of them anew; the stages that were run."""
+    """Run the stages that are not done yet, or all of them anew. Return those that were run."""
     ran = []
     for stage, settings in stages.items():
         state = "outdated" if anew else state_of(settings)
