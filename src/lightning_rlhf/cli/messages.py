@@ -5,6 +5,7 @@ An error that Hydra has in prose alone is shown with its first paragraph.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 import sys
@@ -23,8 +24,6 @@ from lightning_rlhf.cli.overrides import GROUPS, parse_overrides
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.visible import visible
-from lightning_rlhf.stages.reward_section import check_components, read_reward
-from lightning_rlhf.stages.sections import refuse_unknown
 
 OWN_FILE = (
     "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "
@@ -126,17 +125,22 @@ def _unknown_key(cause: OmegaConfBaseException, words: Sequence[str]) -> str:
         command = OWN_FILE.replace("FOLDER", str(file.parent)).replace("NAME", file.stem)
         return f"{given} is no override; allowed: {command}"
     prefix = full.removesuffix(key)
-    try:
-        if prefix == "reward.":
-            read_reward(node | {key: None})
-        elif prefix == "reward.components.":
-            check_components({"reward": {"components": node | {key: {}}}})
-        elif not node:
-            return f"{full} is not a known key; did you mean {prefix.rstrip('.')}?"
-        refuse_unknown({key: None}, set(node), prefix)
-    except ConfigError as refusal:
-        return str(refusal)
-    return f"{full} is not a known key"
+    if prefix.startswith("reward."):
+        from lightning_rlhf.stages.reward_section import check_components, read_reward
+
+        try:
+            if prefix == "reward.":
+                read_reward(node | {key: None})
+            elif prefix == "reward.components.":
+                check_components({"reward": {"components": node | {key: {}}}})
+        except ConfigError as refusal:
+            return str(refusal)
+    if not node:
+        return f"{full} is not a known key; did you mean {prefix.rstrip('.')}?"
+    # As core/ words it of a section; worded here, since that imports what checks values.
+    close = difflib.get_close_matches(key, node, n=1)
+    hint = f"did you mean {prefix}{close[0]}?" if close else f"allowed: {', '.join(sorted(node))}"
+    return f"{full} is not a known key; {hint}"
 
 
 def _unquoted(override: str) -> str:
