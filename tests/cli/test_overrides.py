@@ -36,7 +36,7 @@ def test_overrides_go_before_options(words: str, ordered: str) -> None:
 def test_options_are_told_apart() -> None:
     given = parse_arguments(["-m", "stage=ppo", "--cfg", "job", "--config-name=my"])
     assert (given.multirun, given.cfg, given.config_name, given.info) == (True, "job", "my", None)
-    assert not (given.help or given.hydra_help or given.shell_completion)
+    assert [given.help, given.hydra_help, given.shell_completion] == [False] * 3
 
 
 @pytest.mark.parametrize(
