@@ -434,7 +434,7 @@ def test_an_advantage_reaches_ppo_alone(done: Kitchen) -> None:
     config = json.loads((done.folder("ppo") / "config.json").read_text())["ppo"]
     assert (config["advantage"], config["samples_per_prompt"]) == ("rloo", 4)
     assert [weights(done.folder(stage)) for stage in ("sft", "rm")] == before
-    recipe = read_recipe("small", done.recipes)
+    recipe = read_recipe(done.recipes / "small")
     for stage in STAGES:
         handed = stage_overrides(recipe, stage, ("advantage=rloo",), None)
         assert ("advantage=rloo" in handed) == (stage == "ppo")
@@ -501,7 +501,7 @@ def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
 
 @pytest.mark.parametrize("name", ["quickstart", "composite_reward"])
 def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
-    recipe = read_recipe(name, paths.RECIPES)
+    recipe = read_recipe(paths.RECIPES / name)
     assert recipe.stages == STAGES
     main.register_resolvers()
     GlobalHydra.instance().clear()

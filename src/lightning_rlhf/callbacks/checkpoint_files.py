@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.storage import UNFINISHED, written_whole
 
@@ -28,7 +27,7 @@ SUFFIX = ".ckpt"
 class Origin:
     """What a checkpoint is of; it continues no other run."""
 
-    stage: Stage
+    stage: str
     model: str
     version: str
     """Of lightning-rlhf."""

@@ -155,9 +155,9 @@ def compose(cfg: DictConfig) -> str | None:
 def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """How to go on with what was stopped; nothing where the command had not come that far."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
-    from lightning_rlhf.core.config import EvalConfig
     from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
-    from lightning_rlhf.stages.settings import AUTO, read_settings
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
 
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
@@ -170,7 +170,7 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
             return ["the same command goes on"]
         if numbered(folder / CHECKPOINTS):
             return ["resume=true goes on from the last checkpoint"]
-        if is_unbegun(folder) or isinstance(settings.config, EvalConfig):
+        if is_unbegun(folder) or not settings.definition.trains:
             return ["the same command starts it anew"]
     except RLHFError:
         return []
@@ -181,22 +181,24 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
     if cfg.recipe is not None:
-        from lightning_rlhf.cli.recipe import read_recipe, run_recipe
+        from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
 
         if "stage" in cfg:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
         from lightning_rlhf.stages.settings import folder_names, plain
 
         folder_names(plain(cfg))
-        recipe, overrides = read_recipe(cfg.recipe, RECIPES), HydraConfig.get().overrides.task
+        folder = recipe_folder(cfg.recipe, RECIPES)
+        recipe, overrides = read_recipe(folder), HydraConfig.get().overrides.task
         if recipe.program is None:
             run_recipe(recipe, cfg, overrides)
         else:
             from lightning_rlhf.cli.program import run_program  # which imports torch
 
-            run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
+            run_program(recipe, folder, cfg, overrides)
         return
-    from lightning_rlhf.stages.settings import AUTO, read_settings
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
 
     settings = read_settings(cfg)
     from lightning_rlhf.stages.folders import state_of

@@ -40,7 +40,7 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
         read_settings(composed(stage_overrides(recipe, "ppo", given, cfg.job)))
         for given in (overrides, ())
     )
-    out = run_folder(settings.outputs, settings.run, cfg.recipe, "", settings.job)
+    out = run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
     check_writable(settings.outputs, out)
     torch.set_num_threads(1)
     claims = program.main(settings.config, settings.seed, out)

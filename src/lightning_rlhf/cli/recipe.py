@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from lightning_rlhf.cli.promises import Promise, check_promises
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.verdict import Verdict
-from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
+from lightning_rlhf.data.splits import LOAD
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
@@ -34,9 +34,11 @@ from lightning_rlhf.stages.folders import (
     is_finished,
     state_of,
 )
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.resume import held
 from lightning_rlhf.stages.sections import build
-from lightning_rlhf.stages.settings import STAGES, Settings, read_settings
+from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import Settings
 
 LISTS = ("stages", "overrides", "promises", "next")
 HOW: Mapping[State, tuple[str, ...]] = {
@@ -45,11 +47,6 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "outdated": ("overwrite=true",),
 }
 """State of a stage -> the overrides with which it is run."""
-LOAD: Mapping[str, Callable[[DataConfig, int], object]] = {
-    "sft": load_demonstrations,
-    "rm": load_preferences,
-    "ppo": load_prompts,
-}
 OWN = ("recipe", "resume", "overwrite")
 """Overrides that are for the recipe and not handed to its stages."""
 
@@ -72,19 +69,31 @@ class Recipe:
     def __post_init__(self) -> None:
         require(bool(self.stages) != bool(self.program), "stages", self.stages,
                 "at least one stage, or a program in their place")  # fmt: skip
-        for stage in self.stages:
-            require_one_of("stages", stage, STAGES)
         for promise in self.promises:
             require_one_of(f"the stage of the promise on {promise.metric}", promise.stage,
                            self.stages)  # fmt: skip
 
 
-def read_recipe(name: str, recipes: Path) -> Recipe:
-    """Raises ConfigError where there is no recipe of this name."""
+def recipe_folder(name: str, recipes: Path) -> Path:
+    """Return the folder of a recipe: one in `recipes`, or one of the user's own by its path.
+
+    Raises ConfigError where it holds no recipe.yaml.
+    """
     known = sorted(path.parent.name for path in recipes.glob("*/recipe.yaml"))
-    if name not in known:
-        raise ConfigError(f"recipe={name} is not known; allowed: {', '.join(known)}")
-    file = recipes / name / "recipe.yaml"
+    if name in known:
+        return recipes / name
+    own = Path(os.path.expanduser(str(name)))
+    if not (own / "recipe.yaml").is_file():
+        raise ConfigError(
+            f"recipe={name} is not known; allowed: {', '.join(known)}, or a folder that holds a "
+            "recipe.yaml"
+        )
+    return own
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """Return the recipe in a folder. Raises ConfigError where it is none."""
+    file = folder / "recipe.yaml"
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.load(file))
         for key in LISTS:
@@ -106,9 +115,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     }
     stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
     with Working("looking through the data"):  # a fault in the last stage's costs no training
-        for stage, settings in stages.items():
+        for settings in stages.values():
             if cfg.overwrite or not is_finished(settings):
-                LOAD[stage](settings.data, settings.seed)
+                LOAD[settings.definition.data](settings.data, settings.seed)
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
         ran = run_stages(stages, commands, anew=cfg.overwrite)
@@ -153,7 +162,7 @@ def stage_overrides(
     recipe: Recipe, stage: str, overrides: Sequence[str], job: str | None
 ) -> tuple[str, ...]:
     """The command line of one stage: the recipe's overrides, then the user's in their place."""
-    others = tuple(f"{other}." for other in STAGES if other != stage)
+    others = tuple(f"{other}." for other in {*STAGES, *recipe.stages} - {stage})
     if stage != "ppo":
         others = (*others, "advantage")
     given = [o for o in overrides if key_of(o) not in OWN]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from lightning_rlhf.cli.names import as_typed
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.sections import refuse_unknown
-from lightning_rlhf.stages.settings import STAGES, Settings
+from lightning_rlhf.stages.settings import KEYS
 
 ONE_CHOICE = "allowed: one name of a file in conf/ for each of stage, model, data, reward, ..."
 GROUP_END = r"/(?=\w*://|[^/]*$)"
@@ -60,8 +60,7 @@ def _reason(error: Exception, words: Sequence[str]) -> str:
     if unknown is not None:
         if unknown[1] == "config":
             return _own_file(words)
-        keys = {field.name for field in dataclasses.fields(Settings)} - {"config", "tree"}
-        keys |= {"recipe", *STAGES}
+        keys = KEYS | {"recipe", *STAGES}
         section = unknown[1].partition(".")[0]
         try:
             refuse_unknown({unknown[1] if section in keys else section: None}, keys, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
@@ -59,6 +59,14 @@ def load_preferences(config: DataConfig, seed: int) -> TrainVal[Preference]:
 def load_prompts(config: DataConfig, seed: int) -> TrainVal[Prompt]:
     """The rows of `data.prompts`, for PPO; as `load_demonstrations`."""
     return _load("prompts", read_prompts, config, seed)
+
+
+LOAD: Mapping[Kind, Callable[[DataConfig, int], object]] = {
+    "demonstrations": load_demonstrations,
+    "preferences": load_preferences,
+    "prompts": load_prompts,
+}
+"""Kind of data -> (configuration, seed) -> its rows."""
 
 
 def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:

@@ -22,9 +22,8 @@ from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.config import EvalConfig
+from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
@@ -49,7 +48,7 @@ from lightning_rlhf.stages.console import say, say_lengths
 from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
 from lightning_rlhf.stages.learned import check_learned
 from lightning_rlhf.stages.resume import origin, resume_point
-from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 E = TypeVar("E")
@@ -147,14 +146,12 @@ def fit(
     at_end: is given the loggers and the last step before the loggers close.
     Raises TrainingError where the model has diverged, or where no update was made.
     """
-    settings, config = ready.settings, ready.settings.config
-    assert not isinstance(config, EvalConfig)  # which fits nothing
-    assert settings.stage != "eval"
+    settings, stage = ready.settings, ready.settings.definition
+    config: StageConfig = settings.config
     resume_from = resume_point(settings)
     if resume_from is not None:
         check_state(resume_from, module, data)
     claim(settings, ready.parents)
-    is_ppo = isinstance(config, PPOConfig)
     steps = len(data.schedule)
     val_every = config.validation_interval(steps)
     if val_every != config.val_every:
@@ -165,7 +162,11 @@ def fit(
     loggers = build_loggers(settings.logger, ready.folder, identity(settings))
     stop = Stop()
     saver = Checkpoints(
-        ready.folder / CHECKPOINTS, replace(config, val_every=val_every), origin(settings), stop
+        ready.folder / CHECKPOINTS,
+        replace(config, val_every=val_every),
+        origin(settings),
+        stop,
+        stage.goal,
     )
     trainer = L.Trainer(
         accelerator=settings.trainer.accelerator,
@@ -175,12 +176,12 @@ def fit(
         max_epochs=1,
         val_check_interval=val_every,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=-1 if is_ppo else 0,
+        num_sanity_val_steps=-1 if stage.validates_first else 0,
         logger=loggers,
         callbacks=[
             *callbacks,
             saver,
-            Progress(settings.stage),
+            Progress(stage.name, stage.headlines),
         ],
         plugins=[WholeFiles()],
         enable_checkpointing=False,
@@ -203,7 +204,8 @@ def fit(
     finally:
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
-    say(f"curves: {draw_curves(ready.folder, settings.stage, run_name(settings))}")
+    title = f"{stage.title}: {run_name(settings)}"
+    say(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
     if saver.best_step is not None and saver.best_step != saver.evaluated:
         say(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
