@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.config import DataConfig
@@ -61,7 +61,7 @@ def load_prompts(config: DataConfig, seed: int) -> TrainVal[Prompt]:
     return _load("prompts", read_prompts, config, seed)
 
 
-LOAD: Mapping[Kind, Callable[[DataConfig, int], object]] = {
+LOAD: Mapping[Kind, Callable[[DataConfig, int], TrainVal[Any]]] = {
     "demonstrations": load_demonstrations,
     "preferences": load_preferences,
     "prompts": load_prompts,

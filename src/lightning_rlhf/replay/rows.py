@@ -6,7 +6,7 @@ updates that are not finite are not made, so that these are the weights they wer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from lightning_rlhf.callbacks.checkpoint_files import path_of
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError
-from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
 from lightning_rlhf.data.last_batch import (
     ROW_FACTS,
     TEXTS,
@@ -38,12 +37,8 @@ from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import CHECKPOINTS, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready
 from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.supervised import COLLATE
 
-COLLATE: Mapping[str, Callable[..., Any]] = {
-    "demonstrations": collate_demonstrations,
-    "preferences": collate_preferences,
-}
-"""Kind of data -> how its examples become a batch."""
 NAMED = 3
 """Differences that are told; the rest are counted."""
 

@@ -26,12 +26,16 @@ from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.lengths import (
+    Tokenised,
+    tokenise_demonstrations,
+    tokenise_preferences,
+    tokenise_prompts,
+)
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
-from lightning_rlhf.data.splits import TrainVal, sample
+from lightning_rlhf.data.splits import Kind, TrainVal, sample
 from lightning_rlhf.models.checkpoint import (
     FROM_CONFIG,
     Final,
@@ -45,13 +49,19 @@ from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.console import say, say_lengths
-from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
+from lightning_rlhf.stages.folders import (
+    CHECKPOINTS,
+    FINAL,
+    claim,
+    find_parents,
+    folder_of,
+    run_name,
+)
 from lightning_rlhf.stages.learned import check_learned
 from lightning_rlhf.stages.resume import origin, resume_point
 from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
-E = TypeVar("E")
 AtEnd = Callable[[Sequence[Logger], int], None]
 """Is given the loggers and the last step."""
 
@@ -89,25 +99,34 @@ def check_accelerator(settings: Settings) -> None:
         )
 
 
-def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:
-    """The tokenizer and the chat format; nothing is written yet."""
+def make_ready(settings: Settings, parents: Mapping[str, Final] | None = None) -> Prepared:
+    """Load the tokenizer and its chat format; nothing is written yet.
+
+    parents: role -> the checkpoint that the run starts from; None finds those that the stage reads.
+    """
+    parents = find_parents(settings) if parents is None else parents
     sft = parents.get(SFT)
     tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
     chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
     return Prepared(settings, tokenizer, chat, parents, time.perf_counter())
 
 
-def tokenised(
-    ready: Prepared,
-    rows: TrainVal[R],
-    tokenise: Callable[[Rows[R], ChatFormat, DataConfig], Tokenised[E]],
-    what: str,
-) -> tuple[Rows[R], Tokenised[E], Tokenised[E]]:
+TOKENISE: Mapping[Kind, tuple[Callable[..., Tokenised[Any]], str]] = {
+    "demonstrations": (tokenise_demonstrations, "demonstration"),
+    "preferences": (tokenise_preferences, "preference pair"),
+    "prompts": (tokenise_prompts, "prompt"),
+}
+"""Kind of data -> (rows, ChatFormat, DataConfig) -> their tokens; and what a row is called."""
+
+
+def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[Any], Tokenised[Any]]:
     """Return the rows to validate on, those to train on as tokens, and the first as tokens.
 
-    data.max_val_rows of the rows that fit are validated on. Says how many there are of `what`.
+    rows: of the data that the stage reads.
+    data.max_val_rows of the rows that fit are validated on. Prints how many there are.
     """
     data = ready.settings.data
+    tokenise, what = TOKENISE[ready.settings.definition.data]
     with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
         train = tokenise(rows.train, ready.chat, data)
         val = tokenise(rows.val, ready.chat, data)

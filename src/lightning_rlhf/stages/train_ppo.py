@@ -21,7 +21,6 @@ from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.lengths import tokenise_prompts
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rollouts import file_of, weights_of
 from lightning_rlhf.data.splits import load_prompts
@@ -64,7 +63,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     found = verdicts_on(settings, parents | hub_rewards(ready))
     say_verdicts(found)
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
-    held_out, train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
+    held_out, train, val = tokenised(ready, rows)
 
     with Working("loading the model"):
         roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)

@@ -16,8 +16,6 @@ from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Rollout
-from lightning_rlhf.data.collate import collate_preferences
-from lightning_rlhf.data.lengths import tokenise_preferences
 from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference
@@ -62,8 +60,8 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         problems = find_problems(rows.val, rows.train)
     say_problems(problems)
     ready = make_ready(settings, parents)
-    held_out, train, val = tokenised(ready, rows, tokenise_preferences, "preference pair")
-    data = supervised_data(ready, config, train, val, collate_preferences)
+    held_out, train, val = tokenised(ready, rows)
+    data = supervised_data(ready, config, train, val)
 
     with Working("loading the model"):
         roles = start_from(

@@ -7,8 +7,6 @@ from pathlib import Path
 from lightning_rlhf.callbacks.metrics import SFTMetrics
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.data.collate import collate_demonstrations
-from lightning_rlhf.data.lengths import tokenise_demonstrations
 from lightning_rlhf.data.splits import load_demonstrations
 from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
 from lightning_rlhf.models.roles import SFT, Roles
@@ -24,8 +22,8 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     with Working("reading the data"):
         rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
-    _, train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
-    data = supervised_data(ready, config, train, val, collate_demonstrations)
+    _, train, val = tokenised(ready, rows)
+    data = supervised_data(ready, config, train, val)
 
     with Working("loading the model"):
         roles = start_from(
