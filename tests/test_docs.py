@@ -17,7 +17,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.names import opened
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser
 from lightning_rlhf.core.config import Normalization
@@ -148,8 +147,7 @@ def test_commands_are_accepted(command: str) -> None:
     GlobalHydra.instance().clear()
     given = shlex.split(command)[2:]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        # As the entry point does, for keys that are not there yet.
-        cfg = compose("config", [opened(word) for word in given])
+        cfg = compose("config", given)
         if cfg.recipe is not None:
             recipe = read_recipe(RECIPES / cfg.recipe)
             for stage in recipe.stages or ("ppo",):

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.cli.names import key_of
+from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.promises import ANY
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
 from lightning_rlhf.core.errors import ConfigError, RLHFError

@@ -17,7 +17,8 @@ from rich import get_console
 from yaml import YAMLError
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.names import as_typed, key_of, program_name
+from lightning_rlhf.cli.messages import program_name
+from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
 from lightning_rlhf.cli.process import IN_RECIPE, run_command
 from lightning_rlhf.cli.promises import Promise, check_promises
 from lightning_rlhf.core.config import require, require_one_of
@@ -125,11 +126,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
         _, *own = commands[recipe.stages[-1]]
-        told = [
-            *own_configs(),
-            *map(as_typed, own),
-        ]
-        given = "".join(f" {shlex.quote(word)}" for word in told)
+        given = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *own])
         for line in recipe.next:
             told_line = line.replace("python train.py", program_name())
             say(told_line.replace("{folder}", str(folder)).replace("{given}", given))
@@ -161,16 +158,14 @@ def run_stages(
 def stage_overrides(
     recipe: Recipe, stage: str, overrides: Sequence[str], job: str | None
 ) -> tuple[str, ...]:
-    """The command line of one stage: the recipe's overrides, then the user's in their place."""
-    others = tuple(f"{other}." for other in {*STAGES, *recipe.stages} - {stage})
-    if stage != "ppo":
-        others = (*others, "advantage")
+    """Return the overrides of one stage: the recipe's, and the user's in their place."""
     given = [o for o in overrides if key_of(o) not in OWN]
     keys = {key_of(o) for o in given}
-    told = [*(o for o in recipe.overrides if key_of(o) not in keys), *given]
-    told = [o for o in told if not key_of(o).startswith(others)]
+    told = parse_overrides([*(o for o in recipe.overrides if key_of(o) not in keys), *given])
+    stages = {*STAGES, *recipe.stages}
+    own = [str(o.input_line) for o in told if stage_of(o, stages) in (None, stage)]
     quoted = str(job).replace("'", r"\'")
-    return (f"stage={stage}", *told, *([f"job='{quoted}'"] if job else []))
+    return (f"stage={stage}", *own, *([f"job='{quoted}'"] if job else []))
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
@@ -186,7 +181,13 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of one stage, from the same file as the recipe's own."""
-    return compose(HydraConfig.get().job.config_name, list(overrides))
+    return compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
+
+
+def search_path() -> list[str]:
+    """Return the overrides that name further folders of configurations, as they were given."""
+    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
+    return [word for word in given if key_of(word) == "hydra.searchpath"]
 
 
 def own_configs() -> list[str]:
@@ -195,7 +196,7 @@ def own_configs() -> list[str]:
     sources = hydra.runtime.config_sources
     folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
     name = hydra.job.config_name
-    return folders + ([f"--config-name={name}"] if name != "config" else [])
+    return [*folders, *([f"--config-name={name}"] if name != "config" else []), *search_path()]
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import yaml
 
-from lightning_rlhf.cli.names import parted
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.visible import is_hidden
 from lightning_rlhf.rewards.address import HIDDEN, redacted
 
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -21,22 +20,20 @@ SHORTEST = 4
 """Characters of a secret that is hidden wherever it stands; a shorter one is so in addresses."""
 
 
-def refuse_secrets(words: Sequence[str]) -> None:
-    """Raise ConfigError where a secret would be shown or written before a run can hide it.
+def refuse_secrets(given: Namespace) -> None:
+    """Raise ConfigError where a secret would be written before a run can hide it.
 
-    In an unknown option, in the names of a sweep, in the overrides that Hydra keeps in a file.
+    In the names of a sweep, and in the overrides that Hydra keeps in a file.
+
+    given: the parsed command line.
     """
-    overrides, options = parted(words)
-    for word in options:
-        if without_address(word) != word or any(map(is_hidden, word)):
-            raise ConfigError(f"{without_address(word)} is no option; allowed: KEY=VALUE without -")
-    secret = [without_address(word) for word in overrides if without_address(word) != word]
+    secret = [shown for word in given.overrides if (shown := without_address(word)) != word]
     if not secret:
         return
     does = None
-    if {"-m", "--multirun"} & set(options):
+    if given.multirun:
         does = "a sweep names its folders after what it is given"
-    elif any(word.lstrip("+").startswith("hydra.output_subdir=") for word in overrides):
+    elif any(word.lstrip("+").startswith("hydra.output_subdir=") for word in given.overrides):
         does = "hydra.output_subdir writes down what it is given"
     if does is not None:
         raise ConfigError(

@@ -12,13 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 
-from lightning_rlhf.cli.names import as_typed, key_of
+from lightning_rlhf.cli.overrides import key_of, parse_overrides
 from lightning_rlhf.core.errors import CheckpointError, RLHFError
 from lightning_rlhf.core.reading import is_number
 from lightning_rlhf.models.checkpoint import find
@@ -29,7 +28,7 @@ from lightning_rlhf.stages import ppo
 from lightning_rlhf.stages.changes import changes
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
-from lightning_rlhf.stages.registry import STAGES, chosen_stage
+from lightning_rlhf.stages.registry import chosen_stage
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Stage
 
@@ -42,20 +41,15 @@ NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
-    """Give the job its folder, and take out the numbers that are for other stages of the sweep.
+    """Give the job of a sweep its folder.
 
     overrides: the job's; varied: keys in which the jobs of the sweep differ.
     """
+    whole = whole_name(overrides)
+    is_whole = whole is not None and is_begun(cfg, whole)
     with open_dict(cfg):
-        if "stage" in cfg:
-            for other in set(STAGES) & set(cfg) - {cfg.stage}:
-                del cfg[other]
-        whole = whole_name(overrides)
-        if whole is not None and is_begun(cfg, whole):
-            cfg.job = whole
-            return
-        cfg.job = job_name(overrides, varied)
-        if not cfg.overwrite and is_of_another(cfg):
+        cfg.job = whole if is_whole else job_name(overrides, varied)
+        if not is_whole and not cfg.overwrite and is_of_another(cfg):
             cfg.job = whole
 
 
@@ -64,8 +58,7 @@ def varied_keys(config: DictConfig) -> tuple[str, ...]:
 
     config: Hydra's own of the sweep.
     """
-    parser = OverridesParser.create()
-    given = parser.parse_overrides(list(config.hydra.overrides.task))
+    given = parse_overrides(config.hydra.overrides.task)
     keys = [o.key_or_group for o in given if o.is_sweep_override()]
     params = config.hydra.sweeper.get("params") or {}
     return (*keys, *map(key_of, params))
@@ -159,7 +152,7 @@ class SweepTable:
 
     def add(self, job_return: JobReturn) -> None:
         """Note what a job came to."""
-        overrides = tuple(as_typed(o) for o in job_return.overrides or [])
+        overrides = tuple(job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
         summary: Sequence[str] = ()
@@ -206,7 +199,7 @@ def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
 
 def _folder(cfg: DictConfig) -> Path:
     """Where the job writes; the last stage's folder where it is a whole recipe."""
-    stage = cfg.stage if "stage" in cfg else ppo.STAGE.name
+    stage = ppo.STAGE.name if cfg.stage is None else cfg.stage
     job = None if cfg.job is None else str(cfg.job)
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
 
@@ -214,4 +207,4 @@ def _folder(cfg: DictConfig) -> Path:
 def _stage(cfg: DictConfig) -> Stage:
     """Return the stage of a job; the last stage where it is a whole recipe."""
     tree: Any = OmegaConf.to_container(cfg)
-    return chosen_stage(tree) if "stage" in tree else ppo.STAGE
+    return ppo.STAGE if tree["stage"] is None else chosen_stage(tree)

@@ -1,4 +1,4 @@
-"""Frozen configurations of the stages: types and bounds. The values live in conf/stage/*.yaml."""
+"""Frozen configurations of the stages: types and bounds. The values live in conf/stages/*.yaml."""
 
 from __future__ import annotations
 

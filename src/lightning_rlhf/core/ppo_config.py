@@ -1,4 +1,4 @@
-"""The frozen configuration of PPO: types and bounds. Values and sources: conf/stage/ppo.yaml."""
+"""The frozen configuration of PPO: types and bounds. Values and sources: conf/stages/ppo.yaml."""
 
 from __future__ import annotations
 

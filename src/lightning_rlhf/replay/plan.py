@@ -168,7 +168,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         raise CheckpointError(f"{file} is damaged: it lacks {stage}")
     # Nothing is logged, so that a logger that asks for a key is none's business; and nothing is
     # warned of, so that a run whose configuration lacks the bound can be replayed.
-    unread: dict[str, Any] = {"logger": {"kind": "csv"}}
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
     if stage == "ppo" and isinstance(tree.get("ppo"), dict):
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
     try:

@@ -17,6 +17,8 @@ SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
 """Keys of a stage's section that say when a run is saved."""
 VOLATILE = (
     "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
+    "callbacks", "trainer._target_", "trainer.enable_model_summary", "trainer.enable_progress_bar",
+    "trainer.max_time", "trainer.profiler",
 )  # fmt: skip
 """Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"

@@ -108,7 +108,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             seed=settings.seed,
         )
         folder = claim(settings, parents)
-        loggers = build_loggers(settings.logger, folder, identity(settings))
+        loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
         log_fitness(page, numbers, loggers, 0)
         with Working("closing the loggers"):
             close_loggers(loggers, 0)

@@ -58,6 +58,7 @@ from lightning_rlhf.stages.folders import (
     run_name,
 )
 from lightning_rlhf.stages.learned import check_learned
+from lightning_rlhf.stages.objects import build_trainer, own_callbacks, own_loggers
 from lightning_rlhf.stages.resume import origin, resume_point
 from lightning_rlhf.stages.stage import Settings
 
@@ -76,6 +77,10 @@ class Prepared:
     parents: Mapping[str, Final]
     """Role -> the checkpoint that plays it."""
     started: float
+    callbacks: list[Callback]
+    """Callbacks of the user's own."""
+    loggers: list[Logger]
+    """Loggers of the user's own."""
 
     @property
     def folder(self) -> Path:
@@ -99,6 +104,14 @@ def check_accelerator(settings: Settings) -> None:
         )
 
 
+def say_device(settings: Settings) -> None:
+    """Print where the run computes, and in which precision."""
+    name = "the CPU"
+    if settings.trainer.accelerator == "gpu":
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
+    say(f"computing on {name}, {settings.trainer.precision}")
+
+
 def make_ready(settings: Settings, parents: Mapping[str, Final] | None = None) -> Prepared:
     """Load the tokenizer and its chat format; nothing is written yet.
 
@@ -108,7 +121,8 @@ def make_ready(settings: Settings, parents: Mapping[str, Final] | None = None) -
     sft = parents.get(SFT)
     tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
     chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
-    return Prepared(settings, tokenizer, chat, parents, time.perf_counter())
+    own = own_callbacks(settings), own_loggers(settings)
+    return Prepared(settings, tokenizer, chat, parents, time.perf_counter(), *own)
 
 
 TOKENISE: Mapping[Kind, tuple[Callable[..., Tokenised[Any]], str]] = {
@@ -178,7 +192,7 @@ def fit(
             f"validating every {val_every} of the {steps} steps, a tenth: "
             f"{settings.stage}.val_every is {config.val_every}, more than the run has"
         )
-    loggers = build_loggers(settings.logger, ready.folder, identity(settings))
+    loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
     stop = Stop()
     saver = Checkpoints(
         ready.folder / CHECKPOINTS,
@@ -187,24 +201,24 @@ def fit(
         stop,
         stage.goal,
     )
-    trainer = L.Trainer(
-        accelerator=settings.trainer.accelerator,
-        devices=settings.trainer.devices,
-        precision=settings.trainer.precision,  # type: ignore[arg-type]
-        log_every_n_steps=settings.trainer.log_every_n_steps,
+    options = settings.trainer.options
+    is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
+    trainer = build_trainer(
+        settings.trainer,
+        stop,
+        callbacks=[
+            *callbacks,
+            *ready.callbacks,
+            saver,
+            *([] if is_quiet else [Progress(stage.name, stage.headlines)]),
+        ],
+        plugins=[WholeFiles()],
         max_epochs=1,
         val_check_interval=val_every,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=-1 if stage.validates_first else 0,
         logger=loggers,
-        callbacks=[
-            *callbacks,
-            saver,
-            Progress(stage.name, stage.headlines),
-        ],
-        plugins=[WholeFiles()],
         enable_checkpointing=False,
-        enable_model_summary=False,
         default_root_dir=ready.folder,
     )
     if resume_from is not None:

@@ -20,7 +20,7 @@ DEFINITION = "definition"
 """Key in the section of a stage that is not of this package: where its `Stage` is."""
 
 
-def stage_names(tree: Mapping[str, Any]) -> list[str]:
+def stage_names(tree: Mapping[Any, Any]) -> list[str]:
     """Return the names of the stages whose sections may stand in a configuration."""
     own = (
         str(key)

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 
 from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.launch import check_accelerator
+from lightning_rlhf.stages.launch import check_accelerator, say_device
 from lightning_rlhf.stages.processor import denormals_flushed, keep_large_blocks
 from lightning_rlhf.stages.stage import Settings
 
@@ -22,6 +22,7 @@ def run_in_folder(settings: Settings) -> Path:
     """Run the stage, whose folder is free for it; return the path of its `final/` folder."""
     quiet_libraries()
     check_accelerator(settings)
+    say_device(settings)
     with computing(settings):
         return settings.definition.run(settings, settings.config)
 

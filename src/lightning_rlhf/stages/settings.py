@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf.callbacks.logger_config import logger_config
+from lightning_rlhf.callbacks.logger_config import LoggerConfig, logger_config
 from lightning_rlhf.core.config import require, require_flag, require_number, require_text
 from lightning_rlhf.core.errors import ConfigError, first_line
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -33,8 +32,8 @@ from lightning_rlhf.stages.stage import (
     PolicySource,
     Settings,
     Stage,
-    TrainerConfig,
 )
+from lightning_rlhf.stages.trainer_section import read_trainer, resolve_auto
 
 EXAMPLES = {
     "reward.path": "rules.py:score",
@@ -52,9 +51,7 @@ KEYS = {f.name for f in dataclasses.fields(Settings)} - {"config", "definition",
 def read_settings(cfg: DictConfig) -> Settings:
     """Check the composed configuration. Raises ConfigError naming the key."""
     check_components(OmegaConf.to_container(cfg))
-    tree = plain(cfg)
-    refuse_other_stages(tree)
-    return read_tree(tree)
+    return read_tree(plain(cfg))
 
 
 def read_tree(tree: dict[str, Any]) -> Settings:
@@ -74,6 +71,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         require_flag(key, tree[key])
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)
+    tree = resolve_auto(tree)
     require_text("outputs", tree["outputs"], "a folder")
     if tree["resume"] and tree["overwrite"]:
         given = "true" if tree["resume"] is True else tree["resume"]
@@ -90,8 +88,9 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         model=read_model(tree),
         data=_data(tree),
         reward=reward,
-        trainer=build(TrainerConfig, tree["trainer"], "trainer"),
-        logger=logger_config(section(tree, "logger", "kind")),
+        trainer=read_trainer(tree["trainer"]),
+        logger=_logger(tree),
+        callbacks=section(tree, "callbacks"),
         policy=build(PolicySource, tree["policy"], "policy"),
         run=tree["run"],
         job=tree["job"],
@@ -129,18 +128,26 @@ def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration resolved, as plain types. Raises ConfigError where a value is missing."""
+    """Return the configuration resolved, as plain types, without sections of other stages.
+
+    Raises ConfigError where a value is missing or cannot be resolved.
+    """
+    stage = OmegaConf.select(cfg, "stage")
+    others = {*stage_names(cfg)} - {stage}
+    keys = [str(key) for key in cfg if key not in others]
     try:
-        missing = sorted(OmegaConf.missing_keys(cfg))
+        missing = sorted(k for k in OmegaConf.missing_keys(cfg) if k.partition(".")[0] in keys)
         if missing:
             given = {**dict.fromkeys(missing, "..."), **EXAMPLES}
             told = " ".join(f"{key}={given[key]}" for key in missing)
             raise ConfigError(f"{' and '.join(missing)} must be given: {told}")
-        tree = OmegaConf.to_container(cfg, resolve=True)
+        return {
+            key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            for key, node in ((key, cfg[key]) for key in keys)
+        }
     except OmegaConfBaseException as error:
         key = error.full_key or "a key"
         raise ConfigError(f"{key} has no value: {first_line(error)}") from error
-    return typing.cast(dict[str, Any], tree)
 
 
 def read_resume(given: Any) -> bool | str:
@@ -153,24 +160,19 @@ def read_resume(given: Any) -> bool | str:
     return name if name == "best" else f"{int(name):06d}"
 
 
-def refuse_other_stages(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the section of a stage is given that is not chosen."""
-    stage = chosen_stage(tree).name
-    for other in stage_names(tree):
-        if other != stage and other in tree:
-            node = tree[other]
-            keys = [f"{other}.{key}" for key in node] if isinstance(node, Mapping) else [other]
-            raise ConfigError(
-                f"stage={stage} does not read {', '.join(keys[:3])}{', ...' * (len(keys) > 3)}; "
-                f"leave out what sets it, or give it to stage={other}"
-            )
-
-
 def _config(stage: Stage, node: Any) -> Any:
     """Return the section of a stage as its dataclass; the key `definition` is of none."""
     if isinstance(node, Mapping):
         node = {key: value for key, value in node.items() if key != DEFINITION}
     return build(stage.config, frozen_lists(node), stage.name)
+
+
+def _logger(tree: Mapping[str, Any]) -> LoggerConfig:
+    """Return the section `logger`; that of a logger of the user's own writes metrics.csv too."""
+    node = section(tree, "logger")
+    if "_target_" in node:
+        return LoggerConfig(kind="csv")
+    return logger_config(section(tree, "logger", "kind"))
 
 
 def _data(tree: Mapping[str, Any]) -> DataConfig:

@@ -49,6 +49,8 @@ class TrainerConfig:
     weights_dtype: str
     threads: int | None
     log_every_n_steps: int
+    options: Mapping[str, Any]
+    """Class and further arguments of the Trainer, as the section gives them."""
 
     def __post_init__(self) -> None:
         require_one_of("trainer.accelerator", self.accelerator, ("cpu", "gpu"))
@@ -76,6 +78,8 @@ class Settings:
     """Components of the reward by name."""
     trainer: TrainerConfig
     logger: LoggerConfig
+    callbacks: Mapping[str, Any]
+    """Callbacks of the user's own: name -> `_target_` and arguments."""
     policy: PolicySource
     run: str
     job: str | None
