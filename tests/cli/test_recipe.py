@@ -18,9 +18,9 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
-from lightning_rlhf.cli.process import run_command
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.stages import paths
+from lightning_rlhf.stages.process import run_command
 from lightning_rlhf.stages.settings import read_settings
 
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
@@ -340,7 +340,7 @@ def test_a_broken_promise_is_told_with_its_numbers(
     ],
 )
 def test_bounds_count_as_kept(bound: str, measured: float, kept: bool) -> None:
-    from lightning_rlhf.cli.promises import Promise
+    from lightning_rlhf.stages.promises import Promise
 
     promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
     metrics = {"x": measured + (2.0 if bound == "gain" else 0.0), "start/x": 2.0}

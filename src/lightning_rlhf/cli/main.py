@@ -30,7 +30,6 @@ from lightning_rlhf.cli.overrides import (
     parse_arguments,
     refuse_other_stages,
 )
-from lightning_rlhf.cli.process import IN_RECIPE
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
@@ -44,6 +43,7 @@ from lightning_rlhf.core.storage import full_disk_told
 from lightning_rlhf.core.visible import visible
 from lightning_rlhf.stages.console import say_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
+from lightning_rlhf.stages.process import IN_RECIPE
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""What Hydra refuses, in one line that says what is allowed; from the fields of its errors.
+"""Error messages for what Hydra refuses: one line each, from the typed fields of its errors.
 
-Where Hydra says something in prose alone, its first paragraph is shown.
+An error that Hydra has in prose alone is shown with its first paragraph.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ OWN_FILE = (
 )
 """Advice on how to give a configuration of one's own."""
 LONGEST = 400
-"""Characters of a library's message that are shown."""
+"""Maximum number of characters shown of a library's message."""
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats what Hydra says of a sweep's jobs, in which it quotes their overrides."""
+    """Formatter that escapes control characters in the overrides that Hydra logs in a sweep."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))

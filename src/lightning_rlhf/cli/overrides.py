@@ -13,15 +13,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from lightning_rlhf.cli.secrecy import without_address
+from lightning_rlhf.cli.secrecy import without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
 
 GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
 """Groups of conf/ of which one file is chosen."""
 CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
-"""The name of a file in a group of conf/, or of one in a folder below it."""
+"""Pattern of the name of a file in a group of conf/, or in a folder below it."""
 READ_BY = {"advantage": "ppo"}
-"""Group whose file goes into the section of a stage -> the stage."""
+"""Mapping from a group whose file goes into the section of a stage to the stage."""
 
 
 def parse_arguments(words: Sequence[str]) -> Namespace:
@@ -31,28 +31,26 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
 
     Raises ConfigError where an option is unknown or its value is wrong.
     """
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; allowed: KEY=VALUE without -, or an option of --hydra-help")
+
     parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
-    following = [*words[1:], ""]
+    parser.error = lambda message: refuse(without_secrets(message, words))  # type: ignore
     # --info may have a value, for which the parser would take an override.
-    words = [
+    told = [
         "--info=all" if word in ("--info", "-i") and "=" in after else word
-        for word, after in zip(words, following, strict=True)
+        for word, after in zip(words, [*words[1:], ""], strict=True)
     ]
-    given, unknown = parser.parse_known_intermixed_args(words)
+    given, unknown = parser.parse_known_intermixed_args(told)
     if unknown:
-        _refuse(f"{unknown[0]} is no option")
+        refuse(f"{without_address(unknown[0])} is no option")
     return given
 
 
 def options_last(words: Sequence[str], given: Namespace) -> list[str]:
     """Return the words of a command with its overrides first, as Hydra's parser takes them."""
     return [*given.overrides, *(word for word in words if word not in given.overrides)]
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{without_address(message)}; allowed: KEY=VALUE without -, or an option of "
-                      "--hydra-help")  # fmt: skip
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:

@@ -1,4 +1,4 @@
-"""A recipe that is a program: it trains by itself, and says what must hold of what came out."""
+"""Recipes that are programs: they train by themselves and return claims about the result."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich import get_console
 from rich.table import Table
 
 from lightning_rlhf.cli.overrides import key_of
-from lightning_rlhf.cli.promises import ANY
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.stages.changes import differing_keys
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import check_writable, run_folder
+from lightning_rlhf.stages.promises import ANY
 from lightning_rlhf.stages.settings import read_settings
 
 

@@ -1,4 +1,4 @@
-"""A recipe: a list of stages, run as a process each, and what came out of them."""
+"""Recipes: lists of stages, each run as a process, and a summary of their results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from yaml import YAMLError
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
-from lightning_rlhf.cli.process import IN_RECIPE, run_command
-from lightning_rlhf.cli.promises import Promise, check_promises
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.verdict import Verdict
@@ -35,6 +33,8 @@ from lightning_rlhf.stages.folders import (
     is_finished,
     state_of,
 )
+from lightning_rlhf.stages.process import IN_RECIPE, run_command
+from lightning_rlhf.stages.promises import Promise, check_promises
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.resume import held
 from lightning_rlhf.stages.sections import build
@@ -47,25 +47,25 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "cut off": ("resume=auto",),
     "outdated": ("overwrite=true",),
 }
-"""State of a stage -> the overrides with which it is run."""
+"""Mapping from the state of a stage to the overrides with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
-"""Overrides that are for the recipe and not handed to its stages."""
+"""Keys that the recipe reads itself and does not hand to its stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What recipes/<name>/recipe.yaml says."""
+    """Content of a recipe.yaml."""
 
     title: str
     stages: tuple[str, ...]
     program: str | None
-    """In place of stages: a file whose `main(PPOConfig, seed, folder)` returns claims."""
+    """File whose `main(PPOConfig, seed, folder)` returns claims, in place of stages."""
     overrides: tuple[str, ...]
-    """For every stage; what the user gives wins."""
+    """Overrides for every stage; those of the user take precedence."""
     promises: tuple[Promise, ...]
-    """Of the recipe's own model and data, for any seed."""
+    """Bounds that hold for the recipe's own model and data with any seed."""
     next: tuple[str, ...]
-    """What to try afterwards; {folder} is the run's, {given} the last stage's own overrides."""
+    """Suggestions for afterwards; {folder} is the run's, {given} the last stage's overrides."""
 
     def __post_init__(self) -> None:
         require(bool(self.stages) != bool(self.program), "stages", self.stages,
@@ -142,7 +142,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 def run_stages(
     stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, anew: bool
 ) -> list[str]:
-    """Run what is not done yet, or all of them anew; the stages that were run."""
+    """Run the stages that are not done yet, or all of them anew. Return those that were run."""
     ran = []
     for stage, settings in stages.items():
         state = "outdated" if anew else state_of(settings)

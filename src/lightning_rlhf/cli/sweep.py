@@ -34,9 +34,9 @@ from lightning_rlhf.stages.stage import Stage
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 LONGEST = 120
-"""Bytes of a job's name before a digest; file systems allow 255."""
+"""Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
-"""Characters that the names of a job's folder do not hold."""
+"""Patterns of the characters that the name of a job's folder does not hold."""
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
 
 
@@ -148,7 +148,7 @@ class SweepTable:
     def __init__(self) -> None:
         self._rows: list[SweepRow] = []
         self._failures: dict[str, str] = {}
-        """Overrides of a job -> why it failed."""
+        """Mapping from the overrides of a job to the reason why it failed."""
 
     def add(self, job_return: JobReturn) -> None:
         """Note what a job came to."""
@@ -198,7 +198,7 @@ def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
 
 
 def _folder(cfg: DictConfig) -> Path:
-    """Where the job writes; the last stage's folder where it is a whole recipe."""
+    """Return the folder that the job writes to; of a whole recipe that of its last stage."""
     stage = ppo.STAGE.name if cfg.stage is None else cfg.stage
     job = None if cfg.job is None else str(cfg.job)
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)

@@ -1,14 +1,14 @@
-"""One base model, several roles.
+"""Several roles on one base model.
 
-Every role is the base seen through a stack of adapters:
+Every role is the base model with a stack of active adapters:
 
     reference   SFT                      frozen; the base itself if SFT was merged into it
     policy      SFT + policy adapter     trained by PPO
     reward      SFT + reward adapter     frozen in PPO, with the reward head
     critic      SFT + critic adapter     trained by PPO, where ppo.critic=adapter
 
-so that one copy of the base weights serves them all, and the reference is the SFT model by
-construction whether SFT was merged or is an adapter of its own.
+One copy of the base weights serves all roles, and the reference is the SFT model by construction,
+whether the SFT adapter was merged or is a separate adapter.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from lightning_rlhf.models.weights import check_weights
 
 
 class Roles(nn.Module):
-    """A causal language model, its adapters and its scalar heads.
+    """A causal language model with its adapters and scalar heads.
 
-    It always plays one role: the one last given to `play`, or inside `acting` the one given there.
+    One role is active at a time: the one last given to `play`, or inside `acting` the one given
+    there.
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
@@ -72,33 +73,39 @@ class Roles(nn.Module):
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The language model without the adapter wrapper."""
+        """Return the language model without the adapter wrapper."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     @property
     def hidden_size(self) -> int:
+        """Return the size of a hidden state."""
         return int(self.causal_lm.get_output_embeddings().in_features)
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of logits of the output layer."""
         return int(self.causal_lm.get_output_embeddings().out_features)
 
     @property
     def caches(self) -> bool:
-        """Whether the trunk takes the library's cache, and reads a token that follows alone.
+        """Return True if the trunk accepts transformers' key-value cache for incremental decoding.
 
-        Mamba and RWKV keep a state of another form; handed the cache, they ignore it.
+        Mamba and RWKV have a state of another form, and ignore such a cache.
         """
         return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the parameters."""
         return next(self.parameters()).device
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
-        """A new trainable adapter on top of the reference; it changes nothing before training.
+        """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
 
-        Where it starts depends on (seed, role) alone.
+        Its initial weights depend on (seed, role) alone.
+
+        Raises ConfigError where `settings` do not fit the model, CheckpointError where PEFT finds
+        no module to adapt.
         """
         check_settings(settings, self.causal_lm)
         targets = settings.target_modules
@@ -124,7 +131,7 @@ class Roles(nn.Module):
         self._stack(role, trainable=True)
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
-        """An adapter from a `final/` folder, on top of the reference."""
+        """Add the adapter of a `final/` folder on top of the reference. Raises CheckpointError."""
         check_weights(folder)
         check_for_model(folder, self.causal_lm)
         with naming(str(folder), role), warnings.catch_warnings():
@@ -138,7 +145,7 @@ class Roles(nn.Module):
             self._stacks[REFERENCE] = self._stacks[SFT]
 
     def assign(self, role: str) -> None:
-        """Let the reference itself play `role`, without an adapter of its own."""
+        """Define `role` as the reference itself, without an adapter of its own, and activate it."""
         self._stacks[role] = self._stacks[REFERENCE]
         self.play(role)
 
@@ -162,7 +169,8 @@ class Roles(nn.Module):
         self.play(role)
 
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
-        """The trainable parameters of the role's own adapter; of the model where it has none."""
+        """Yield the trainable parameters of the role's own adapter; of the model where it has
+        none."""
         marker = f".{role}."
         has_adapter = role in self._stacks[role]
         for name, parameter in self.model.named_parameters():
@@ -171,9 +179,11 @@ class Roles(nn.Module):
 
     @contextmanager
     def exported(self, role: str) -> Iterator[str]:
-        """Name of one adapter that holds `role`'s policy whole: SFT's and its own, side by side.
+        """Yield the name of an adapter to export for `role`.
 
-        A reward adapter stays apart, since PPO puts it on the SFT adapter that is there already.
+        For the policy on an SFT adapter, it is a temporary adapter that concatenates both. Other
+        roles yield their own adapter: PPO loads a reward adapter on top of the SFT adapter, which
+        is loaded already.
         """
         stack = self._stacks[role]
         if role != POLICY or len(stack) == 1:
@@ -190,7 +200,10 @@ class Roles(nn.Module):
             self.play(before)
 
     def play(self, role: str) -> None:
-        """Put on the adapters of `role`. What is trainable stays trainable."""
+        """Activate the adapters of `role`; trainable parameters stay trainable.
+
+        Raises RuntimeError inside `folded`.
+        """
         if self._folded:
             raise RuntimeError(f"{role} cannot be played while {self._role} is folded")
         self._role = role
@@ -208,7 +221,7 @@ class Roles(nn.Module):
 
     @contextmanager
     def acting(self, role: str) -> Iterator[None]:
-        """Inside, the model plays `role`; afterwards the one it played before."""
+        """Activate `role` inside the block, and the previous role again afterwards."""
         before = self._role
         if role == before:
             yield
@@ -221,9 +234,10 @@ class Roles(nn.Module):
 
     @contextmanager
     def folded(self) -> Iterator[None]:
-        """Inside, the acting role stands in plain weights: faster, and not to be trained.
+        """Merge the active role's adapters into plain weights inside the block, for inference.
 
-        No other role can be played there; `play` raises RuntimeError.
+        The forward pass is faster, and the adapters cannot be trained. No other role can be
+        activated inside the block: `play` raises RuntimeError.
         """
         before, self._folded = self._folded, True
         try:
@@ -233,17 +247,21 @@ class Roles(nn.Module):
             self._folded = before
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
-        """Last hidden states of the acting role, of rows that start with a real token.
+        """Return the last hidden states of the active role, for rows that start with a real token.
 
-        What stands behind a token has no influence on it, so padding there needs no mask, and
-        attention without one is faster. `from_first_real` brings other rows into this form.
+        The model is causal, so padding after the last token needs no mask, and attention without
+        a mask is faster. `from_first_real` converts left-padded rows to this form.
         """
         return self.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def hidden_at(
         self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
     ) -> Float[Tensor, "M d"]:
-        """Those of `hidden` that are wanted, row by row, without most of what only others need."""
+        """Return the hidden states at the positions where `wanted` is True, in row-major order.
+
+        Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
+        positions need.
+        """
         if not self._packs:
             return self.hidden(tokens)[wanted]
         trunk = self.causal_lm.base_model
@@ -258,30 +276,34 @@ class Roles(nn.Module):
 
     @property
     def head_is_trained(self) -> bool:
+        """Return True if the output layer has trainable parameters."""
         return any(p.requires_grad for p in self.causal_lm.get_output_embeddings().parameters())
 
     def head(self, hidden: Float[Tensor, "*n d"]) -> Float[Tensor, "*n V"]:
-        """Logits of hidden states."""
+        """Return the logits of hidden states."""
         return self.causal_lm.get_output_embeddings()(hidden)
 
     def rewards(
         self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
     ) -> Float[Tensor, "B H"]:
-        """What each head of a reward role says of each sequence, read at its last real token."""
+        """Return the output of each of the H heads of a reward role for each sequence.
+
+        It is computed at the last real token.
+        """
         with self.acting(role):
             tokens, mask = from_first_real(tokens, mask)
             return self.heads[role](self.hidden_at(tokens, last_real(mask)))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
-        """The mean over the heads of the reward role, raw."""
+        """Return the raw reward of each sequence: the mean over the heads of the reward role."""
         return self.rewards(tokens, mask).mean(dim=1)
 
     @torch.no_grad()
     def probe(self, role: str) -> Float[Tensor, " V"]:
-        """fp32 logits that `role` gives after a fixed row of tokens: its fingerprint.
+        """Return the fp32 logits of `role` after a fixed sequence of tokens: its fingerprint.
 
-        Two models with the same fingerprint are, for all that matters here, the same model. A
-        stage writes it beside its weights; the next one compares.
+        Models with the same fingerprint are taken to be the same model. A stage writes the
+        fingerprint beside its weights, and the next stage compares.
         """
         with self.acting(role):
             return self.head(self.hidden(self._probe_input())[:, -1]).float().cpu().squeeze(0)
@@ -291,7 +313,10 @@ class Roles(nn.Module):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """The logits must be `head(hidden)`; a model that caps or scales them is refused."""
+        """Raise CheckpointError unless the model's logits are `head(hidden)`.
+
+        Models that cap or scale their logits are not supported.
+        """
         tokens = self._probe_input()
         ours = self.head(self.hidden(tokens)).float()
         theirs = self.causal_lm(input_ids=tokens).logits.float()
@@ -303,12 +328,12 @@ class Roles(nn.Module):
 
 
 def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Whether the root mean square of a - b is at most `tolerance` times that of b. NaN is not."""
+    """Return True if RMS(a - b) <= tolerance * RMS(b), RMS the root mean square; False for NaN."""
     return bool((a - b).square().mean() <= tolerance**2 * b.square().mean())
 
 
 def rounding(model: PreTrainedModel) -> float:
-    """By how much logits of one model differ from themselves, computed in another way.
+    """Return the relative difference allowed between two computations of one model's logits.
 
     1e-4 in fp32 (other kernels, other order of sums), 3e-2 in 16 bits (weights rounded once more).
     """
@@ -316,5 +341,5 @@ def rounding(model: PreTrainedModel) -> float:
 
 
 def trainable_names(module: nn.Module) -> list[str]:
-    """Names of the parameters that are trained."""
+    """Return the names of the trainable parameters."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -136,14 +136,17 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     others = {*stage_names(cfg)} - {stage}
     keys = [str(key) for key in cfg if key not in others]
     try:
-        missing = sorted(k for k in OmegaConf.missing_keys(cfg) if k.partition(".")[0] in keys)
+        nodes = {key: cfg[key] for key in keys if not OmegaConf.is_missing(cfg, key)}
+        missing = set(keys) - set(nodes)
+        for node in filter(OmegaConf.is_config, nodes.values()):
+            missing |= OmegaConf.missing_keys(node)
         if missing:
-            given = {**dict.fromkeys(missing, "..."), **EXAMPLES}
-            told = " ".join(f"{key}={given[key]}" for key in missing)
-            raise ConfigError(f"{' and '.join(missing)} must be given: {told}")
+            given = {**dict.fromkeys(sorted(missing), "..."), **EXAMPLES}
+            told = " ".join(f"{key}={given[key]}" for key in sorted(missing))
+            raise ConfigError(f"{' and '.join(sorted(missing))} must be given: {told}")
         return {
             key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-            for key, node in ((key, cfg[key]) for key in keys)
+            for key, node in nodes.items()
         }
     except OmegaConfBaseException as error:
         key = error.full_key or "a key"
