@@ -29,9 +29,10 @@ from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.function import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.stages.paths import CONF, RECIPES
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.reward_section import REWARDS as REWARD_KINDS
 from lightning_rlhf.stages.reward_section import SUM
-from lightning_rlhf.stages.settings import STAGES, read_settings
+from lightning_rlhf.stages.settings import read_settings
 
 HOME = Path(__file__).parents[1]
 INDEX = HOME / "docs" / "README.md"
@@ -127,7 +128,7 @@ def test_dotted_keys_of_the_stages_exist(page: Path) -> None:
         r"(?<![\w./])(sft|rm|ppo|eval)\.([a-z]\w*)(?!\w*/)", page.read_text()
     ):
         if key not in ("py", "md", "yaml", "jsonl"):
-            assert key in {f.name for f in fields(STAGES[stage])}, f"{stage}.{key}"
+            assert key in {f.name for f in fields(STAGES[stage].config)}, f"{stage}.{key}"
 
 
 def test_keys_in_tables_exist() -> None:

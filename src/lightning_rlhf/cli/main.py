@@ -170,9 +170,9 @@ def compose(cfg: DictConfig) -> str | None:
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """Return how to go on with what was stopped; nothing where it had not come that far."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
-    from lightning_rlhf.core.config import EvalConfig
     from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
-    from lightning_rlhf.stages.settings import AUTO, read_settings
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
 
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
@@ -185,7 +185,7 @@ def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
             return ["the same command goes on"]
         if numbered(folder / CHECKPOINTS):
             return ["resume=true goes on from the last checkpoint"]
-        if is_unbegun(folder) or isinstance(settings.config, EvalConfig):
+        if is_unbegun(folder) or not settings.definition.trains:
             return ["the same command starts it anew"]
     except RLHFError:
         return []
@@ -213,10 +213,13 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
 
             run_program(recipe, folder, cfg, overrides)
         return
-    from lightning_rlhf.stages.settings import AUTO, STAGES, read_settings
+    from lightning_rlhf.stages.registry import stage_names
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
 
-    if not in_sweep and cfg.stage in STAGES:
-        refuse_other_stages(cfg.stage, overrides, STAGES)
+    names = stage_names(cfg)
+    if not in_sweep and cfg.stage in names:
+        refuse_other_stages(cfg.stage, overrides, names)
     settings = read_settings(cfg)
     from lightning_rlhf.stages.folders import state_of
     from lightning_rlhf.stages.start import run_stage

@@ -84,7 +84,7 @@ def _reason(error: Exception, given: Namespace) -> str:
 
 def _not_parsed(error: OverrideParseException, words: Sequence[str]) -> str:
     """Return why an override does not parse; of an address not what Hydra says, which shows it."""
-    from lightning_rlhf.stages.settings import STAGES
+    from lightning_rlhf.stages.registry import STAGES
 
     given, wanted = error.override, "KEY=VALUE"
     if address_at(given) is not None:

@@ -16,8 +16,8 @@ from hydra.core.override_parser.types import Override
 from lightning_rlhf.cli.secrecy import without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
 
-GROUPS = ("model", "data", "reward", "trainer", "logger", "advantage")
-"""Groups of conf/ from which one file is chosen."""
+GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
+"""Groups of conf/ of which one file is chosen."""
 CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
 """Pattern of the name of a file in a group of conf/, or in a folder below it."""
 READ_BY = {"advantage": "ppo"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
 from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.verdict import Verdict
-from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
+from lightning_rlhf.data.splits import LOAD
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
@@ -36,9 +35,11 @@ from lightning_rlhf.stages.folders import (
 )
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, check_promises
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.resume import held
 from lightning_rlhf.stages.sections import build
-from lightning_rlhf.stages.settings import STAGES, Settings, read_settings
+from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import Settings
 
 LISTS = ("stages", "overrides", "promises", "next")
 HOW: Mapping[State, tuple[str, ...]] = {
@@ -47,11 +48,6 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "outdated": ("overwrite=true",),
 }
 """Mapping from the state of a stage to the overrides with which it is run."""
-LOAD: Mapping[str, Callable[[DataConfig, int], object]] = {
-    "sft": load_demonstrations,
-    "rm": load_preferences,
-    "ppo": load_prompts,
-}
 OWN = ("recipe", "resume", "overwrite")
 """Keys that the recipe reads itself and does not hand to its stages."""
 
@@ -74,8 +70,6 @@ class Recipe:
     def __post_init__(self) -> None:
         require(bool(self.stages) != bool(self.program), "stages", self.stages,
                 "at least one stage, or a program in their place")  # fmt: skip
-        for stage in self.stages:
-            require_one_of("stages", stage, STAGES)
         for promise in self.promises:
             require_one_of(f"the stage of the promise on {promise.metric}", promise.stage,
                            self.stages)  # fmt: skip
@@ -122,9 +116,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     }
     stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
     with Working("looking through the data"):  # a fault in the last stage's costs no training
-        for stage, settings in stages.items():
+        for settings in stages.values():
             if cfg.overwrite or not is_finished(settings):
-                LOAD[stage](settings.data, settings.seed)
+                LOAD[settings.definition.data](settings.data, settings.seed)
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
         ran = run_stages(stages, commands, anew=cfg.overwrite)

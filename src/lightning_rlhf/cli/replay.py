@@ -43,7 +43,7 @@ def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_cod
 
     quiet_libraries()
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
-    if settings.stage == "ppo":
+    if settings.definition.replays == "updates":
         return replay_update(folder, settings, iteration, count)
     batch, checkpoint = plan_rows(folder, settings, iteration)
     check_accelerator(settings)

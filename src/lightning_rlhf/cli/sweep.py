@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hydra.core.utils import JobReturn
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 
@@ -23,29 +24,19 @@ from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
+from lightning_rlhf.stages import ppo
 from lightning_rlhf.stages.changes import changes
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
+from lightning_rlhf.stages.registry import chosen_stage
 from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import Stage
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
 """Patterns of the characters that the name of a job's folder does not hold."""
-SHOWN = (
-    "eval/loss",
-    "eval/rm_loss",
-    "eval/accuracy",
-    "eval/reward_mean",
-    "eval/kl",
-    "eval/response_tokens",
-    "eval/judge/gold",
-    "eval/judge/correct",
-    "fitness/accuracy",
-    "fitness/length_gap",
-    "fitness/flags",
-)
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
 
 
@@ -133,7 +124,7 @@ def is_of_another(cfg: DictConfig) -> bool:
     try:
         settings = read_settings(cfg)
         file = folder_of(settings) / CONFIG
-        return file.is_file() and bool(changes(settings.tree, file))
+        return file.is_file() and bool(changes(settings.definition, settings.tree, file))
     except RLHFError:  # which the job itself tells
         return False
 
@@ -164,16 +155,19 @@ class SweepTable:
         overrides = tuple(job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
+        summary: Sequence[str] = ()
         if failure is None:
-            final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
+            cfg: Any = job_return.cfg
             try:
-                metrics = metrics_of(final)
+                stage = _stage(cfg)
+                summary = stage.summary
+                metrics = metrics_of(_folder(cfg) / FINAL, stage)
             except RLHFError as error:
                 failure = str(error)
         if failure is not None:
             self._failures[" ".join(overrides)] = failure
         status = "done" if failure is None else "failed"
-        shown = {name: metrics[name] for name in SHOWN if name in metrics}
+        shown = {name: metrics[name] for name in summary if name in metrics}
         self._rows.append(SweepRow(overrides=overrides, status=status, metrics=shown))
 
     def show(self) -> None:
@@ -186,23 +180,31 @@ class SweepTable:
             sys.exit(1)
 
 
-def metrics_of(final: Path) -> Mapping[str, float]:
-    """Return what the stage came to, by the names of metrics.
+def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
+    """Return what a run of the stage came to, by the names of metrics.
+
+    final: its `final/` folder.
 
     Raises CheckpointError where that is missing or damaged.
     """
     if not final.is_dir():
         raise CheckpointError(f"{final} is missing")
-    if final.parent.name == "eval":
+    if stage.hands_over == "report":
         found = json_object(final / NUMBERS).get("metrics")
         if not isinstance(found, dict) or not all(map(is_number, found.values())):
             raise CheckpointError(f"{final / NUMBERS} is damaged: it holds no metrics")
         return found
-    return find(str(final), "final").require_manifest(final.parent.name).metrics
+    return find(str(final), "final").require_manifest(stage.name).metrics
 
 
 def _folder(cfg: DictConfig) -> Path:
     """Return the folder that the job writes to; of a whole recipe that of its last stage."""
-    stage = "ppo" if cfg.stage is None else cfg.stage
+    stage = ppo.STAGE.name if cfg.stage is None else cfg.stage
     job = None if cfg.job is None else str(cfg.job)
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
+
+
+def _stage(cfg: DictConfig) -> Stage:
+    """Return the stage of a job; the last stage where it is a whole recipe."""
+    tree: Any = OmegaConf.to_container(cfg)
+    return ppo.STAGE if tree["stage"] is None else chosen_stage(tree)

@@ -12,8 +12,8 @@ from lightning_rlhf.core.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
 Finetune = Literal["lora", "full"]
-Stage = Literal["sft", "rm", "ppo"]
-"""That trains something."""
+Stage = str
+"""Name of a stage."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
 Normalization = Literal["none", "stored", "running"]

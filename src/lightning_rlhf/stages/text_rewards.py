@@ -28,10 +28,10 @@ from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.model_section import read_model
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
 from lightning_rlhf.stages.sections import section
-from lightning_rlhf.stages.settings import read_model
 
 if TYPE_CHECKING:  # the extra "serve" has what it imports
     from lightning_rlhf.rewards.protocol import Columns, Messages, Score
