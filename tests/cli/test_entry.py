@@ -35,7 +35,7 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
         "data: files, hh, quickstart",
         "logger: csv, tensorboard, wandb",
         "reward: composite, function, head, http, model, random, sum",
-        "trainer: cpu, gpu",
+        "trainer: auto, cpu, gpu",
     ):
         assert line in help_text
     for model in ("tiny", "qwen0.8b", "qwen2b", "qwen4b", "smollm2_135m", "hub"):

@@ -217,9 +217,9 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     from lightning_rlhf.stages.settings import read_settings
     from lightning_rlhf.stages.stage import AUTO
 
-    names = stage_names(cfg)
-    if not in_sweep and cfg.stage in names:
-        refuse_other_stages(cfg.stage, overrides, names)
+    stage, names = OmegaConf.select(cfg, "stage"), stage_names(cfg)
+    if not in_sweep and stage in names:
+        refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)
     from lightning_rlhf.stages.folders import state_of
     from lightning_rlhf.stages.start import run_stage
