@@ -45,10 +45,7 @@ from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli import serve
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.replay import run as replay_run
-from lightning_rlhf.stages import ppo as run_ppo
-from lightning_rlhf.stages import rm as run_rm
-from lightning_rlhf.stages import run, text_rewards
-from lightning_rlhf.stages import sft as run_sft
+from lightning_rlhf.stages import run, text_rewards, train_ppo, train_rm, train_sft
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
 LOADED = (replay_run, run, serve, text_rewards)
@@ -121,7 +118,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
 def stops(case: Case) -> list[tuple[Any, str]]:
     """Return the functions at which a command that has accepted its input is ended."""
     if case.stop == "model":
-        return [(module, "start_from") for module in (run_sft, run_rm, run_ppo)]
+        return [(module, "start_from") for module in (train_sft, train_rm, train_ppo)]
     return [(L.LightningModule, "on_train_batch_end")] if case.stop == "step" else []
 
 

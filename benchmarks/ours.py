@@ -104,7 +104,7 @@ def config_of(setting: Setting, critic: CriticKind) -> PPOConfig:
     keys: dict[str, Any] = {}
     for node in (
         OmegaConf.load(ROOT / "conf/advantage/gae.yaml"),
-        OmegaConf.load(ROOT / "conf/stage/ppo.yaml").ppo,
+        OmegaConf.load(ROOT / "conf/stages/ppo.yaml"),
     ):
         keys |= OmegaConf.to_container(node)  # type: ignore[arg-type]
     minibatch_size = setting.episodes // setting.minibatches

@@ -36,9 +36,11 @@ from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, RewardError, StorageError
+from lightning_rlhf.stages.registry import STAGES
 
 from .conftest import FakePPO, Fit
 
+GOAL = STAGES["ppo"].goal
 ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
 NEVER = 1000
 
@@ -87,7 +89,7 @@ class Run:
         stop: Stop | None = None, **changes: Any,
     ) -> Checkpoints:  # fmt: skip
         settings = config(**changes)
-        saver = Checkpoints(self.checkpoints, settings, ORIGIN, stop or Stop())
+        saver = Checkpoints(self.checkpoints, settings, ORIGIN, stop or Stop(), GOAL)
         self.fit(
             module or FakePPO(),
             [*before, PPOMetrics(), Evaluation(None, self.folder), saver],
@@ -168,7 +170,7 @@ def evaluated(saver: Checkpoints, step: int, **metrics: float) -> None:
 
 
 def saver_of(stage: Any, folder: Path) -> Checkpoints:
-    return Checkpoints(folder, config(), replace(ORIGIN, stage=stage), Stop())
+    return Checkpoints(folder, config(), replace(ORIGIN, stage=stage), Stop(), STAGES[stage].goal)
 
 
 def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:

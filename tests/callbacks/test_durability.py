@@ -18,6 +18,7 @@ from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.whole_files import WholeFiles
+from lightning_rlhf.stages.ppo import STAGE
 
 from .conftest import FakePPO, FakeSFT, Fit
 from .test_checkpoints import ORIGIN, Run, config
@@ -73,7 +74,11 @@ def fit_ppo(folder: Path, fit: Fit, *loggers: Logger) -> None:
             Evaluation(None, folder),
             Samples(every_n_iterations=1, count=2, characters=9, run_dir=folder),
             Checkpoints(
-                folder / "checkpoints", config(checkpoint_every=2, val_every=3), ORIGIN, Stop()
+                folder / "checkpoints",
+                config(checkpoint_every=2, val_every=3),
+                ORIGIN,
+                Stop(),
+                STAGE.goal,
             ),
         ],
         [MetricsFile(folder), *loggers],
@@ -114,7 +119,9 @@ def test_events_of_tensorboard_are_too(
 
 def test_supervised_rows_are_too(tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
-    saver = Checkpoints(tmp_path / "checkpoints", config(checkpoint_every=3), ORIGIN, Stop())
+    saver = Checkpoints(
+        tmp_path / "checkpoints", config(checkpoint_every=3), ORIGIN, Stop(), STAGE.goal
+    )
     fit(
         FakeSFT(), [SFTMetrics(), saver], [MetricsFile(tmp_path)], batches=6, limit_val_batches=0,
         log_every_n_steps=1, plugins=[WholeFiles()],

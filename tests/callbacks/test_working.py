@@ -116,7 +116,14 @@ def test_training_and_evaluations_without_a_bar_are_counted(
             super().start()
 
     monkeypatch.setattr("lightning_rlhf.callbacks.progress.Working", Noted)
-    fit(FakePPO(), [Progress("ppo")], [], batches=4, enable_progress_bar=True, val_check_interval=2)
+    fit(
+        FakePPO(),
+        [Progress("ppo", [])],
+        [],
+        batches=4,
+        enable_progress_bar=True,
+        val_check_interval=2,
+    )
     evaluated = "ppo evaluation, batches 2/2"
     assert [line for line in shown if line != evaluated] == [
         "ppo 2/4", "ppo 4/4", "ppo 4/4",

@@ -9,6 +9,7 @@ import yaml
 
 from lightning_rlhf.stages.changes import abridged, changes
 from lightning_rlhf.stages.paths import HOME
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.reward_section import read_reward
 
 CONF = HOME / "conf"
@@ -18,7 +19,7 @@ def test_each_key_with_its_value_then_and_now(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"stage": "sft", "sft": {"lr": 0.1}, "model": {"name": "a"}}))
     now = {"stage": "sft", "sft": {"lr": 0.2}, "data": {"name": "b"}, "model": {"name": "a"}}
-    assert changes(now, file) == [
+    assert changes(STAGES[now["stage"]], now, file) == [
         'data.name was not there, is "b"',
         "sft.lr was 0.1, is 0.2",
     ]
@@ -44,12 +45,14 @@ def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -
     now = json.loads(file.read_text())
     for component in now["reward"]["components"].values():
         component["unfit"] = "warn"
-    assert changes(now, file) == []
+    assert changes(STAGES[now["stage"]], now, file) == []
     now["reward"]["components"]["unfit"]["weight"] = 2.0
-    assert changes(now, file) == ["reward.components.unfit.weight was 1.0, is 2.0"]
+    assert changes(STAGES[now["stage"]], now, file) == [
+        "reward.components.unfit.weight was 1.0, is 2.0"
+    ]
     single = {"stage": "ppo", "reward": {**part, "unfit": "refuse"}}
     file.write_text(json.dumps({"stage": "ppo", "reward": part}))
-    assert changes(single, file) == []
+    assert changes(STAGES["ppo"], single, file) == []
 
 
 def test_a_reward_written_before_there_was_the_key_is_read() -> None:

@@ -15,10 +15,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from transformers import AutoConfig
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.loggers import LoggerConfig, WandbConfig
+from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.cli.overrides import refuse_other_stages
 from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -27,7 +30,8 @@ from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.rewards.config import HTTPConfig
 from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.reward_section import REWARDS, SUM
-from lightning_rlhf.stages.settings import PolicySource, Settings, TrainerConfig, read_settings
+from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import PolicySource, Settings, TrainerConfig
 
 CONF = paths.CONF
 SOURCE = Path(lightning_rlhf.__file__).parent
@@ -55,15 +59,15 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-STAGES, MODELS = options("stage"), options("model")
+STAGES, MODELS = options("stages"), options("model")
 HUB = ["model.name=other", "model.name_or_path=someone/model"]
 """What model=hub asks for."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _composer() -> Iterator[None]:
-    """Hydra on conf/, with the resolver that the command registers."""
-    OmegaConf.register_new_resolver("recipes", lambda p: str(paths.RECIPES / p), replace=True)
+    """Hydra on conf/, with what the command registers."""
+    register_resolvers()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield
@@ -78,28 +82,21 @@ def model_overrides(model: str) -> list[str]:
 
 
 def yaml(group: str, option: str) -> dict[str, Any]:
-    """One file of conf/ as it is written, interpolations included; of a stage, its section."""
+    """One file of conf/ as it is written, interpolations included."""
     tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
-    if group == "stage":
-        assert set(tree) - {"defaults"} == {"stage", option}
-        assert tree["stage"] == option
-        tree = tree[option]
-    if group == "stage_model":
-        stage = option.split("_")[0]
-        assert set(tree) <= {"trainer", stage}
-        tree = tree[stage]
     return {key: value for key, value in tree.items() if key != "defaults"}
 
 
 def stage_keys(stage: str) -> dict[str, Any]:
     """Of the stage's section, as it is where nothing is overridden."""
-    return yaml("stage", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
+    return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
 
 
 def test_groups_are_those_that_the_tests_below_go_through() -> None:
     groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
     assert groups == {
-        "stage", "model", "data", "reward", "trainer", "logger", "stage_model", "advantage"
+        "stages", "model", "data", "reward", "trainer", "logger", "callbacks", "stage_model",
+        "advantage"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
     assert STAGES == ["eval", "ppo", "rm", "sft"]
@@ -120,7 +117,7 @@ def test_every_stage_and_model_composes_with_all_else(stage: str, model: str) ->
         assert settings.stage == stage
         assert settings.model.name == ("other" if model == "hub" else model)
         assert settings.tree["reward"]["kind"] == KINDS.get(reward, reward)
-        assert settings.trainer.accelerator == trainer
+        assert settings.trainer.accelerator == trainer or trainer == "auto"
         assert settings.logger.kind == logger
 
 
@@ -149,8 +146,9 @@ def test_a_key_of_an_advantage_can_be_set_beside_it() -> None:
 @pytest.mark.parametrize("advantage", options("advantage"))
 @pytest.mark.parametrize("stage", ["sft", "rm"])
 def test_other_stages_have_no_advantage(stage: str, advantage: str) -> None:
-    with pytest.raises((ConfigError, ConfigCompositionException), match=r"ppo|advantage"):
-        read_settings(composed(f"stage={stage}", f"advantage={advantage}"))
+    composed(f"stage={stage}", f"advantage={advantage}")
+    with pytest.raises(ConfigError, match=rf"^stage={stage} does not read ppo\.advantage; "):
+        refuse_other_stages(stage, [f"stage={stage}", f"advantage={advantage}"], STAGES)
 
 
 def test_a_list_of_texts_arrives_as_a_tuple() -> None:
@@ -206,15 +204,13 @@ def test_tiny_is_fine_tuned_in_full_and_others_are_not() -> None:
 
 
 def test_numbers_of_a_model_belong_to_a_stage_and_a_model_that_exist() -> None:
-    known = {f"{stage}_{model}" for stage in STAGES for model in MODELS}
+    keys = {stage: set(stage_keys(stage)) for stage in STAGES}
+    keys["trainer"] = set(yaml("trainer", "cpu"))
+    known = {f"{section}_{model}" for section in keys for model in MODELS}
     assert set(options("stage_model")) <= known
     for option in options("stage_model"):
-        stage, model = option.split("_", 1)
-        keys = set(yaml("stage_model", option))
-        assert keys <= set(stage_keys(stage)), f"{option} sets what stage={stage} does not have"
-        package = (CONF / "stage_model" / f"{option}.yaml").read_text().splitlines()[0]
-        assert package == "# @package _global_"
-        assert model in MODELS
+        section = option.split("_", 1)[0]
+        assert set(yaml("stage_model", option)) <= keys[section], option
 
 
 def test_weights_dtype_of_the_trainer_reaches_hub_models_alone() -> None:
@@ -229,10 +225,10 @@ def test_weights_dtype_of_the_trainer_reaches_hub_models_alone() -> None:
 # Every key is a field, every field is read.
 
 SECTIONS: dict[str, type] = {
-    "stage/sft": SFTConfig,
-    "stage/rm": RMConfig,
-    "stage/ppo": PPOConfig,
-    "stage/eval": EvalConfig,
+    "stages/sft": SFTConfig,
+    "stages/rm": RMConfig,
+    "stages/ppo": PPOConfig,
+    "stages/eval": EvalConfig,
     "model": ModelConfig,
     "data": DataConfig,
     **{f"reward/{kind}": config for kind, config in REWARDS.items()},
@@ -266,7 +262,7 @@ def names(cls: type) -> set[str]:
 
 def files(section: str) -> list[Path]:
     path = CONF / f"{section}.yaml"
-    if section == "stage/ppo":
+    if section == "stages/ppo":
         return [path, *sorted((CONF / "advantage").glob("*.yaml"))]
     return [path] if path.is_file() else sorted((CONF / section).glob("*.yaml"))
 
@@ -276,6 +272,9 @@ def test_every_key_is_a_field_and_every_field_a_key(section: str) -> None:
     written: set[str] = set()
     for file in files(section):
         tree = yaml(str(file.parent.relative_to(CONF)), file.stem)
+        if section == "trainer":  # the class is in `options`, as any other argument is
+            assert tree.pop("_target_") == "lightning.Trainer"
+            tree["options"] = {}
         assert set(tree) <= names(SECTIONS[section]), file
         written |= set(tree)
         for key, cls in NESTED.items():
@@ -288,7 +287,7 @@ def test_every_advantage_sets_the_same_keys_and_no_other_file_does() -> None:
     """Else choosing one would leave a number of another behind."""
     keys = {option: set(yaml("advantage", option)) for option in options("advantage")}
     assert all(found == keys["gae"] for found in keys.values()), keys
-    assert not keys["gae"] & set(yaml("stage", "ppo"))
+    assert not keys["gae"] & set(yaml("stages", "ppo"))
     for option in options("stage_model"):
         assert not keys["gae"] & set(yaml("stage_model", option))
 
@@ -301,8 +300,8 @@ def test_every_key_of_a_logger_is_a_field() -> None:
 
 def test_every_root_key_is_a_setting() -> None:
     tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
-    groups = {"model", "data", "reward", "trainer", "logger"}
-    derived = {"stage", "config", "tree"}  # which section is there; that section; everything
+    groups = {"model", "data", "reward", "trainer", "logger", "callbacks"}
+    derived = {"definition", "config", "tree"}  # of the stage; everything
     assert set(tree) - {"defaults", "hydra", "recipe"} == names(Settings) - groups - derived
     assert set(tree["policy"]) == names(PolicySource)
 
@@ -473,11 +472,61 @@ def test_values_of_the_wrong_kind_are_refused_by_their_key(override: str, key: s
     assert key in str(raised.value)
 
 
-def test_the_sections_of_two_stages_are_not_said_to_be_none() -> None:
+@pytest.mark.parametrize("override", ["sft.lr=1", "++sft.epochs=1", "+sft.x=1", "~sft.lr"])
+def test_what_only_another_stage_reads_is_refused(override: str) -> None:
+    key = override.lstrip("+~").split("=")[0]
     with pytest.raises(ConfigError) as raised:
-        read_settings(composed("stage=rm", "++sft.epochs=1"))
-    assert "sft" in str(raised.value)
-    assert "no stage is chosen" not in str(raised.value)
+        refuse_other_stages("rm", ["stage=rm", "rm.lr=1", override], STAGES)
+    said = f"stage=rm does not read {key}; leave out {override}, or give it to stage=sft"
+    assert str(raised.value) == said
+    refuse_other_stages("sft", ["stage=sft", override, "seed=1", "model=tiny"], STAGES)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_sections_of_other_stages_are_not_in_what_is_written_down(stage: str) -> None:
+    tree = read_settings(composed(f"stage={stage}", "sft.lr=1", "rm.lr=1", "ppo.lr=1")).tree
+    assert set(tree) & set(STAGES) == {stage}
+
+
+def test_a_value_that_only_another_stage_lacks_is_not_missed() -> None:
+    cfg = composed("stage=sft", "ppo.kl_coef=???", "rm.lr=${nosuch}")
+    assert read_settings(cfg).stage == "sft"
+    with pytest.raises(ConfigError, match=r"^ppo\.kl_coef must be given"):
+        read_settings(composed("stage=ppo", "ppo.kl_coef=???"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "node", "key"),
+    [
+        (["data.chat_template_kwargs.enable_thinking=false"], "data.chat_template_kwargs",
+         "enable_thinking"),
+        (["reward=function", "reward.path=a.py:b", "reward.arguments.x=false"],
+         "reward.arguments", "x"),
+        (["reward=sum", "+reward@reward.components.a=function",
+          "reward.components.a.path=a.py:b", "reward.components.a.arguments.x=false"],
+         "reward.components.a.arguments", "x"),
+        (["reward=composite", "reward.components.brief.arguments.x=false"],
+         "reward.components.brief.arguments", "x"),
+    ],
+)  # fmt: skip
+def test_a_mapping_that_is_open_takes_any_key(overrides: list[str], node: str, key: str) -> None:
+    """Without +, as no file can know what a function or a chat template takes."""
+    found = OmegaConf.select(composed("stage=ppo", *overrides), node)
+    assert found[key] is False
+
+
+@pytest.mark.parametrize("key", ["model.from_config.x", "reward.x", "data.x", "ppo.x", "x"])
+def test_hydra_refuses_a_key_that_is_not_there(key: str) -> None:
+    """From the fields of its error comes our message: a change in Hydra would be noticed here."""
+    with pytest.raises(ConfigCompositionException) as raised:
+        composed("stage=ppo", f"{key}=1")
+    cause = raised.value.__cause__
+    assert isinstance(cause, ConfigKeyError | ConfigAttributeError)
+    assert (cause.full_key, cause.key) == (key, "x")
+    parent: Any = composed("stage=ppo")
+    if "." in key:
+        parent = OmegaConf.select(parent, key.rpartition(".")[0])
+    assert set(cause.parent_node) - {"hydra"} == set(parent)
 
 
 @pytest.mark.parametrize("device", ["foo", "cuda:99", "meta"])

@@ -135,4 +135,4 @@ def test_no_curve_is_in_the_way_of_an_infinite_perplexity(tmp_path: Path) -> Non
 
     for step, perplexity in enumerate((9.0, float("inf"), 7.0), start=1):
         MetricsFile(tmp_path).log_metrics({"update/perplexity": perplexity}, step=step)
-    assert draw_curves(tmp_path, "sft", "run/mini/sft").is_file()
+    assert draw_curves(tmp_path, "run/mini/sft", "optimizer step").is_file()

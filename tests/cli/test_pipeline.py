@@ -187,14 +187,13 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full fine-tuning of the reward model changes the very weights that spoke."""
-    from lightning_rlhf.stages import rm as run_rm
-    from lightning_rlhf.stages import supervised
+    from lightning_rlhf.stages import supervised, train_rm
 
     order = []
     for name, module in {
-        "sft_samples": run_rm,
+        "sft_samples": train_rm,
         "fit": supervised,
-        "reward_moments": run_rm,
+        "reward_moments": train_rm,
     }.items():
         original = getattr(module, name)
         monkeypatch.setattr(

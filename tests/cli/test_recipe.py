@@ -18,9 +18,9 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
-from lightning_rlhf.cli.process import run_command
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.stages import paths
+from lightning_rlhf.stages.process import run_command
 from lightning_rlhf.stages.settings import read_settings
 
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
@@ -340,7 +340,7 @@ def test_a_broken_promise_is_told_with_its_numbers(
     ],
 )
 def test_bounds_count_as_kept(bound: str, measured: float, kept: bool) -> None:
-    from lightning_rlhf.cli.promises import Promise
+    from lightning_rlhf.stages.promises import Promise
 
     promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
     metrics = {"x": measured + (2.0 if bound == "gain" else 0.0), "start/x": 2.0}
@@ -434,7 +434,7 @@ def test_an_advantage_reaches_ppo_alone(done: Kitchen) -> None:
     config = json.loads((done.folder("ppo") / "config.json").read_text())["ppo"]
     assert (config["advantage"], config["samples_per_prompt"]) == ("rloo", 4)
     assert [weights(done.folder(stage)) for stage in ("sft", "rm")] == before
-    recipe = read_recipe("small", done.recipes)
+    recipe = read_recipe(done.recipes / "small")
     for stage in STAGES:
         handed = stage_overrides(recipe, stage, ("advantage=rloo",), None)
         assert ("advantage=rloo" in handed) == (stage == "ppo")
@@ -501,7 +501,7 @@ def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
 
 @pytest.mark.parametrize("name", ["quickstart", "composite_reward"])
 def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
-    recipe = read_recipe(name, paths.RECIPES)
+    recipe = read_recipe(paths.RECIPES / name)
     assert recipe.stages == STAGES
     main.register_resolvers()
     GlobalHydra.instance().clear()

@@ -91,7 +91,7 @@ class TestWhatIsRefused:
         def load(*arguments: Any) -> None:
             raise AssertionError("it is too late to refuse")
 
-        monkeypatch.setattr("lightning_rlhf.stages.run.run_sft", load)
+        monkeypatch.setattr("lightning_rlhf.stages.train_sft.run_sft", load)
         return finished
 
     @pytest.mark.parametrize("name", ["true", "000006"])
@@ -276,7 +276,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
 
 PARENT = """
 import sys
-from lightning_rlhf.cli.process import run_command
+from lightning_rlhf.stages.process import run_command
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 run_command([sys.executable, "-c", CHILD], {})
 """

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
 from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.handover import load_reward
 from lightning_rlhf.models.loading import load_tokenizer
-from lightning_rlhf.stages.settings import read_model
 
 from .conftest import ROWS, Workplace, weights
 
@@ -122,7 +123,7 @@ def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -
     assert [s["response"] for s in free] == [s["response"] for s in priced]  # the SFT model's
     final = find(str(ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"), "")
     written = final.require_manifest("rm")
-    model = read_model(written.config)
+    model = build(ModelConfig, written.config["model"], "model")
     chat = ChatFormat(load_tokenizer(model, final.path), {})
     roles = load_reward(final, model)
     # A response that was cut has no end token; one that reads back as it was written will do.
@@ -151,7 +152,7 @@ def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Work
     outcome = ensemble.mini(*command).succeeded
     assert "differ by 0.000 of their standard deviation" in outcome.out
     written = find(str(final), "").require_manifest("rm")
-    model = read_model(written.config)
+    model = build(ModelConfig, written.config["model"], "model")
     chat = ChatFormat(load_tokenizer(model, final), {})
     roles = load_reward(find(str(final), ""), model)
     for sample in before_training(ensemble, "text"):

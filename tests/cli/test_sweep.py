@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import adapt, job_name, metrics_of
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.stages.eval import STAGE
 from lightning_rlhf.stages.folders import folder_of
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
@@ -253,17 +254,17 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no user's."""
-    from lightning_rlhf.stages import ppo as run_ppo
+    from lightning_rlhf.stages import train_ppo
     from lightning_rlhf.stages.launch import Prepared
 
-    original = run_ppo.hand_over
+    original = train_ppo.hand_over
 
     def fail_first(ready: Prepared, *args: object, **kwargs: object) -> Path:
         if ready.settings.seed == 1:
             raise ZeroDivisionError("a fault in the code")
         return original(ready, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_ppo, "hand_over", fail_first)
+    monkeypatch.setattr(train_ppo, "hand_over", fail_first)
     outcome = finished.sweep("stage=ppo", "ppo.iterations=1", "seed=1,2")
     assert outcome.status == 1
     text = table(outcome.out)
@@ -428,11 +429,11 @@ def test_a_damaged_report_of_a_finished_job_is_named(
         final.mkdir(parents=True)
         (final / "fitness.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=re.escape(told)):
-        metrics_of(final)
+        metrics_of(final, STAGE)
 
 
 def test_the_numbers_of_a_finished_eval_job_are_read(tmp_path: Path) -> None:
     final = tmp_path / "eval" / "final"
     final.mkdir(parents=True)
     (final / "fitness.json").write_text('{"metrics": {"fitness/flags": 2, "fitness/gap": 0.5}}')
-    assert metrics_of(final) == {"fitness/flags": 2, "fitness/gap": 0.5}
+    assert metrics_of(final, STAGE) == {"fitness/flags": 2, "fitness/gap": 0.5}

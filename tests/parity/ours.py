@@ -25,7 +25,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 def default_config(**changes: Any) -> PPOConfig:
     """What stage=ppo comes with."""
-    stage = OmegaConf.to_container(OmegaConf.load(CONF / "stage/ppo.yaml")["ppo"])
+    stage = OmegaConf.to_container(OmegaConf.load(CONF / "stages/ppo.yaml"))
     advantage = OmegaConf.to_container(OmegaConf.load(CONF / "advantage/gae.yaml"))
     return PPOConfig(**advantage | stage | {"stop_strings": ()} | changes)
 

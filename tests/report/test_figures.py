@@ -6,50 +6,54 @@ import pytest
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.names import METRICS, check_names
-from lightning_rlhf.report.curves import Stage, panels
+from lightning_rlhf.report.curves import panel_for_each, ppo_panels
 from lightning_rlhf.report.figures import draw_curves, read_curves
+from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.stage import Stage
 
-STAGES: tuple[Stage, ...] = ("sft", "rm", "ppo")
+TRAINED = [stage for stage in STAGES.values() if stage.trains]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", TRAINED, ids=lambda stage: stage.name)
 def test_panels_show_metrics_of_their_stage(stage: Stage) -> None:
     for judged in ([], ["eval/judge/gold"]):
-        shown = [metric for panel in panels(stage, judged) for metric in panel.metrics]
+        assert stage.panels is not None
+        shown = [metric for panel in stage.panels(judged) for metric in panel.metrics]
         check_names(shown)
-        assert all(stage in METRICS[metric].stages for metric in shown if metric in METRICS)
+        assert all(stage.name in METRICS[metric].stages for metric in shown if metric in METRICS)
 
 
 def test_the_judge_has_a_panel_where_there_was_a_judge() -> None:
-    assert len(panels("ppo", [])) == len(panels("ppo", ["eval/judge/gold"])) == 6
-    assert "Judge" in panels("ppo", ["eval/judge/gold"])[-1].title
-    assert "Judge" not in panels("ppo", ["reward_mean"])[-1].title
+    assert len(ppo_panels([])) == len(ppo_panels(["eval/judge/gold"])) == 6
+    assert "Judge" in ppo_panels(["eval/judge/gold"])[-1].title
+    assert "Judge" not in ppo_panels(["reward_mean"])[-1].title
 
 
 def test_components_have_a_panel_where_there_are_several(tmp_path: Path) -> None:
     names = ["liked", "short"]
     measured = [f"{where}/reward/{name}" for name in names for where in ("rollout", "eval")]
-    (panel,) = panels("ppo", measured)[6:]
+    (panel,) = ppo_panels(measured)[6:]
     assert set(panel.metrics) == set(measured)
     assert [line.label for line in panel.left.lines] == [*names, "", ""]
-    assert len(panels("ppo", measured[:2])) == 6  # one component is the whole
+    assert len(ppo_panels(measured[:2])) == 6  # one component is the whole
     colors = [line.color for line in panel.left.lines]
     assert colors[:2] == colors[2:]
     assert colors[0] != colors[1]
     cells = ["1", *["0.5"] * 4]
     (tmp_path / "metrics.csv").write_text(f"{','.join(['step', *measured])}\n{','.join(cells)}\n")
-    rows = imread(draw_curves(tmp_path, "ppo", "r/m/ppo")).shape[0] / 150 / 3.4
+    rows = imread(draw_curves(tmp_path, "PPO", "iteration", ppo_panels)).shape[0] / 150 / 3.4
     assert 3 < rows < 3.5  # seven panels in rows of three
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", TRAINED, ids=lambda stage: stage.name)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_run_of_any_length_has_a_legible_figure(stage: Stage, rows: int, tmp_path: Path) -> None:
-    names = [metric for panel in panels(stage, []) for metric in panel.metrics]
+    assert stage.panels is not None
+    names = [metric for panel in stage.panels([]) for metric in panel.metrics]
     lines = [",".join(["step", *names])]
     lines += [",".join([str(k), *(["0.5"] * len(names))]) for k in range(rows)]
     (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
-    path = draw_curves(tmp_path, stage, "r/m/s")
+    path = draw_curves(tmp_path, stage.title, stage.unit, stage.panels)
     assert path == tmp_path / "curves.png"
     assert imread(path).shape[1] >= 1600
 
@@ -59,3 +63,12 @@ def test_a_curve_has_the_steps_at_which_it_was_measured(tmp_path: Path) -> None:
     curves = read_curves(tmp_path / "metrics.csv")
     assert curves["eval/kl"] == ([2], [3.0])
     assert curves["reward_mean"][0] == [1, 2]
+
+
+def test_metrics_of_a_stage_without_panels_have_one_each(tmp_path: Path) -> None:
+    """Training and validation share one, and times have none."""
+    names = ["update/dpo_loss", "eval/dpo_loss", "time/step_s", "margin"]
+    (tmp_path / "metrics.csv").write_text(f"step,{','.join(names)}\n1,0.7,0.6,9,2\n")
+    found = panel_for_each(read_curves(tmp_path / "metrics.csv"))
+    assert [panel.title for panel in found] == ["dpo_loss", "margin"]
+    assert draw_curves(tmp_path, "Mine", "optimizer step").is_file()

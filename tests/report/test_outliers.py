@@ -9,6 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_rlhf.report.curves import RM_PANELS, ppo_panels
 from lightning_rlhf.report.estimates import inner_range, shared_edges
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.report.fitness_figures import draw_fitness
@@ -76,7 +77,7 @@ def test_a_spike_of_a_curve_is_marked_at_the_edge(
     losses[20:22] = [1e6, value]
     rows = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses))
     (tmp_path / "metrics.csv").write_text(f"step,ppo_loss\n{rows}")
-    draw_curves(tmp_path, "ppo", JOB)
+    draw_curves(tmp_path, JOB, "iteration", ppo_panels)
     (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left")[:4] == "Loss"]
     assert axes.get_ylim() == pytest.approx((-0.2, 4.2))  # 0 to 4, and 5% of it
     marks = sorted(triangles(axes))
@@ -90,7 +91,7 @@ def test_curves_without_an_outlier_have_the_limits_of_matplotlib(
 ) -> None:
     rows = "".join(f"{step},{step / 10}\n" for step in range(41))
     (tmp_path / "metrics.csv").write_text(f"step,ppo_loss\n{rows}")
-    draw_curves(tmp_path, "ppo", JOB)
+    draw_curves(tmp_path, JOB, "iteration", ppo_panels)
     (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left")[:4] == "Loss"]
     assert axes.get_ylim() == pytest.approx((-0.2, 4.2))
     assert triangles(axes) == []
@@ -99,7 +100,7 @@ def test_curves_without_an_outlier_have_the_limits_of_matplotlib(
 def test_a_level_to_compare_with_stays_in_view(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     rows = "".join(f"{step},{0.9 + step % 2 / 100}\n" for step in range(40))
     (tmp_path / "metrics.csv").write_text(f"step,update/accuracy\n{rows}40,-5\n")
-    draw_curves(tmp_path, "rm", JOB)
+    draw_curves(tmp_path, JOB, "optimizer step", lambda _: RM_PANELS)
     (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left") == "Accuracy"]
     low, high = axes.get_ylim()
     assert low == 0.5  # that of guessing
@@ -148,7 +149,7 @@ def test_every_picture_is_headed_by_the_runs_name_as_it_is(
     """Broken over lines where it is long; $ is no mathematics."""
     name = "default/tiny/$a^b$+" + "ppo.kl_coef-0.1+" * 6 + "seed-1/rm"
     (tmp_path / "metrics.csv").write_text("step,update/loss\n1,0.5\n")
-    draw_curves(tmp_path, "sft", name)
+    draw_curves(tmp_path, f"Supervised fine-tuning: {name}", "optimizer step")
     draw_fitness(tmp_path, name, measure(scored((1.0, 0.0, 3, 3), (0.0, 1.0, 4, 2))), [])
     assert sorted(drawn) == [
         "curves.png", "length.png", "margin.png", "reliability.png", "rewards.png"

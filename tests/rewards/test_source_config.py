@@ -28,6 +28,7 @@ GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {
 def make(kind: str, key: str = "reward", /, **changes: Any) -> ComponentConfig:
     """What the preset says, with what must be given."""
     preset = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
+    preset.pop("defaults", None)
     cls, given = GIVEN[kind]
     config = build(cls, {**preset, **given, **changes}, key)
     config.check(key)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.storage import UNFINISHED, written_whole
 
@@ -30,7 +29,7 @@ SUFFIX = ".ckpt"
 class Origin:
     """The run that wrote a checkpoint, which is the only run that can resume from it."""
 
-    stage: Stage
+    stage: str
     """Stage of the run."""
     model: str
     """Model preset of the run."""

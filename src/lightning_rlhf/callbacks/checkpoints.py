@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -27,22 +27,18 @@ from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.core.config import Stage, StageConfig
+from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.finite import require_finite_metrics
 from lightning_rlhf.core.storage import readable
 
-GOAL: Mapping[Stage, tuple[tuple[str, int], ...]] = {
-    "sft": (("eval/loss", -1),),
-    "rm": (("eval/accuracy", 1), ("eval/rm_loss", -1)),
-    "ppo": (("eval/reward_mean", 1),),
-}
-"""Stage -> (metric, sign) pairs that determine the best evaluation; the sign is 1 where higher is
-better, -1 where lower is better.
+Goal = Sequence[tuple[str, Literal["min", "max"]]]
+"""Metrics that tell which evaluation is the best, and whether the lowest or the highest is.
 
 A later metric decides where the ones before it are equal; among evaluations that are equal in all
 of them, the earliest is the best.
 """
+SIGNS = {"min": -1, "max": 1}
 
 
 class Checkpoints(Callback):
@@ -62,13 +58,16 @@ class Checkpoints(Callback):
       counters together at the end of a step.
     """
 
-    def __init__(self, folder: Path, config: StageConfig, origin: Origin, stop: Stop) -> None:
+    def __init__(
+        self, folder: Path, config: StageConfig, origin: Origin, stop: Stop, goal: Goal
+    ) -> None:
         self.folder = folder
         self.config = config
         self.origin = origin
         self.stop = stop
+        self.goal = goal
         self.best: tuple[float, ...] | None = None
-        """Values of the GOAL metrics at the best evaluation so far."""
+        """Values of the `goal` metrics at the best evaluation so far."""
         self.best_step: int | None = None
         """Step of the best evaluation so far."""
         self.evaluated: int | None = None
@@ -87,8 +86,8 @@ class Checkpoints(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         best = state_dict["best"]
-        if isinstance(best, float):  # from a checkpoint that has the first metric of GOAL only
-            best = best, *(-sign * math.inf for _, sign in GOAL[self.origin.stage][1:])
+        if isinstance(best, float):  # from a checkpoint that has the first metric only
+            best = best, *(-SIGNS[mode] * math.inf for _, mode in self.goal[1:])
         self.best = best
         self.best_step = state_dict["best_step"]
         self.evaluated = state_dict["evaluated"]
@@ -152,21 +151,21 @@ class Checkpoints(Callback):
         # Raised before the evaluation counts as done, so that a resumed run raises it again.
         require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
         self.evaluated = step
-        found = tuple(metrics[name] for name, _ in GOAL[self.origin.stage])
+        found = tuple(metrics[name] for name, _ in self.goal)
         if self.best is None or self.signed(found) > self.signed(self.best):
             self.best, self.best_step = found, step
             link_best(self.folder, step)
 
     def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the GOAL metrics with their signs applied, so that the larger tuple is better."""
-        return tuple(sign * x for (_, sign), x in zip(GOAL[self.origin.stage], found, strict=True))
+        """Return the `goal` metrics with their signs applied: the larger tuple is better."""
+        return tuple(SIGNS[mode] * x for (_, mode), x in zip(self.goal, found, strict=True))
 
     def best_text(self) -> str:
-        """Return a description of the GOAL metrics at the best evaluation."""
+        """Return a description of the `goal` metrics at the best evaluation."""
         assert self.best is not None
         return ", then ".join(
-            f"{name} {number_text(x)} ({'higher' if sign > 0 else 'lower'} is better)"
-            for (name, sign), x in zip(GOAL[self.origin.stage], self.best, strict=True)
+            f"{name} {number_text(x)} ({'higher' if mode == 'max' else 'lower'} is better)"
+            for (name, mode), x in zip(self.goal, self.best, strict=True)
         )
 
     def on_exception(

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
-from lightning_rlhf.callbacks.loggers import RunTensorBoard
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.ppo_metrics import (
     response_sums,
@@ -21,6 +19,7 @@ from lightning_rlhf.callbacks.ppo_metrics import (
     update_metrics,
     update_rows,
 )
+from lightning_rlhf.callbacks.rows import Rows
 from lightning_rlhf.callbacks.supervised_metrics import (
     Phase,
     reward_metrics,
@@ -42,38 +41,16 @@ def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, 
     pl_module.log_dict(dict(metrics), logger=False)
 
 
-def rewind(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Let the files forget what they say of the time after the checkpoint that is resumed."""
-    for logger in trainer.loggers:
-        if isinstance(logger, MetricsFile | RunTensorBoard):
-            logger.rewind(position(trainer, pl_module))
-
-
-def flush_rows(trainer: Trainer) -> None:
-    """Return once the rows so far would survive a loss of power."""
-    for logger in trainer.loggers:
-        if isinstance(logger, MetricsFile | RunTensorBoard):
-            logger.flush()
-
-
 def learning_rate(trainer: Trainer) -> float:
     """Return the learning rate of the first parameter group, the policy's."""
     return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-class PPOMetrics(Callback):
+class PPOMetrics(Rows):
     """Metrics of every iteration."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         ppo_view(pl_module).logs_headline = False
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rewind(trainer, pl_module)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        flush_rows(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -132,7 +109,7 @@ Sums = Callable[[Any], Tensor]
 """Sums that a metric follows from, of the record that a step returned."""
 
 
-class SummedMetrics(Callback):
+class SummedMetrics(Rows):
     """Metrics of a supervised stage, exact over all that was summed.
 
     Training metrics appear every `trainer.log_every_n_steps` and at the last step, and cover as
@@ -164,14 +141,6 @@ class SummedMetrics(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training, self._logged_step = state_dict["training"], state_dict["logged_step"]
         self._nonfinite = state_dict["nonfinite"]
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rewind(trainer, pl_module)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        flush_rows(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

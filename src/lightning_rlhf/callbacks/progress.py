@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -19,14 +19,6 @@ from rich.text import Text
 from lightning_rlhf.callbacks.contract import is_evaluation, position
 from lightning_rlhf.callbacks.pace import Pace, clock_text, left_text
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.config import Stage
-
-HEADLINES: dict[Stage, tuple[str, ...]] = {
-    "sft": ("update/loss", "eval/loss"),
-    "rm": ("update/rm_loss", "update/accuracy", "eval/accuracy"),
-    "ppo": ("reward_mean", "kl_divergence", "entropy", "ppo_loss"),
-}
-"""Stage -> names of the metrics shown while it runs."""
 
 LINES = 10
 """Number of plain lines with metrics per run, besides the first one. Lines without metrics are
@@ -41,9 +33,11 @@ class Progress(ProgressBar):
     `trainer.callback_metrics`.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: str, headlines: Sequence[str]) -> None:
+        """headlines: names of the metrics that are shown while the stage runs."""
         super().__init__()
         self._stage = stage
+        self._shown = headlines
         self._enabled = True
         self._bar: _Bar | None = None
         self._working: Working | None = None
@@ -165,7 +159,7 @@ class Progress(ProgressBar):
         if self._bar is None and not (self._enabled and self._is_line_due()):
             return
         times = self._times()
-        headlines = headline_text(trainer.callback_metrics, self._stage)
+        headlines = headline_text(trainer.callback_metrics, self._shown)
         if self._bar is None:
             print(f"{self._line()}  {headlines}", flush=True)
         else:
@@ -190,9 +184,9 @@ def evaluations_left(trainer: Trainer, done: int, total: int) -> int:
     return int(total * batches // every - done * batches // every)
 
 
-def headline_text(metrics: Mapping[str, Any], stage: Stage) -> str:
-    """Return the stage's headline metrics that have been measured, as text."""
-    shown = (name for name in HEADLINES[stage] if name in metrics)
+def headline_text(metrics: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the metrics of these names that have been measured, with their values."""
+    shown = (name for name in names if name in metrics)
     return "  ".join(f"{name} {number_text(float(metrics[name]))}" for name in shown)
 
 

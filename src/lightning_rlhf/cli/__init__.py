@@ -1,1 +1,1 @@
-"""The command line: compose a configuration, check it, build, fit, hand over."""
+"""The command line: compose a configuration, choose the job, word what is refused."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -23,8 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.names import as_typed, check_choices, opened, parted, program_name
-from lightning_rlhf.cli.process import IN_RECIPE
+from lightning_rlhf.cli.messages import composition_error, program_name
+from lightning_rlhf.cli.overrides import (
+    check_choices,
+    options_last,
+    parse_arguments,
+    refuse_other_stages,
+)
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
@@ -38,58 +43,51 @@ from lightning_rlhf.core.storage import full_disk_told
 from lightning_rlhf.core.visible import visible
 from lightning_rlhf.stages.console import say_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
-
-PRINTS = re.compile(r"-[cih](?![npd])|--(cf|i|h)")
-"""Beginnings of the options with which Hydra prints and runs nothing: --cfg, --info, --help."""
+from lightning_rlhf.stages.process import IN_RECIPE
 
 
 def main() -> None:
-    """Entry point of train.py and of the console command."""
+    """Run train.py or the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    if sys.argv[1:] == ["--version"]:
+    words = sys.argv[1:]
+    if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
-    if sys.argv[1:2] == ["serve-reward"]:
+    if words[:1] == ["serve-reward"]:
         from lightning_rlhf.cli.serve import serve_reward
 
-        gc.enable()
-        serve_reward(sys.argv[2:])
+        serve_reward(words[1:])
         return
-    if sys.argv[1:2] == ["replay"]:
+    if words[:1] == ["replay"]:
         from lightning_rlhf.cli.replay import replay
 
-        gc.enable()
-        replay(sys.argv[2:])
+        replay(words[1:])
         return
     register_resolvers()
-    # A stage's numbers may be given where the stage is not chosen yet: to a recipe, or to a sweep
-    # over stages. So may arguments to a reward's function, which the configuration cannot know.
-    # Hydra wants ++ for keys that are not there; unknown ones are refused later, with a hint.
-    given = sys.argv[1:]
-    overrides, options = parted(given)
-    sys.argv[1:] = [*map(opened, overrides), *options]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra refuses is said here, in one line
     try:
+        given = parse_arguments(words)
         refuse_secrets(given)
-        with printed_safely(sys.argv[1:]):
+        if stages := completed_stages(given):
+            print(*stages, sep="\n")
+            return
+        sys.argv[1:] = options_last(words, given)
+        with printed_safely(given):
             compose()
     except RLHFError as error:
         say_error(str(error))
         sys.exit(1)
     except Exception as error:
-        from lightning_rlhf.cli.refusals import in_our_words
-
-        given = sys.argv[1:]
-        if "debug=true" in given:
-            print(visible(without_secrets(traceback.format_exc(), given)), file=sys.stderr)
-        say_error(in_our_words(error, given))
+        if "debug=true" in words:
+            print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
+        say_error(composition_error(error, given))
         sys.exit(1)
 
 
 @contextlib.contextmanager
-def printed_safely(words: list[str]) -> Iterator[None]:
-    """Print what Hydra prints of the configuration without secrets, and as it was typed."""
-    if not any(PRINTS.match(word) for word in words):
+def printed_safely(given: Namespace) -> Iterator[None]:
+    """Print without secrets what Hydra prints of the configuration where it runs nothing."""
+    if not (given.cfg or given.info or given.help or given.hydra_help):
         yield
         return
     printed = io.StringIO()
@@ -97,17 +95,31 @@ def printed_safely(words: list[str]) -> Iterator[None]:
         with contextlib.redirect_stdout(printed):
             yield
     finally:
-        print(visible(as_typed(without_printed(printed.getvalue(), words))), end="")
+        print(visible(without_printed(printed.getvalue(), given.overrides)), end="")
+
+
+def completed_stages(given: Namespace) -> list[str]:
+    """Return the completions of `stage=`, for Hydra a plain value, if the shell asks for them."""
+    if not given.shell_completion or "COMP_LINE" not in os.environ:
+        return []
+    if not os.environ["COMP_LINE"].split(" ")[-1].startswith("stage="):
+        return []
+    return sorted(f"stage={path.stem}" for path in (CONF / "stages").glob("*.yaml"))
 
 
 def register_resolvers() -> None:
-    """Register `${recipes:path}`, a path inside recipes/, and `${program:}`, the command's name."""
+    """Register what conf/ refers to.
+
+    `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, and the
+    configuration `open` a mapping that takes any key on the command line.
+    """
     OmegaConf.register_new_resolver("program", program_name, replace=True)
     OmegaConf.register_new_resolver("recipes", lambda p: str(RECIPES / p), replace=True)
+    ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
 
 
 def resolved(cfg: DictConfig) -> Any:
-    """With what its interpolations stand for; None where one of them stands for nothing."""
+    """Return the configuration with its interpolations resolved, None where that fails."""
     try:
         return OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException:
@@ -116,8 +128,8 @@ def resolved(cfg: DictConfig) -> Any:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
-    """One job: what Hydra composed from the command line. Returns why a sweep's job failed."""
-    sys.argv[1:] = [as_typed(without_address(word)) for word in sys.argv[1:]]  # W&B writes it down
+    """Run one job of what Hydra composed. Return why a sweep's job failed, None elsewhere."""
+    sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B writes it down
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
@@ -134,15 +146,15 @@ def compose(cfg: DictConfig) -> str | None:
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         if IN_RECIPE not in os.environ:
-            print("; ".join(["stopped", *way_on(cfg, in_sweep)]))
+            print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
         sys.exit(stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT)
     except RLHFError as error:
         if "debug" in cfg and cfg.debug is True:
             print(shown(traceback.format_exc()), file=sys.stderr, end="")
         is_cut_off = isinstance(error, RewardError | StorageError)
-        on = way_on(cfg, in_sweep) if is_cut_off else []
+        hint = resume_hint(cfg, in_sweep) if is_cut_off else []
         told = shown(str(error))
-        say_error("; ".join([told, *on]))
+        say_error("; ".join([told, *hint]))
         if not in_sweep:
             sys.exit(1)
         return sweep.mark_failed(cfg, told)
@@ -155,12 +167,12 @@ def compose(cfg: DictConfig) -> str | None:
     return None
 
 
-def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
-    """How to go on with what was stopped; nothing where the command had not come that far."""
+def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
+    """Return how to go on with what was stopped; nothing where it had not come that far."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
-    from lightning_rlhf.core.config import EvalConfig
     from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
-    from lightning_rlhf.stages.settings import AUTO, read_settings
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
 
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
@@ -173,7 +185,7 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
             return ["the same command goes on"]
         if numbered(folder / CHECKPOINTS):
             return ["resume=true goes on from the last checkpoint"]
-        if is_unbegun(folder) or isinstance(settings.config, EvalConfig):
+        if is_unbegun(folder) or not settings.definition.trains:
             return ["the same command starts it anew"]
     except RLHFError:
         return []
@@ -183,27 +195,33 @@ def way_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
 
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
-    if cfg.recipe is not None:
-        from lightning_rlhf.cli.recipe import read_recipe, run_recipe
-
-        if "stage" in cfg:
+    # As they were typed: an item of the list that is an interpolation would be resolved.
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
+    if OmegaConf.select(cfg, "recipe") is not None:
+        if OmegaConf.select(cfg, "stage") is not None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
-        gc.enable()
+        from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
         from lightning_rlhf.stages.settings import folder_names, plain
 
         folder_names(plain(cfg))
-        recipe, overrides = read_recipe(cfg.recipe, RECIPES), HydraConfig.get().overrides.task
+        folder = recipe_folder(cfg.recipe, RECIPES)
+        recipe = read_recipe(folder)
         if recipe.program is None:
             run_recipe(recipe, cfg, overrides)
         else:
             from lightning_rlhf.cli.program import run_program  # which imports torch
 
-            run_program(recipe, RECIPES / cfg.recipe, cfg, overrides)
+            run_program(recipe, folder, cfg, overrides)
         return
-    from lightning_rlhf.stages.settings import AUTO, read_settings
+    from lightning_rlhf.stages.registry import stage_names
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
 
+    unresolved: Any = OmegaConf.to_container(cfg)
+    stage, names = OmegaConf.select(cfg, "stage"), stage_names(unresolved)
+    if not in_sweep and stage in names:
+        refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)
-    gc.enable()
     from lightning_rlhf.stages.folders import state_of
     from lightning_rlhf.stages.start import run_stage
 

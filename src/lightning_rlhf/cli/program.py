@@ -1,4 +1,4 @@
-"""A recipe that is a program: it trains by itself, and says what must hold of what came out."""
+"""Recipes that are programs: they train by themselves and return claims about the result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.cli.names import key_of
-from lightning_rlhf.cli.promises import ANY
+from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.stages.changes import differing_keys
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import check_writable, run_folder
+from lightning_rlhf.stages.promises import ANY
 from lightning_rlhf.stages.settings import read_settings
 
 
@@ -40,7 +40,7 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
         read_settings(composed(stage_overrides(recipe, "ppo", given, cfg.job)))
         for given in (overrides, ())
     )
-    out = run_folder(settings.outputs, settings.run, cfg.recipe, "", settings.job)
+    out = run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
     check_writable(settings.outputs, out)
     torch.set_num_threads(1)
     claims = program.main(settings.config, settings.seed, out)

@@ -1,12 +1,13 @@
-"""A recipe: a list of stages, run as a process each, and what came out of them."""
+"""Recipes: lists of stages, each run as a process, and a summary of their results."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -17,14 +18,12 @@ from rich import get_console
 from yaml import YAMLError
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.cli.names import as_typed, key_of, program_name
-from lightning_rlhf.cli.process import IN_RECIPE, run_command
-from lightning_rlhf.cli.promises import Promise, check_promises
+from lightning_rlhf.cli.messages import program_name
+from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.core.verdict import Verdict
-from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
+from lightning_rlhf.data.splits import LOAD
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
@@ -35,8 +34,12 @@ from lightning_rlhf.stages.folders import (
     is_finished,
     state_of,
 )
+from lightning_rlhf.stages.process import IN_RECIPE, run_command
+from lightning_rlhf.stages.promises import Promise, check_promises
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.resume import held
-from lightning_rlhf.stages.settings import STAGES, Settings, read_settings
+from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
 HOW: Mapping[State, tuple[str, ...]] = {
@@ -44,51 +47,58 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "cut off": ("resume=auto",),
     "outdated": ("overwrite=true",),
 }
-"""State of a stage -> the overrides with which it is run."""
-LOAD: Mapping[str, Callable[[DataConfig, int], object]] = {
-    "sft": load_demonstrations,
-    "rm": load_preferences,
-    "ppo": load_prompts,
-}
+"""Mapping from the state of a stage to the overrides with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
-"""Overrides that are for the recipe and not handed to its stages."""
+"""Keys that the recipe reads itself and does not hand to its stages."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    """Content of recipes/<name>/recipe.yaml."""
+    """Content of a recipe.yaml."""
 
     title: str
     stages: Words
     program: str | None
-    """In place of stages: a file whose `main(PPOConfig, seed, folder)` returns claims."""
+    """File whose `main(PPOConfig, seed, folder)` returns claims, in place of stages."""
     overrides: Words
-    """Overrides of every stage; what the user gives wins."""
+    """Overrides for every stage; those of the user take precedence."""
     promises: Annotated[
         tuple[Annotated[Promise, section(Promise)], ...],
         Field(strict=False),
         described("a list of promises"),
     ]
-    """Promises about the recipe's own model and data, for any seed."""
+    """Bounds that hold for the recipe's own model and data with any seed."""
     next: Words
-    """Commands to try afterwards; {folder} is the run's, {given} the last stage's own overrides."""
+    """Suggestions for afterwards; {folder} is the run's, {given} the last stage's overrides."""
 
     def __post_init__(self) -> None:
         rule(bool(self.stages) != bool(self.program), "stages", self.stages,
              "at least one stage, or a program in their place")  # fmt: skip
-        for stage in self.stages:
-            rule(stage in STAGES, "stages", stage, ", ".join(STAGES))
         for promise in self.promises:
             rule(promise.stage in self.stages, f"promises on {promise.metric}", promise.stage,
                  ", ".join(self.stages))  # fmt: skip
 
 
-def read_recipe(name: str, recipes: Path) -> Recipe:
-    """Return the recipe of this name. Raises ConfigError where there is none."""
+def recipe_folder(name: str, recipes: Path) -> Path:
+    """Return the folder of a recipe: one in `recipes`, or one of the user's own by its path.
+
+    Raises ConfigError where it holds no recipe.yaml.
+    """
     known = sorted(path.parent.name for path in recipes.glob("*/recipe.yaml"))
-    if name not in known:
-        raise ConfigError(f"recipe={name} is not known; allowed: {', '.join(known)}")
-    file = recipes / name / "recipe.yaml"
+    if name in known:
+        return recipes / name
+    own = Path(os.path.expanduser(str(name)))
+    if not (own / "recipe.yaml").is_file():
+        raise ConfigError(
+            f"recipe={name} is not known; allowed: {', '.join(known)}, or a folder that holds a "
+            "recipe.yaml"
+        )
+    return own
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """Return the recipe in a folder. Raises ConfigError where it is none."""
+    file = folder / "recipe.yaml"
     try:
         return build(Recipe, OmegaConf.to_container(OmegaConf.load(file)), "recipe")
     except (ConfigError, YAMLError) as error:
@@ -105,9 +115,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     }
     stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
     with Working("looking through the data"):  # a fault in the last stage's costs no training
-        for stage, settings in stages.items():
+        for settings in stages.values():
             if cfg.overwrite or not is_finished(settings):
-                LOAD[stage](settings.data, settings.seed)
+                LOAD[settings.definition.data](settings.data, settings.seed)
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
         ran = run_stages(stages, commands, anew=cfg.overwrite)
@@ -115,11 +125,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
         _, *own = commands[recipe.stages[-1]]
-        told = [
-            *own_configs(),
-            *map(as_typed, own),
-        ]
-        given = "".join(f" {shlex.quote(word)}" for word in told)
+        given = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *own])
         for line in recipe.next:
             told_line = line.replace("python train.py", program_name())
             say(told_line.replace("{folder}", str(folder)).replace("{given}", given))
@@ -135,7 +141,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 def run_stages(
     stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, anew: bool
 ) -> list[str]:
-    """Run what is not done yet, or all of them anew; the stages that were run."""
+    """Run the stages that are not done yet, or all of them anew. Return those that were run."""
     ran = []
     for stage, settings in stages.items():
         state = "outdated" if anew else state_of(settings)
@@ -151,16 +157,14 @@ def run_stages(
 def stage_overrides(
     recipe: Recipe, stage: str, overrides: Sequence[str], job: str | None
 ) -> tuple[str, ...]:
-    """The command line of one stage: the recipe's overrides, then the user's in their place."""
-    others = tuple(f"{other}." for other in STAGES if other != stage)
-    if stage != "ppo":
-        others = (*others, "advantage")
+    """Return the overrides of one stage: the recipe's, and the user's in their place."""
     given = [o for o in overrides if key_of(o) not in OWN]
     keys = {key_of(o) for o in given}
-    told = [*(o for o in recipe.overrides if key_of(o) not in keys), *given]
-    told = [o for o in told if not key_of(o).startswith(others)]
+    told = parse_overrides([*(o for o in recipe.overrides if key_of(o) not in keys), *given])
+    stages = {*STAGES, *recipe.stages}
+    own = [str(o.input_line) for o in told if stage_of(o, stages) in (None, stage)]
     quoted = str(job).replace("'", r"\'")
-    return (f"stage={stage}", *told, *([f"job='{quoted}'"] if job else []))
+    return (f"stage={stage}", *own, *([f"job='{quoted}'"] if job else []))
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
@@ -176,7 +180,13 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of one stage, from the same file as the recipe's own."""
-    return compose(HydraConfig.get().job.config_name, list(overrides))
+    return compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
+
+
+def search_path() -> list[str]:
+    """Return the overrides that name further folders of configurations, as they were given."""
+    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
+    return [word for word in given if key_of(word) == "hydra.searchpath"]
 
 
 def own_configs() -> list[str]:
@@ -185,7 +195,7 @@ def own_configs() -> list[str]:
     sources = hydra.runtime.config_sources
     folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
     name = hydra.job.config_name
-    return folders + ([f"--config-name={name}"] if name != "config" else [])
+    return [*folders, *([f"--config-name={name}"] if name != "config" else []), *search_path()]
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:

@@ -1,42 +1,39 @@
-"""What a command was given that is in no line of its output: passwords, queries and tokens."""
+"""Redaction of passwords, queries and tokens in everything that a command prints or writes."""
 
 from __future__ import annotations
 
 import os
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import yaml
 
-from lightning_rlhf.cli.names import parted
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.visible import is_hidden
 from lightning_rlhf.rewards.address import HIDDEN, redacted
 
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""Environment variables that libraries read a token from; reward.token_env names another."""
+"""Environment variables from which libraries read a token; reward.token_env names another."""
 SHORTEST = 4
-"""Characters of a secret that is hidden wherever it stands; a shorter one is so in addresses."""
+"""Minimum length of a secret that is hidden everywhere; a shorter one is hidden in addresses."""
 
 
-def refuse_secrets(words: Sequence[str]) -> None:
-    """Raise ConfigError where a secret would be shown or written before a run can hide it.
+def refuse_secrets(given: Namespace) -> None:
+    """Raise ConfigError where a secret would be written before a run can hide it.
 
-    In an unknown option, in the names of a sweep, in the overrides that Hydra keeps in a file.
+    In the names of a sweep, and in the overrides that Hydra keeps in a file.
+
+    given: the parsed command line.
     """
-    overrides, options = parted(words)
-    for word in options:
-        if without_address(word) != word or any(map(is_hidden, word)):
-            raise ConfigError(f"{without_address(word)} is no option; allowed: KEY=VALUE without -")
-    secret = [without_address(word) for word in overrides if without_address(word) != word]
+    secret = [shown for word in given.overrides if (shown := without_address(word)) != word]
     if not secret:
         return
     does = None
-    if {"-m", "--multirun"} & set(options):
+    if given.multirun:
         does = "a sweep names its folders after what it is given"
-    elif any(word.lstrip("+").startswith("hydra.output_subdir=") for word in overrides):
+    elif any(word.lstrip("+").startswith("hydra.output_subdir=") for word in given.overrides):
         does = "hydra.output_subdir writes down what it is given"
     if does is not None:
         raise ConfigError(
@@ -46,19 +43,19 @@ def refuse_secrets(words: Sequence[str]) -> None:
 
 
 def without_address(word: str) -> str:
-    """An override as it may be written down: of an address no user, password and query."""
+    """Return an override without the user, the password and the query of an address in it."""
     start = address_at(word)
     return word if start is None else word[:start] + redacted(word[start:])
 
 
 def address_at(word: str) -> int | None:
-    """Where an address begins in an override, if there is one."""
+    """Return the position at which an address begins in an override, None where there is none."""
     found = re.search(r"url['\"]?\s*[=:]\s*['\"]?|(?=\b[\w+.-]*://)", word)
     return None if found is None else found.end()
 
 
 def without_secrets(text: str, words: Sequence[str] = (), secrets: Sequence[str] = ()) -> str:
-    """What is said, without the user, the password and the query of an address in it.
+    """Return a text without the user, the password and the query of any address in it.
 
     words: overrides whose addresses are found in the text whatever signs are in them.
     secrets: what is hidden wherever it stands.
@@ -89,7 +86,7 @@ def without_printed(text: str, words: Sequence[str]) -> str:
 
 
 def secrets_of(*trees: Any) -> set[str]:
-    """What configurations hold of secrets, or name, each SHORTEST characters or longer.
+    """Return the secrets that configurations hold or name, each at least SHORTEST characters long.
 
     The tokens in the environment, and of every address its password and its query; the user and a
     single value of the query only if they are no word that is used elsewhere, as in a path.
@@ -109,7 +106,7 @@ def secrets_of(*trees: Any) -> set[str]:
 
 
 def words_of(tree: Any) -> Iterator[str]:
-    """What messages may be made of: all that is no address, the folder, true and false."""
+    """Yield the words that messages consist of: those outside of addresses, and the folder's."""
     text = str(tree)
     for address in addresses(tree):
         text = text.replace(address, "")
@@ -117,21 +114,21 @@ def words_of(tree: Any) -> Iterator[str]:
 
 
 def addresses(tree: Any) -> Iterator[str]:
-    """Every text of a configuration that is an address."""
+    """Yield every text of a configuration that is an address."""
     for key, value in leaves(tree):
         if isinstance(value, str) and (key == "url" or "://" in value):
             yield value
 
 
 def tokens_named(tree: Any) -> Iterator[str]:
-    """The variables of the environment in which a configuration says that a token is."""
+    """Yield the environment variables that a configuration names as holding a token."""
     for key, value in leaves(tree):
         if key == "token_env" and isinstance(value, str):
             yield value
 
 
 def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of everything in nested dictionaries and lists; what is in a list has its."""
+    """Yield (key, value) of every leaf of nested mappings and lists; items have the list's key."""
     if isinstance(tree, dict):
         for name, part in tree.items():
             yield from leaves(part, str(name))

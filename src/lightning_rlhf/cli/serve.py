@@ -54,7 +54,7 @@ def make_server(given: argparse.Namespace) -> RewardServer:
 
 
 def load_scorer(final: str, overrides: Sequence[str]) -> Score:
-    """The reward at a folder or hub id; libraries load here, so that --help is quick."""
+    """Return the reward at a folder or hub id. Libraries load here, so that --help is quick."""
     from lightning_rlhf.stages.console import quiet_libraries
     from lightning_rlhf.stages.text_rewards import text_scorer
 
@@ -63,7 +63,7 @@ def load_scorer(final: str, overrides: Sequence[str]) -> Score:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What may be said on the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="lightning-rlhf serve-reward",
         description="Serve a reward model over HTTP, for stage=ppo reward=http elsewhere. It takes "

@@ -10,61 +10,46 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 
-from lightning_rlhf.cli.names import as_typed, key_of
+from lightning_rlhf.cli.overrides import key_of, parse_overrides
 from lightning_rlhf.core.errors import CheckpointError, RLHFError
 from lightning_rlhf.core.reading import is_number
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
+from lightning_rlhf.stages import ppo
 from lightning_rlhf.stages.changes import changes
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
-from lightning_rlhf.stages.settings import STAGES, read_settings
+from lightning_rlhf.stages.registry import chosen_stage
+from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import Stage
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 LONGEST = 120
-"""Bytes of a job's name before a digest; file systems allow 255."""
+"""Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
-"""Characters that the names of a job's folder do not hold."""
-SHOWN = (
-    "eval/loss",
-    "eval/rm_loss",
-    "eval/accuracy",
-    "eval/reward_mean",
-    "eval/kl",
-    "eval/response_tokens",
-    "eval/judge/gold",
-    "eval/judge/correct",
-    "fitness/accuracy",
-    "fitness/length_gap",
-    "fitness/flags",
-)
+"""Patterns of the characters that the name of a job's folder does not hold."""
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
-    """Give the job its folder, and take out the numbers that are for other stages of the sweep.
+    """Give the job of a sweep its folder.
 
     overrides: the job's; varied: keys in which the jobs of the sweep differ.
     """
+    whole = whole_name(overrides)
+    is_whole = whole is not None and is_begun(cfg, whole)
     with open_dict(cfg):
-        if "stage" in cfg:
-            for other in set(STAGES) & set(cfg) - {cfg.stage}:
-                del cfg[other]
-        whole = whole_name(overrides)
-        if whole is not None and is_begun(cfg, whole):
-            cfg.job = whole
-            return
-        cfg.job = job_name(overrides, varied)
-        if not cfg.overwrite and is_of_another(cfg):
+        cfg.job = whole if is_whole else job_name(overrides, varied)
+        if not is_whole and not cfg.overwrite and is_of_another(cfg):
             cfg.job = whole
 
 
@@ -73,8 +58,7 @@ def varied_keys(config: DictConfig) -> tuple[str, ...]:
 
     config: Hydra's own of the sweep.
     """
-    parser = OverridesParser.create()
-    given = parser.parse_overrides(list(config.hydra.overrides.task))
+    given = parse_overrides(config.hydra.overrides.task)
     keys = [o.key_or_group for o in given if o.is_sweep_override()]
     params = config.hydra.sweeper.get("params") or {}
     return (*keys, *map(key_of, params))
@@ -140,7 +124,7 @@ def is_of_another(cfg: DictConfig) -> bool:
     try:
         settings = read_settings(cfg)
         file = folder_of(settings) / CONFIG
-        return file.is_file() and bool(changes(settings.tree, file))
+        return file.is_file() and bool(changes(settings.definition, settings.tree, file))
     except RLHFError:  # which the job itself tells
         return False
 
@@ -164,23 +148,26 @@ class SweepTable:
     def __init__(self) -> None:
         self._rows: list[SweepRow] = []
         self._failures: dict[str, str] = {}
-        """Overrides of a job -> why it failed."""
+        """Mapping from the overrides of a job to the reason why it failed."""
 
     def add(self, job_return: JobReturn) -> None:
         """Note what a job came to."""
-        overrides = tuple(as_typed(o) for o in job_return.overrides or [])
+        overrides = tuple(job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
+        summary: Sequence[str] = ()
         if failure is None:
-            final = _folder(job_return.cfg) / FINAL  # type: ignore[arg-type]
+            cfg: Any = job_return.cfg
             try:
-                metrics = metrics_of(final)
+                stage = _stage(cfg)
+                summary = stage.summary
+                metrics = metrics_of(_folder(cfg) / FINAL, stage)
             except RLHFError as error:
                 failure = str(error)
         if failure is not None:
             self._failures[" ".join(overrides)] = failure
         status = "done" if failure is None else "failed"
-        shown = {name: metrics[name] for name in SHOWN if name in metrics}
+        shown = {name: metrics[name] for name in summary if name in metrics}
         self._rows.append(SweepRow(overrides=overrides, status=status, metrics=shown))
 
     def show(self) -> None:
@@ -193,23 +180,31 @@ class SweepTable:
             sys.exit(1)
 
 
-def metrics_of(final: Path) -> Mapping[str, float]:
-    """Return what the stage came to, by the names of metrics.
+def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
+    """Return what a run of the stage came to, by the names of metrics.
+
+    final: its `final/` folder.
 
     Raises CheckpointError where that is missing or damaged.
     """
     if not final.is_dir():
         raise CheckpointError(f"{final} is missing")
-    if final.parent.name == "eval":
+    if stage.hands_over == "report":
         found = json_object(final / NUMBERS).get("metrics")
         if not isinstance(found, dict) or not all(map(is_number, found.values())):
             raise CheckpointError(f"{final / NUMBERS} is damaged: it holds no metrics")
         return found
-    return find(str(final), "final").require_manifest(final.parent.name).metrics
+    return find(str(final), "final").require_manifest(stage.name).metrics
 
 
 def _folder(cfg: DictConfig) -> Path:
-    """Where the job writes; the last stage's folder where it is a whole recipe."""
-    stage = cfg.stage if "stage" in cfg else "ppo"
+    """Return the folder that the job writes to; of a whole recipe that of its last stage."""
+    stage = ppo.STAGE.name if cfg.stage is None else cfg.stage
     job = None if cfg.job is None else str(cfg.job)
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
+
+
+def _stage(cfg: DictConfig) -> Stage:
+    """Return the stage of a job; the last stage where it is a whole recipe."""
+    tree: Any = OmegaConf.to_container(cfg)
+    return ppo.STAGE if tree["stage"] is None else chosen_stage(tree)

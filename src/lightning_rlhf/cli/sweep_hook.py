@@ -1,4 +1,4 @@
-"""What Hydra is given for every command: imports SweepTable, which takes seconds, in a sweep."""
+"""Hydra callback that shows the table of a sweep, and imports nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 class SweepHook(Callback):
-    """SweepTable in a sweep, nothing elsewhere."""
+    """Hydra callback that collects the results of a sweep in a SweepTable.
+
+    SweepTable is imported in sweeps alone, since that takes seconds.
+    """
 
     varied: ClassVar[tuple[str, ...]] = ()
-    """Keys in which the jobs of the sweep differ."""
+    """Keys whose values differ between the jobs of the sweep."""
 
     def __init__(self) -> None:
         self._table: SweepTable | None = None

@@ -1,4 +1,4 @@
-"""Validated configurations of the stages. The values live in conf/stage/*.yaml."""
+"""Validated configurations of the stages. The values live in conf/stages/*.yaml."""
 
 import dataclasses
 import math
@@ -19,8 +19,8 @@ from lightning_rlhf.core.validation import (
 
 Schedule = Literal["constant", "linear", "cosine"]
 Finetune = Literal["lora", "full"]
-Stage = Literal["sft", "rm", "ppo"]
-"""Stages that train a model."""
+Stage = str
+"""Name of a stage."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
 Normalization = Literal["none", "stored", "running"]

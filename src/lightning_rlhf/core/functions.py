@@ -22,7 +22,13 @@ ALLOWED = "'path/to/file.py:function' or 'package.module:function'"
 
 
 def load_function(source: str, key: str) -> Callable[..., Any]:
-    """The function that `source` names: `path/to/file.py:function` or `package.module:function`.
+    """Return the function that `source` names; as `load_object`."""
+    function: Callable[..., Any] = load_object(source, key, "function", callable)
+    return function
+
+
+def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool]) -> Any:
+    """Return what `source` names: `path/to/file.py:name` or `package.module:name`.
 
     A file is executed once in a process, as a module is, under a name made from its whole path:
     two files that are called alike do not meet.
@@ -30,9 +36,11 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     Args:
         source: what the configuration says.
         key: where it says so.
+        what: the kind of object wanted, for the error.
+        is_one: whether an object is of that kind.
 
     Raises:
-        ConfigError: where `source` does not lead to a function.
+        ConfigError: where `source` does not lead to such an object.
     """
     check_function_file(source, key)
     where, _, name = source.rpartition(":")
@@ -40,12 +48,13 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     path = os.path.expanduser(where) if is_file else where
     told = f"{key} is {source!r}; "
     found = vars(_file(path, told) if is_file else _module(path, told))
-    if name in found and callable(found[name]):
-        function: Callable[..., Any] = found[name]
-        return function
-    there = sorted(n for n, value in found.items() if _is_own(value, found) and n[0] != "_")
-    what = f"; {name} is {found[name]!r}" if name in found else ""
-    raise ConfigError(f"{told}{path} has no function {name!r}, it has {there}{what}")
+    if name in found and is_one(found[name]):
+        return found[name]
+    there = sorted(
+        n for n, x in found.items() if is_one(x) and not _is_imported(x, found) and n[0] != "_"
+    )
+    shown = f"; {name} is {found[name]!r}" if name in found else ""
+    raise ConfigError(f"{told}{path} has no {what} {name!r}, it has {there}{shown}")
 
 
 def check_function_file(source: str, key: str) -> None:
@@ -61,9 +70,9 @@ def check_function_file(source: str, key: str) -> None:
         raise ConfigError(f"{key} is {source!r}; there is no file {path}")
 
 
-def _is_own(value: Any, found: dict[str, Any]) -> bool:
-    """Whether it can be called and was not imported from elsewhere."""
-    return callable(value) and getattr(value, "__module__", None) == found["__name__"]
+def _is_imported(value: Any, found: dict[str, Any]) -> bool:
+    """Return whether a function or class comes from another module than `found`."""
+    return callable(value) and getattr(value, "__module__", None) != found["__name__"]
 
 
 def _file(path: str, told: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The validated configuration of PPO. Values and their sources: conf/stage/ppo.yaml."""
+"""The validated configuration of PPO. Values and their sources: conf/stages/ppo.yaml."""
 
 from typing import Annotated, Literal
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.config import DataConfig
@@ -60,6 +60,14 @@ def load_preferences(config: DataConfig, seed: int) -> TrainVal[Preference]:
 def load_prompts(config: DataConfig, seed: int) -> TrainVal[Prompt]:
     """Load the rows of `data.prompts`, for PPO, as `load_demonstrations` does."""
     return _load("prompts", read_prompts, config, seed)
+
+
+LOAD: Mapping[Kind, Callable[[DataConfig, int], TrainVal[Any]]] = {
+    "demonstrations": load_demonstrations,
+    "preferences": load_preferences,
+    "prompts": load_prompts,
+}
+"""Kind of data -> (configuration, seed) -> its rows."""
 
 
 def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:

@@ -27,8 +27,10 @@ from lightning_rlhf.models.weights import attention_of_the_hub
 from lightning_rlhf.stages.changes import read_config
 from lightning_rlhf.stages.folders import CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
+from lightning_rlhf.stages.registry import DEFINITION, STAGES, chosen_stage, stage_names
 from lightning_rlhf.stages.resume import origin
-from lightning_rlhf.stages.settings import STAGES, Settings, read_tree
+from lightning_rlhf.stages.settings import read_tree
+from lightning_rlhf.stages.stage import Settings
 
 
 @dataclass(frozen=True)
@@ -154,20 +156,21 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
             f"outputs/<run>/<model>/ppo{runs}"
         )
     tree = read_config(file, "replay has to know what the run was told")
-    if "stage" not in tree or tree["stage"] not in [*STAGES]:
+    if "stage" not in tree or tree["stage"] not in stage_names(tree):
         raise CheckpointError(f"{file} is damaged: it names no stage")
+    if not trust_remote_code:
+        refuse_code(tree, file)
     stage = tree["stage"]
-    if stage not in ("ppo", "sft", "rm"):
-        raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage=ppo, sft, rm")
+    if chosen_stage(tree).replays is None:
+        known = ", ".join(name for name in STAGES if STAGES[name].replays)
+        raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage={known}")
     if stage not in tree:
         raise CheckpointError(f"{file} is damaged: it lacks {stage}")
     # Nothing is logged, so that a logger that asks for a key is none's business; and nothing is
     # warned of, so that a run whose configuration lacks the bound can be replayed.
-    unread: dict[str, Any] = {"logger": {"kind": "csv"}}
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
     if stage == "ppo" and isinstance(tree.get("ppo"), dict):
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
-    if not trust_remote_code:
-        refuse_code(tree, file)
     try:
         settings = read_tree(tree | unread)
     except ConfigError as error:
@@ -180,10 +183,19 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
 
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
-    """Raise ConfigError where the configuration of a run asks for code that a model brings."""
-    for key, value in [*trusting(tree), *attention_of_the_hub(tree)]:
+    """Raise ConfigError where the configuration of a run asks for code that is not of this package.
+
+    Code of a model, or the definition of a stage.
+    """
+    stages = [
+        (f"{name}.{DEFINITION}", tree[name][DEFINITION])
+        for name in stage_names(tree)
+        if name not in STAGES
+    ]
+    for key, value in [*trusting(tree), *attention_of_the_hub(tree), *stages]:
+        what = "a stage" if (key, value) in stages else "a model"
         raise ConfigError(
-            f"{file} asks for code that a model brings: {key} is {value!r}. Replay runs it with "
+            f"{file} asks for code that {what} brings: {key} is {value!r}. Replay runs it with "
             "--trust-remote-code alone, which is for folders that you trust"
         )
 

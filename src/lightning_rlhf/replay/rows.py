@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks.checkpoint_files import path_of
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError
-from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
 from lightning_rlhf.data.last_batch import (
     ROW_FACTS,
     TEXTS,
@@ -34,12 +33,11 @@ from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.replay.plan import check_origin
 from lightning_rlhf.replay.row_figures import not_finite_rows, replayed_rows, rows_on_terminal
 from lightning_rlhf.replay.run import check_tokens, quiet_trainer, same
-from lightning_rlhf.stages import rm as rm_stage
-from lightning_rlhf.stages import sft as sft_stage
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import CHECKPOINTS, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready
-from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.supervised import COLLATE
 
 NAMED = 3
 """Differences that are told; the rest are counted."""
@@ -102,8 +100,8 @@ def rebuilt(
 ) -> tuple[L.LightningModule, Prepared, Any]:
     """The module before its first step, and the batch as it was trained on."""
     config = settings.config
-    assert isinstance(config, SFTConfig | RMConfig)
-    sft = find_sft(settings) if isinstance(config, RMConfig) else None
+    assert isinstance(config, SupervisedConfig)
+    sft = find_sft(settings) if settings.definition.reads_sft else None
     ready = make_ready(settings, {} if sft is None else {SFT: sft})
     with Working("loading the model"):
         roles = start_from(
@@ -113,14 +111,9 @@ def rebuilt(
            getattr(row, name)]  # fmt: skip
     check_tokens(last_batch_of(folder), torch.tensor(ids), roles)
     pad_id, examples = ready.chat.pad_token_id, cast(Any, batch.examples)
-    if isinstance(config, SFTConfig):
-        module: L.LightningModule = sft_stage.build_module(ready, roles, config)
-        return module, ready, [collate_demonstrations(examples, pad_id)]
-    return (
-        rm_stage.build_module(ready, roles, config),
-        ready,
-        [collate_preferences(examples, pad_id)],
-    )
+    assert settings.definition.build is not None
+    module = settings.definition.build(ready, roles, config)
+    return module, ready, [COLLATE[settings.definition.data](examples, pad_id)]
 
 
 def differences(batch: LastBatch, facts: Mapping[str, Tensor]) -> Iterator[str]:

@@ -37,8 +37,8 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.folders import find_rewards, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready
-from lightning_rlhf.stages.ppo import build_module
-from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.train_ppo import build_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,9 @@ def run_once_more(plan: Plan) -> Replayed:
     comparison = Comparison()
     ended = made = None
     if plan.weights is None:
-        trainer = quiet_trainer(settings, [comparison, Progress("ppo")])
+        trainer = quiet_trainer(
+            settings, [comparison, Progress(settings.stage, settings.definition.headlines)]
+        )
         try:
             trainer.fit(module, Recordings(plan), ckpt_path=plan.checkpoint, weights_only=True)
         except TrainingError as error:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.prefixes import EVAL_PART, PART
 
 # Palette of Okabe and Ito, distinguishable with all common kinds of colour blindness.
@@ -181,22 +180,36 @@ _STEP_SIZE = Panel(
 )
 
 
-def panels(stage: Stage, measured: Collection[str]) -> Sequence[Panel]:
-    """Return the panels of a stage.
+def ppo_panels(measured: Collection[str]) -> Sequence[Panel]:
+    """Return the panels of PPO: with one for the judge, where there was a judge, and one for the
+    components of a reward of several."""
+    judged = set(measured) & set(_JUDGE.metrics)
+    fixed = (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE)
+    names = [m.removeprefix(PART) for m in measured if m.startswith(PART)]
+    return (*fixed, _components(names)) if len(names) > 1 else fixed
 
-    PPO has a panel for the judge if there was one, and a panel for the components of a reward if
-    there are several.
-    """
-    match stage:
-        case "sft":
-            return SFT_PANELS
-        case "rm":
-            return RM_PANELS
-        case "ppo":
-            judged = set(measured) & set(_JUDGE.metrics)
-            fixed = (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE)
-            names = [m.removeprefix(PART) for m in measured if m.startswith(PART)]
-            return (*fixed, _components(names)) if len(names) > 1 else fixed
+
+def panel_for_each(measured: Collection[str]) -> Sequence[Panel]:
+    """Return one panel for each metric that is not a time; update/x and eval/x share one."""
+    names = dict.fromkeys(
+        name.removeprefix("update/").removeprefix("eval/")
+        for name in measured
+        if not name.startswith("time/")
+    )
+    return [
+        Panel(
+            name,
+            Axis(
+                "",
+                (
+                    Line(name, "", BLUE),
+                    Line(f"update/{name}", "training", BLUE),
+                    Line(f"eval/{name}", "validation", ORANGE, sparse=True),
+                ),
+            ),
+        )
+        for name in names
+    ]
 
 
 def _components(names: Sequence[str]) -> Panel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,21 +14,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from lightning_rlhf.core.config import Stage
-from lightning_rlhf.report.curves import Axis, Panel, panels
+from lightning_rlhf.report.curves import Axis, Panel, panel_for_each
 from lightning_rlhf.report.outliers import mark_outside, view
-
-TITLES: Mapping[Stage, str] = {
-    "sft": "Supervised fine-tuning",
-    "rm": "Reward model",
-    "ppo": "PPO",
-}
-X_LABELS: Mapping[Stage, str] = {
-    "sft": "optimizer step",
-    "rm": "optimizer step",
-    "ppo": "iteration",
-}
-COLUMNS: Mapping[Stage, int] = {"sft": 3, "rm": 2, "ppo": 3}
 
 WIDTH_IN, ROW_IN, DPI = 12.8, 3.4, 150
 LETTERS_AN_INCH = 10
@@ -51,18 +38,26 @@ LEGEND = {
 Curve = tuple[list[int], list[float]]
 
 
-def draw_curves(run_dir: Path, stage: Stage, name: str) -> Path:
-    """Draw `<run_dir>/curves.png` from `<run_dir>/metrics.csv`, headed with the run's `name`."""
+def draw_curves(
+    run_dir: Path,
+    title: str,
+    x_label: str,
+    panels: Callable[[Collection[str]], Sequence[Panel]] | None = None,
+) -> Path:
+    """Draw `<run_dir>/curves.png` from `<run_dir>/metrics.csv` and return its path.
+
+    panels: names of the measured metrics -> panels to draw; None draws one for each metric.
+    """
     import matplotlib as mpl
 
     curves = read_curves(run_dir / "metrics.csv")
-    shown = panels(stage, curves)
-    columns = COLUMNS[stage]
+    shown = (panels or panel_for_each)(curves)
+    columns = 2 if len(shown) == 4 else 3
     rows = -(-len(shown) // columns)
     with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(wspace=0.05, hspace=0.06)
         figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.4), layout=layout)
-        head(figure, f"{TITLES[stage]}: {name}")
+        head(figure, title)
         grid = figure.add_gridspec(rows, columns)
         for k, panel in enumerate(shown, start=1):
             row, column = divmod(k - 1, columns)
@@ -70,7 +65,7 @@ def draw_curves(run_dir: Path, stage: Stage, name: str) -> Path:
             wide = slice(column, None if k == len(shown) else column + 1)
             axes = figure.add_subplot(grid[row, wide])
             _draw_panel(axes, panel, curves)
-            axes.set_xlabel(X_LABELS[stage])
+            axes.set_xlabel(x_label)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         path = run_dir / "curves.png"
         figure.savefig(path, dpi=DPI)

@@ -36,7 +36,7 @@ from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import reward_role
 from lightning_rlhf.stages.launch import Prepared
-from lightning_rlhf.stages.settings import Settings, reward_key
+from lightning_rlhf.stages.stage import Settings, reward_key
 from lightning_rlhf.stages.text_rewards import check_text_reward, found, text_reward
 
 

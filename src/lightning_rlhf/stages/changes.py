@@ -11,24 +11,16 @@ from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.weights import json_object
+from lightning_rlhf.stages.stage import Stage
 
-SAVING = tuple(
-    f"{stage}.{key}"
-    for stage in ("sft", "rm", "ppo")
-    for key in ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
-)
+SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
+"""Keys of a stage's section that say when a run is saved."""
 VOLATILE = (
     "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
-    "ppo.kl_warning", *SAVING,
+    "callbacks", "trainer._target_", "trainer.enable_model_summary", "trainer.enable_progress_bar",
+    "trainer.max_time", "trainer.profiler",
 )  # fmt: skip
 """Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
-UNREAD: Mapping[str, tuple[str, ...]] = {
-    "sft": ("data.preferences", "data.prompts", "data.judge", "reward"),
-    "rm": ("data.demonstrations", "data.prompts", "data.judge", "reward"),
-    "ppo": ("data.demonstrations", "data.preferences"),
-    "eval": ("data.demonstrations", "data.prompts", "data.judge"),
-}
-"""Stage -> keys that it does not read."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Keys that decide whether a run starts, and change nothing that it computes."""
 LONGEST = 60
@@ -37,9 +29,14 @@ LISTED = 6
 """Keys that an error names; the rest are counted."""
 
 
-def changes(tree: dict[str, Any], file: Path) -> list[str]:
-    """Each key in which `tree` differs from the one in `file`, its value then and now."""
-    ignored = (*VOLATILE, *UNREAD[tree["stage"]])
+def volatile(stage: Stage) -> tuple[str, ...]:
+    """Return the keys that may differ between two calls of a run of the stage."""
+    return (*VOLATILE, *(f"{stage.name}.{key}" for key in (*SAVING, *stage.volatile)))
+
+
+def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
+    """Return each key in which `tree` differs from the one in `file`, its value then and now."""
+    ignored = (*volatile(stage), *stage.unread)
     then = read_config(file, "overwrite=true starts anew")
     before, now = flatten(then), flatten(tree)
     return [

@@ -1,147 +1,27 @@
-"""stage=eval: is a reward, of whatever source, fit to be maximised by PPO?"""
+"""stage=eval: a report on whether a reward, of whatever source, is fit to be maximised by PPO."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
-from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import EvalConfig
-from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
-from lightning_rlhf.core.storage import written_whole
-from lightning_rlhf.core.types import Replies
-from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Preference, prompt_row
-from lightning_rlhf.data.splits import load_preferences, sample
-from lightning_rlhf.models.handover import (
-    check_positions,
-    check_room,
-    check_vocabulary,
-    start_from,
-)
-from lightning_rlhf.models.roles import SFT
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
-from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rewards.text import TextReward
-from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.replies import decode_replies
-from lightning_rlhf.stages.build_rewards import build_reward, light_sources
-from lightning_rlhf.stages.console import say, say_problems
-from lightning_rlhf.stages.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.stages.launch import Prepared, identity, make_ready
-from lightning_rlhf.stages.reward_fitness import (
-    fitting,
-    log_fitness,
-    response_lengths,
-    sft_samples,
-    write_report,
-)
-from lightning_rlhf.stages.reward_formats import check_formats
-from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.stage import Settings, Stage
 
 
-def run_eval(settings: Settings, config: EvalConfig) -> Path:
+def run(settings: Settings, config: EvalConfig) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
-    parents = find_parents(settings)
-    with Working("reading the data"):
-        rows = load_preferences(settings.data, settings.seed)
-    with Working("looking through the pairs"):
-        problems = find_problems(rows.val, rows.train)
-    say_problems(problems)
-    ready = make_ready(settings, parents)
-    light = light_sources(ready, {"prompt", "messages"})
-    pairs = held_out_pairs(rows.val, ready)
-    with Working("loading the model"):
-        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
-    check_vocabulary(roles, ready.tokenizer)
-    prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
-    longest, response = max(len(prompt) for prompt in prompts), settings.data.max_response_tokens
-    check_positions(
-        roles, longest + response,
-        f"the longest prompt ({longest} tokens) with data.max_response_tokens ({response})",
-    )  # fmt: skip
-    check_room(
-        roles, config.batch_size, longest, response, "data.max_response_tokens", ready.device
-    )
-    reward = build_reward(ready, roles, light, MicrobatchSize("eval.batch_size", config.batch_size))
-    roles.to(ready.device)
-    check_formats(ready, reward)
+    from lightning_rlhf.stages.evaluate_reward import run_eval  # which imports torch
 
-    rollouts = sft_samples(ready, roles, prompts, config.samples, config)
-    texts = [prompt_row(pair.prompt) for pair in pairs]
-    replies = [decode_replies(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
-    with Working("scoring SFT samples", config.samples) as working:
-        shown = working.track(replies, lambda some: len(some.responses))
-        parts = torch.cat([reward(some) for some in shown])
-    moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
-
-    def paid(replies: Replies) -> Float[Tensor, " B"]:
-        """As PPO would be paid at its start: running moments are those of the SFT samples."""
-        return paid_sum(reward(replies), reward.terms, moments)
-
-    scores = paid_sum(parts, reward.terms, moments).cpu()
-    with TemporaryDirectory() as beside:
-        page, numbers = write_report(
-            Path(beside),
-            paid,
-            pairs,
-            (scores, response_lengths(rollouts)),
-            problems,
-            title=f"{run_name(settings)}: {', '.join(settings.reward)}",
-            sampled_from="prompts of the held-out pairs",
-            scale="The scores are what PPO would be paid at its start: weighted, normalised and "
-            "clipped as the reward says; running moments are those of the SFT samples.",
-            logit_scale=logit_scale(ready, reward, moments[0]),
-            chat=ready.chat,
-            longest=settings.data.max_response_tokens,
-            device=ready.device,
-            seed=settings.seed,
-        )
-        folder = claim(settings, parents)
-        loggers = build_loggers(settings.logger, folder, identity(settings))
-        log_fitness(page, numbers, loggers, 0)
-        with Working("closing the loggers"):
-            close_loggers(loggers, 0)
-        final = folder / FINAL
-        with written_whole(final) as whole:
-            shutil.copytree(beside, whole)
-    say(f"eval finished: {final / page.page.name}")
-    return final
+    return run_eval(settings, config)
 
 
-def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preference]:
-    """The pairs that no rule of length drops or cuts, one to data.max_val_rows.
-
-    Raises DataError where there is none.
-    """
-    data = ready.settings.data
-    fits = fitting(rows, ready.chat, data)
-    pairs = sample(fits, data.max_val_rows, ready.settings.seed).rows
-    if not pairs:
-        raise DataError(
-            f"no held-out pair of {rows.source} is within data.max_prompt_tokens "
-            f"({data.max_prompt_tokens}) and data.max_response_tokens ({data.max_response_tokens})"
-        )
-    say(f"{len(pairs)} held-out pairs")
-    return pairs
-
-
-def logit_scale(ready: Prepared, reward: Reward, seen: RunningMoments) -> float | None:
-    """What makes a log-odds of a difference of scores; None where they are of another kind."""
-    (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
-    is_learned = isinstance(config, HeadConfig | ModelConfig)
-    if others or not is_learned or config.clip is not None or config.weight <= 0:
-        return None
-    assert isinstance(source, LearnedReward | TextReward)
-    running = seen.std if config.normalization == "running" else 1.0
-    return source.std * running / config.weight
+STAGE = Stage(
+    name="eval",
+    title="Fitness of a reward",
+    config=EvalConfig,
+    data="preferences",
+    run=run,
+    reads_reward=True,
+    summary=("fitness/accuracy", "fitness/length_gap", "fitness/flags"),
+    hands_over="report",
+)

@@ -20,7 +20,7 @@ from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missi
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.stages.changes import changes, listed, read_config
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.settings import Settings, reward_key
+from lightning_rlhf.stages.stage import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
@@ -165,7 +165,7 @@ def state_of(settings: Settings) -> State:
     folder = folder_of(settings)
     if not is_used(folder) or is_unbegun(folder):
         return "new"
-    if changed := changes(settings.tree, folder / CONFIG):
+    if changed := changes(settings.definition, settings.tree, folder / CONFIG):
         raise ConfigError(
             f"{folder} was run with another configuration: {listed(changed)}. Give run=NAME to "
             "keep both, or overwrite=true to do it again"
@@ -202,9 +202,9 @@ def is_stale(settings: Settings) -> bool:
 def find_parents(settings: Settings) -> dict[str, Final]:
     """Role -> the checkpoint that plays it in this stage."""
     found = {}
-    if settings.stage != "sft":
+    if settings.definition.reads_sft:
         found[SFT] = find_sft(settings)
-    if settings.stage in ("ppo", "eval"):
+    if settings.definition.reads_reward:
         found |= find_rewards(settings)
     parents = {role: final for role, final in found.items() if final is not None}
     for final in parents.values():

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run, step_of
-from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.samples import COUNT, eval_samples, read_samples, train_samples
-from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import METRICS, folder_of
-from lightning_rlhf.stages.settings import AUTO, Settings
+from lightning_rlhf.stages.stage import AUTO, Settings
+
+# callbacks.metrics_file and callbacks.samples, which import Lightning, are imported where they are
+# used: a stage's description names the functions below.
 
 
 def check_no_gap(path: Path, settings: Settings) -> None:
@@ -38,28 +37,27 @@ def check_no_gap(path: Path, settings: Settings) -> None:
 
 
 def first_gap(settings: Settings, path: Path) -> str | None:
-    """Return the file and the first step that it lacks of those up to a checkpoint; None if none.
+    """Return the first file that lacks something of the steps before the checkpoint at `path`.
 
-    path: the checkpoint.
+    With the step that it lacks; None where nothing is missing.
     """
+    gaps = settings.definition.gaps
     run = read_run(path)
-    return next(gaps(settings, run["step"], run["val_every"]), None)
+    evaluated = range(run["val_every"], run["step"], run["val_every"])
+    return None if gaps is None else next(gaps(settings, run["step"], evaluated), None)
 
 
-def gaps(settings: Settings, step: int, val_every: int) -> Iterator[str]:
-    """Yield each file that lacks a step up to `step`, with the first one that it lacks.
+def row_gaps(settings: Settings, step: int, evaluated: range) -> Iterator[str]:
+    """Yield metrics.csv if a row up to `step` is missing that SFT or reward modelling writes."""
+    return missing_rows(settings, settings.trainer.log_every_n_steps, step, evaluated)
 
-    val_every: steps between the run's validations.
-    """
+
+def iteration_gaps(settings: Settings, step: int, evaluated: range) -> Iterator[str]:
+    """Yield each file of PPO that lacks an iteration up to `step`: of metrics and of samples."""
+    from lightning_rlhf.callbacks.samples import COUNT, eval_samples, read_samples, train_samples
+
+    yield from missing_rows(settings, 1, step, evaluated)
     folder, config = folder_of(settings), settings.config
-    assert not isinstance(config, EvalConfig)  # which has no checkpoints
-    evaluated = range(val_every, step, val_every)
-    every = 1 if isinstance(config, PPOConfig) else settings.trainer.log_every_n_steps
-    due = {*range(every, step + 1, every), *evaluated}
-    if missing := due - read_rows(folder / METRICS).keys():
-        yield f"{folder / METRICS} lacks the row of step {min(missing)}"
-    if not isinstance(config, PPOConfig):
-        return
     file, count = train_samples(folder), min(COUNT, config.rollout_batch_size)
     lines = read_samples(file) if file.is_file() else []
     found = Counter(iteration for _, iteration in lines)
@@ -69,3 +67,13 @@ def gaps(settings: Settings, step: int, val_every: int) -> Iterator[str]:
     for iteration in (0, *evaluated):
         if not eval_samples(folder, iteration).is_file():
             yield f"{eval_samples(folder, iteration)} is missing"
+
+
+def missing_rows(settings: Settings, every: int, step: int, evaluated: range) -> Iterator[str]:
+    """Yield metrics.csv with the first step of which it lacks the row; every: steps between."""
+    from lightning_rlhf.callbacks.metrics_file import read_rows
+
+    file = folder_of(settings) / METRICS
+    due = {*range(every, step + 1, every), *evaluated}
+    if missing := due - read_rows(file).keys():
+        yield f"{file} lacks the row of step {min(missing)}"

@@ -22,17 +22,20 @@ from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.config import EvalConfig
+from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.lengths import (
+    Tokenised,
+    tokenise_demonstrations,
+    tokenise_preferences,
+    tokenise_prompts,
+)
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
-from lightning_rlhf.data.splits import TrainVal, sample
+from lightning_rlhf.data.splits import Kind, TrainVal, sample
 from lightning_rlhf.models.checkpoint import (
     FROM_CONFIG,
     Final,
@@ -46,13 +49,20 @@ from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.console import say, say_lengths
-from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, claim, folder_of, run_name
+from lightning_rlhf.stages.folders import (
+    CHECKPOINTS,
+    FINAL,
+    claim,
+    find_parents,
+    folder_of,
+    run_name,
+)
 from lightning_rlhf.stages.learned import check_learned
+from lightning_rlhf.stages.objects import build_trainer, own_callbacks, own_loggers
 from lightning_rlhf.stages.resume import origin, resume_point
-from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
-E = TypeVar("E")
 AtEnd = Callable[[Sequence[Logger], int], None]
 """Is given the loggers and the last step."""
 
@@ -67,6 +77,10 @@ class Prepared:
     parents: Mapping[str, Final]
     """Role -> the checkpoint that plays it."""
     started: float
+    callbacks: list[Callback]
+    """Callbacks of the user's own."""
+    loggers: list[Logger]
+    """Loggers of the user's own."""
 
     @property
     def folder(self) -> Path:
@@ -90,25 +104,43 @@ def check_accelerator(settings: Settings) -> None:
         )
 
 
-def make_ready(settings: Settings, parents: Mapping[str, Final]) -> Prepared:
-    """The tokenizer and the chat format; nothing is written yet."""
+def say_device(settings: Settings) -> None:
+    """Print where the run computes, and in which precision."""
+    name = "the CPU"
+    if settings.trainer.accelerator == "gpu":
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
+    say(f"computing on {name}, {settings.trainer.precision}")
+
+
+def make_ready(settings: Settings, parents: Mapping[str, Final] | None = None) -> Prepared:
+    """Load the tokenizer and its chat format; nothing is written yet.
+
+    parents: role -> the checkpoint that the run starts from; None finds those that the stage reads.
+    """
+    parents = find_parents(settings) if parents is None else parents
     sft = parents.get(SFT)
     tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
     chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
-    return Prepared(settings, tokenizer, chat, parents, time.perf_counter())
+    own = own_callbacks(settings), own_loggers(settings)
+    return Prepared(settings, tokenizer, chat, parents, time.perf_counter(), *own)
 
 
-def tokenised(
-    ready: Prepared,
-    rows: TrainVal[R],
-    tokenise: Callable[[Rows[R], ChatFormat, DataConfig], Tokenised[E]],
-    what: str,
-) -> tuple[Rows[R], Tokenised[E], Tokenised[E]]:
+TOKENISE: Mapping[Kind, tuple[Callable[..., Tokenised[Any]], str]] = {
+    "demonstrations": (tokenise_demonstrations, "demonstration"),
+    "preferences": (tokenise_preferences, "preference pair"),
+    "prompts": (tokenise_prompts, "prompt"),
+}
+"""Kind of data -> (rows, ChatFormat, DataConfig) -> their tokens; and what a row is called."""
+
+
+def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[Any], Tokenised[Any]]:
     """Return the rows to validate on, those to train on as tokens, and the first as tokens.
 
-    data.max_val_rows of the rows that fit are validated on. Says how many there are of `what`.
+    rows: of the data that the stage reads.
+    data.max_val_rows of the rows that fit are validated on. Prints how many there are.
     """
     data = ready.settings.data
+    tokenise, what = TOKENISE[ready.settings.definition.data]
     with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
         train = tokenise(rows.train, ready.chat, data)
         val = tokenise(rows.val, ready.chat, data)
@@ -147,14 +179,12 @@ def fit(
     at_end: is given the loggers and the last step before the loggers close.
     Raises TrainingError where the model has diverged, or where no update was made.
     """
-    settings, config = ready.settings, ready.settings.config
-    assert not isinstance(config, EvalConfig)  # which fits nothing
-    assert settings.stage != "eval"
+    settings, stage = ready.settings, ready.settings.definition
+    config: StageConfig = settings.config
     resume_from = resume_point(settings)
     if resume_from is not None:
         check_state(resume_from, module, data)
     claim(settings, ready.parents)
-    is_ppo = isinstance(config, PPOConfig)
     steps = len(data.schedule)
     val_every = config.validation_interval(steps)
     if val_every != config.val_every:
@@ -162,29 +192,33 @@ def fit(
             f"validating every {val_every} of the {steps} steps, a tenth: "
             f"{settings.stage}.val_every is {config.val_every}, more than the run has"
         )
-    loggers = build_loggers(settings.logger, ready.folder, identity(settings))
+    loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
     stop = Stop()
     saver = Checkpoints(
-        ready.folder / CHECKPOINTS, replace(config, val_every=val_every), origin(settings), stop
+        ready.folder / CHECKPOINTS,
+        replace(config, val_every=val_every),
+        origin(settings),
+        stop,
+        stage.goal,
     )
-    trainer = L.Trainer(
-        accelerator=settings.trainer.accelerator,
-        devices=settings.trainer.devices,
-        precision=settings.trainer.precision,  # type: ignore[arg-type]
-        log_every_n_steps=settings.trainer.log_every_n_steps,
+    options = settings.trainer.options
+    is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
+    trainer = build_trainer(
+        settings.trainer,
+        stop,
+        callbacks=[
+            *callbacks,
+            *ready.callbacks,
+            saver,
+            *([] if is_quiet else [Progress(stage.name, stage.headlines)]),
+        ],
+        plugins=[WholeFiles()],
         max_epochs=1,
         val_check_interval=val_every,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=-1 if is_ppo else 0,
+        num_sanity_val_steps=-1 if stage.validates_first else 0,
         logger=loggers,
-        callbacks=[
-            *callbacks,
-            saver,
-            Progress(settings.stage),
-        ],
-        plugins=[WholeFiles()],
         enable_checkpointing=False,
-        enable_model_summary=False,
         default_root_dir=ready.folder,
     )
     if resume_from is not None:
@@ -203,7 +237,8 @@ def fit(
     finally:
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
-    say(f"curves: {draw_curves(ready.folder, settings.stage, run_name(settings))}")
+    title = f"{stage.title}: {run_name(settings)}"
+    say(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
     if saver.best_step is not None and saver.best_step != saver.evaluated:
         say(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "

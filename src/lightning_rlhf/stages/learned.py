@@ -10,7 +10,6 @@ import lightning as L
 
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.finite import advice, require_finite_weights
 from lightning_rlhf.stages.folders import METRICS
@@ -23,9 +22,7 @@ REFUSED: Mapping[str, str] = {
 """Metric -> which of the updates it counts."""
 
 
-def check_learned(
-    stage: Stage, folder: Path, trainer: L.Trainer, module: L.LightningModule
-) -> None:
+def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise TrainingError unless updates were made and the trained weights are finite."""
     made = trainer.global_step
     if made == 0:
@@ -41,7 +38,7 @@ def refused(metrics: Path) -> dict[str, int]:
     return {name: int(sum(x for x in cells[name] if math.isfinite(x))) for name in REFUSED}
 
 
-def nothing_learned(stage: Stage, counts: Mapping[str, int]) -> str:
+def nothing_learned(stage: str, counts: Mapping[str, int]) -> str:
     """Return why no update of the run was made, and what to change. counts: as of `refused`."""
     found = [f"{counts[name]} {which}" for name, which in REFUSED.items() if counts[name]]
     limits = [REFUSED[name].split()[-1] for name in list(REFUSED)[1:] if counts[name]]

@@ -1,185 +1,64 @@
-"""stage=ppo: a policy that is paid by a reward."""
+"""stage=ppo: proximal policy optimization of a reward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import get_console
-
-from lightning_rlhf.callbacks.diagnosis import Diagnosis
-from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
-from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.recorder import NonFiniteDump, Recorder
-from lightning_rlhf.callbacks.samples import COUNT, Samples
-from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.data.collate import collate_prompts
-from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.lengths import tokenise_prompts
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rollouts import file_of, weights_of
-from lightning_rlhf.data.splits import load_prompts
-from lightning_rlhf.models.handover import (
-    add_policy,
-    check_positions,
-    check_room,
-    check_vocabulary,
-    start_from,
+from lightning_rlhf.stages.gaps import iteration_gaps
+from lightning_rlhf.stages.stage import Settings, Stage
+from lightning_rlhf.stages.unfit import verdicts_on
+
+if TYPE_CHECKING:
+    from lightning_rlhf.report.curves import Panel
+
+
+def run(settings: Settings, config: PPOConfig) -> Path:
+    """Train a policy from the SFT model and hand it over."""
+    from lightning_rlhf.stages.train_ppo import run_ppo  # which imports torch and Lightning
+
+    return run_ppo(settings, config)
+
+
+def build(*arguments: Any) -> Any:
+    """Return the module before its first iteration, as `train_ppo.build_module`."""
+    from lightning_rlhf.stages.train_ppo import build_module
+
+    return build_module(*arguments)
+
+
+def panels(measured: Collection[str]) -> Sequence[Panel]:
+    """Return the panels of curves.png; those of a judge and of components where there are any."""
+    from lightning_rlhf.report.curves import ppo_panels
+
+    return ppo_panels(measured)
+
+
+STAGE = Stage(
+    name="ppo",
+    title="PPO",
+    config=PPOConfig,
+    data="prompts",
+    run=run,
+    build=build,
+    reads_reward=True,
+    reads_judge=True,
+    check=verdicts_on,
+    goal=(("eval/reward_mean", "max"),),
+    unit="iteration",
+    validates_first=True,
+    headlines=("reward_mean", "kl_divergence", "entropy", "ppo_loss"),
+    summary=(
+        "eval/reward_mean",
+        "eval/kl",
+        "eval/response_tokens",
+        "eval/judge/gold",
+        "eval/judge/correct",
+    ),
+    panels=panels,
+    volatile=("kl_warning",),
+    gaps=iteration_gaps,
+    replays="updates",
 )
-from lightning_rlhf.models.roles import POLICY, SFT, VALUE, Roles
-from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.report.collapse import collapsed
-from lightning_rlhf.report.tables import before_after_table
-from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import check_sampler
-from lightning_rlhf.stages.build_rewards import (
-    build_critic,
-    build_reward,
-    hub_rewards,
-    light_sources,
-)
-from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import METRICS, find_parents
-from lightning_rlhf.stages.launch import Prepared, fit, hand_over, make_ready, tokenised
-from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
-from lightning_rlhf.stages.reward_formats import check_formats
-from lightning_rlhf.stages.settings import Settings
-from lightning_rlhf.stages.unfit import say_verdicts, verdicts_on
-
-
-def run_ppo(settings: Settings, config: PPOConfig) -> Path:
-    """Proximal policy optimization."""
-    parents = find_parents(settings)
-    check_sampler(config.rollout)
-    judge = load_judge(settings.data.judge) if settings.data.judge else None
-    with Working("reading the data"):
-        rows = load_prompts(settings.data, settings.seed)
-    columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
-    ready = make_ready(settings, parents)
-    light = light_sources(ready, columns)
-    found = verdicts_on(settings, parents | hub_rewards(ready))
-    say_verdicts(found)
-    verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
-    held_out, train, val = tokenised(ready, rows, tokenise_prompts, "prompt")
-
-    with Working("loading the model"):
-        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
-    check_vocabulary(roles, ready.tokenizer)
-    longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
-    check_positions(
-        roles, longest + config.max_response_tokens,
-        f"the longest prompt ({longest} tokens) with ppo.max_response_tokens "
-        f"({config.max_response_tokens})",
-        lower="ppo.max_response_tokens or data.max_prompt_tokens",
-    )  # fmt: skip
-    check_room(
-        roles, config.rollout_batch_size, longest, config.max_response_tokens,
-        "ppo.max_response_tokens", ready.device,
-    )  # fmt: skip
-    microbatch = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
-    reward = build_reward(ready, roles, light, microbatch)
-    roles.to(ready.device)
-    check_formats(ready, reward)
-    texts = {"train": _texts(rows.train), "val": _texts(held_out)}
-    data = StageData(
-        train=train.examples,
-        val=val.examples * config.val_samples_per_prompt,
-        columns=[*texts["train"], *texts["val"]],
-        collate=partial(collate_prompts, pad_id=ready.chat.pad_token_id),
-        batch_size=config.prompts_per_iteration,
-        val_batch_size=config.rollout_batch_size,
-        batches=config.iterations,
-        seed=settings.seed,
-        pool_batches=1,
-    )
-    module = build_module(ready, roles, reward, config, texts, microbatch)
-    evaluation = Evaluation(judge, ready.folder)
-    samples = Samples(
-        every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=ready.folder
-    )
-    dump = NonFiniteDump(ready.folder)
-    recorders = [dump, *([Recorder(ready.folder)] if settings.record else [])]
-    try:
-        diagnosis = Diagnosis(config.kl_warning)
-        fit(ready, module, data, [PPOMetrics(), diagnosis, evaluation, samples, *recorders])
-    except NotFiniteError:
-        if dump.kept is not None:
-            say_kept(ready.folder, dump.kept)
-        raise
-    assert evaluation.first is not None
-    assert evaluation.last is not None
-    get_console().print(before_after_table(evaluation.first, evaluation.last, verdicts))
-    say_collapse(ready.folder)
-    metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
-    shares_trunk = module.critic is not None and module.critic.shares_trunk
-    head = VALUE if shares_trunk else None
-    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head, verdicts=verdicts)
-
-
-def build_module(
-    ready: Prepared,
-    roles: Roles,
-    reward: Reward,
-    config: PPOConfig,
-    prompts: Mapping[str, Sequence[dict[str, Any]]],
-    microbatch: MicrobatchSize | None,
-) -> PPOModule:
-    """The module before its first iteration: a fresh policy, and a critic if there is to be one.
-
-    microbatch: the size that the reward's models read by; None where none does.
-    """
-    settings = ready.settings
-    add_policy(roles, settings.model, settings.seed)
-    return PPOModule(
-        roles,
-        reward,
-        config,
-        critic=build_critic(ready, roles, config) if config.has_critic else None,
-        chat=ready.chat,
-        prompts=prompts,
-        seed=settings.seed,
-        microbatch=microbatch,
-    )
-
-
-def say_collapse(folder: Path) -> None:
-    """One warning where the last iteration says that the policy has collapsed."""
-    rows = read_rows(folder / METRICS)
-    trained = [row for row in rows.values() if {"kl_divergence", "entropy"} <= row.keys()]
-    last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
-    if last is not None and (why := collapsed(last)) is not None:
-        say(f"warning: {why}", "yellow")
-
-
-def say_kept(folder: Path, iteration: int) -> None:
-    """Where the batch is that the run broke off at, and how to replay it, or why it cannot be.
-
-    Once the checkpoints are written that an exception leaves.
-    """
-    path = file_of(folder, iteration)
-    command = f"`lightning-rlhf replay {folder} --iteration {iteration}`"
-    start, _ = checkpoint_until(folder, iteration - 1)
-    missing = not_recorded(folder, start, iteration)
-    if missing and weights_of(folder, iteration).is_file():
-        say(
-            f"the batch of iteration {iteration} is kept: {path}. Some of its updates were made: "
-            f"{command} shows it with the weights after them. To run its updates once more takes "
-            f"record=true: the way there leads over {ranges(missing)}, not recorded"
-        )
-    elif missing:
-        say(
-            f"the batch of iteration {iteration} is kept: {path}. It cannot be replayed: the way "
-            f"there leads over {ranges(missing)}, not recorded. With record=true it could be"
-        )
-    else:
-        say(f"kept for {command}: {path}")
-
-
-def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:
-    return [row.columns for row in rows.rows]

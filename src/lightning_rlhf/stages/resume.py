@@ -39,7 +39,7 @@ from lightning_rlhf.stages.folders import (
     is_unbegun,
     is_used,
 )
-from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.stage import Settings
 
 
 @contextmanager
@@ -145,7 +145,8 @@ def decide(settings: Settings) -> Settings | None:
 
 def name_beside(settings: Settings) -> str:
     """What gives a run a folder of its own, and leaves it the models that it starts from."""
-    return "run=NAME" if settings.stage == "sft" and settings.job is None else "job=NAME"
+    starts_here = not settings.definition.reads_sft and settings.job is None
+    return "run=NAME" if starts_here else "job=NAME"
 
 
 def check_apart(settings: Settings, folder: Path) -> None:
@@ -170,7 +171,7 @@ def check_same_run(settings: Settings, folder: Path) -> None:
 
 def check_same_config(settings: Settings, folder: Path) -> None:
     """Raise ConfigError unless the run in `folder` had this configuration."""
-    if changed := changes(settings.tree, folder / CONFIG):
+    if changed := changes(settings.definition, settings.tree, folder / CONFIG):
         raise ConfigError(
             f"{folder} cannot be resumed: {listed(changed)} ({folder / CONFIG}). Give what it was "
             "started with, or overwrite=true to start anew"
@@ -197,7 +198,6 @@ def check_resumable(path: Path, settings: Settings) -> None:
     from lightning_rlhf.callbacks.samples import read_samples, train_samples
     from lightning_rlhf.stages.gaps import check_no_gap
 
-    assert settings.stage != "eval"  # which has none
     folder = folder_of(settings)
     read_rows(folder / METRICS)
     for file, read in ((train_samples(folder), read_samples), (folder / WANDB_ID, read_wandb_id)):
@@ -223,7 +223,6 @@ def check_resumable(path: Path, settings: Settings) -> None:
 
 def origin(settings: Settings) -> Origin:
     """What the run's checkpoints are of."""
-    assert settings.stage != "eval"
     version = lightning_rlhf.__version__
     file = folder_of(settings) / RUN_ID
     run = read_text(file)

@@ -28,7 +28,7 @@ from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import reward_role
 from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.reward_fitness import fitting
-from lightning_rlhf.stages.settings import reward_key
+from lightning_rlhf.stages.stage import reward_key
 
 
 def check_formats(ready: Prepared, reward: Reward) -> None:

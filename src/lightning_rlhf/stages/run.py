@@ -9,18 +9,12 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.eval import run_eval
-from lightning_rlhf.stages.launch import check_accelerator
-from lightning_rlhf.stages.ppo import run_ppo
+from lightning_rlhf.stages.launch import check_accelerator, say_device
 from lightning_rlhf.stages.processor import denormals_flushed, keep_large_blocks
-from lightning_rlhf.stages.rm import run_rm
-from lightning_rlhf.stages.settings import Settings
-from lightning_rlhf.stages.sft import run_sft
+from lightning_rlhf.stages.stage import Settings
 
 THREADS = torch.get_num_threads()
 """Torch's own choice, before any run of this process changed it."""
@@ -30,16 +24,9 @@ def run_in_folder(settings: Settings) -> Path:
     """Run the stage, whose folder is free for it; return the path of its `final/` folder."""
     quiet_libraries()
     check_accelerator(settings)
+    say_device(settings)
     with computing(settings), advising():
-        match settings.config:
-            case SFTConfig():
-                return run_sft(settings, settings.config)
-            case RMConfig():
-                return run_rm(settings, settings.config)
-            case PPOConfig():
-                return run_ppo(settings, settings.config)
-            case EvalConfig():
-                return run_eval(settings, settings.config)
+        return settings.definition.run(settings, settings.config)
 
 
 @contextmanager

@@ -5,23 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.logger_config import LoggerConfig, logger_config
-from lightning_rlhf.core.config import DType, EvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError, first_line, require
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import (
-    STRICT,
-    PositiveInt,
     Text,
     build,
     check_value,
@@ -30,83 +25,35 @@ from lightning_rlhf.core.validation import (
 )
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.rewards.config import ComponentConfig
+from lightning_rlhf.stages.registry import DEFINITION, chosen_stage, stage_names
 from lightning_rlhf.stages.reward_section import (
-    SUM,
     check_components,
     check_normalization,
     read_reward,
     redacted_section,
 )
 from lightning_rlhf.stages.sections import section
+from lightning_rlhf.stages.stage import (
+    AUTO,
+    PolicySource,
+    Settings,
+    Stage,
+)
+from lightning_rlhf.stages.trainer_section import read_trainer, resolve_auto
 
 EXAMPLES = {
     "reward.path": "rules.py:score",
     "reward.url": "http://127.0.0.1:8000/score",
 }
 """Key of a value that must be given -> one that may be."""
-AUTO = "auto"
-"""Value of `resume` with which a run goes on if it can, and starts where there is none."""
 FOLDER_NAME = (
     "a folder name of characters that can be seen, without slashes and line breaks, which begins "
     "with a letter or digit and does not end with a dot or space"
 )
 FolderName = Annotated[Text, described("a folder name of at most 255 bytes, no line breaks")]
-STAGES: Mapping[str, type] = {
-    "sft": SFTConfig,
-    "rm": RMConfig,
-    "ppo": PPOConfig,
-    "eval": EvalConfig,
-}
-
-
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class PolicySource:
-    """The model that a stage starts from."""
-
-    checkpoint: Annotated[Text, described("a folder, a hub id, base")] | None
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class TrainerConfig:
-    """Where the run is computed: Lightning's Trainer, and torch's threads and weights."""
-
-    accelerator: Literal["cpu", "gpu"]
-    devices: Literal[1]
-    precision: Literal["32-true", "bf16-mixed"]
-    weights_dtype: DType
-    threads: Annotated[int, Field(ge=1, le=1024)] | None
-    log_every_n_steps: PositiveInt
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything a run of one stage is told."""
-
-    stage: Literal["sft", "rm", "ppo", "eval"]
-    config: SFTConfig | RMConfig | PPOConfig | EvalConfig
-    model: ModelConfig
-    data: DataConfig
-    reward: Mapping[str, ComponentConfig]
-    """What PPO maximises: name of a component -> what it is."""
-    trainer: TrainerConfig
-    logger: LoggerConfig
-    policy: PolicySource
-    run: str
-    job: str | None
-    seed: int
-    outputs: Path
-    resume: bool | str
-    """From the newest checkpoint, from the one of this name, or AUTO."""
-    overwrite: bool
-    record: bool
-    """Whether PPO writes its rollouts; the other stages have none."""
-    debug: bool
-    tree: dict[str, Any]
-    """The whole configuration as plain types."""
+KEYS = {f.name for f in dataclasses.fields(Settings)} - {"config", "definition", "tree"}
+"""Keys of a configuration besides the section of its stage and `recipe`."""
 
 
 def read_settings(cfg: DictConfig) -> Settings:
@@ -116,35 +63,42 @@ def read_settings(cfg: DictConfig) -> Settings:
 
 
 def read_tree(tree: dict[str, Any]) -> Settings:
-    """Check a configuration of plain types, as a run writes it. Raises ConfigError as above."""
-    tree = dict(tree)
-    known = {f.name for f in dataclasses.fields(Settings)} - {"config", "tree"}
-    stage = _stage(tree)
-    refuse_unknown(tree, known | {"recipe", stage}, "")
-    for key in (*known, stage):
+    """Check a configuration of plain types, as a run writes it.
+
+    Sections of stages that it does not choose are left out.
+    Raises ConfigError naming the key.
+    """
+    definition = chosen_stage(tree)
+    stage, others = definition.name, {*stage_names(tree)} - {definition.name}
+    tree = {key: node for key, node in tree.items() if key not in others}
+    refuse_unknown(tree, KEYS | {"recipe", stage}, "")
+    for key in (*KEYS, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     check_value("seed", tree["seed"], Seed)
     for key in ("overwrite", "record", "debug"):
         check_value(key, tree[key], bool)
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)
+    tree = resolve_auto(tree)
     check_value("outputs", tree["outputs"], Annotated[Text, described("a folder")])
     if tree["resume"] and tree["overwrite"]:
         given = "true" if tree["resume"] is True else tree["resume"]
         raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
-    config: Any = build(STAGES[stage], tree[stage], stage)
+    config = _config(definition, tree[stage])
     if isinstance(config, PPOConfig):
         check_normalization(config, reward)
     tree["reward"] = redacted_section(tree["reward"])
     return Settings(
         stage=stage,
+        definition=definition,
         config=config,
-        model=read_model(tree),
+        model=build(ModelConfig, section(tree, "model"), "model"),
         data=build(DataConfig, tree["data"], "data"),
         reward=reward,
-        trainer=build(TrainerConfig, tree["trainer"], "trainer"),
-        logger=logger_config(section(tree, "logger", "kind")),
+        trainer=read_trainer(tree["trainer"]),
+        logger=_logger(tree),
+        callbacks=section(tree, "callbacks"),
         policy=build(PolicySource, tree["policy"], "policy"),
         run=tree["run"],
         job=tree["job"],
@@ -174,25 +128,37 @@ def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
         is_name = is_word and re.fullmatch(r"\w[^/\\]*(?<![. ])", str(name)) is not None
         require(is_name and str(name).isprintable(), key, name, FOLDER_NAME)
         check_value(key, str(name), FolderName)
-        require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
+        stages = stage_names(tree)
+        require(name not in stages, key, name, f"a name other than {', '.join(stages)}")
     model_name = str(names.pop("model.name"))
     texts = {key: str(name) for key, name in names.items()}
     return {**texts, "model": {**model, "name": model_name}}
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration resolved, as plain types. Raises ConfigError where a value is missing."""
+    """Return the configuration resolved, as plain types, without sections of other stages.
+
+    Raises ConfigError where a value is missing or cannot be resolved.
+    """
+    stage = OmegaConf.select(cfg, "stage")
+    others = {*stage_names(cfg)} - {stage}
+    keys = [str(key) for key in cfg if key not in others]
     try:
-        missing = sorted(OmegaConf.missing_keys(cfg))
+        nodes = {key: cfg[key] for key in keys if not OmegaConf.is_missing(cfg, key)}
+        missing = set(keys) - set(nodes)
+        for node in filter(OmegaConf.is_config, nodes.values()):
+            missing |= OmegaConf.missing_keys(node)
         if missing:
-            given = {**dict.fromkeys(missing, "..."), **EXAMPLES}
-            told = " ".join(f"{key}={given[key]}" for key in missing)
-            raise ConfigError(f"{' and '.join(missing)} must be given: {told}")
-        tree = OmegaConf.to_container(cfg, resolve=True)
+            given = {**dict.fromkeys(sorted(missing), "..."), **EXAMPLES}
+            told = " ".join(f"{key}={given[key]}" for key in sorted(missing))
+            raise ConfigError(f"{' and '.join(sorted(missing))} must be given: {told}")
+        return {
+            key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            for key, node in nodes.items()
+        }
     except OmegaConfBaseException as error:
         key = error.full_key or "a key"
         raise ConfigError(f"{key} has no value: {first_line(error)}") from error
-    return typing.cast(dict[str, Any], tree)
 
 
 def read_resume(given: Any) -> bool | str:
@@ -205,31 +171,16 @@ def read_resume(given: Any) -> bool | str:
     return name if name == "best" else f"{int(name):06d}"
 
 
-def reward_key(settings: Settings, name: str) -> str:
-    """Where a component of the reward stands in the configuration."""
-    is_sum = settings.tree["reward"]["kind"] == SUM
-    return f"reward.components.{name}" if is_sum else "reward"
+def _config(stage: Stage, node: Any) -> Any:
+    """Return the section of a stage as its dataclass; the key `definition` is of none."""
+    if isinstance(node, Mapping):
+        node = {key: value for key, value in node.items() if key != DEFINITION}
+    return build(stage.config, node, stage.name)
 
 
-def _stage(tree: Mapping[str, Any]) -> Any:
-    if "stage" not in tree:
-        raise ConfigError(
-            f"no stage is chosen; allowed: stage={'|'.join(STAGES)}, or recipe=quickstart for all "
-            "of them"
-        )
-    stage = tree["stage"]
-    require(stage in list(STAGES), "stage", stage, ", ".join(STAGES))
-    for other in STAGES:
-        if other != stage and other in tree:
-            node = tree[other]
-            keys = [f"{other}.{key}" for key in node] if isinstance(node, Mapping) else [other]
-            raise ConfigError(
-                f"stage={stage} does not read {', '.join(keys[:3])}{', ...' * (len(keys) > 3)}; "
-                f"leave out what sets it, or give it to stage={other}"
-            )
-    return stage
-
-
-def read_model(tree: Mapping[str, Any]) -> ModelConfig:
-    """Return the section `model` of a configuration."""
-    return build(ModelConfig, section(tree, "model"), "model")
+def _logger(tree: Mapping[str, Any]) -> LoggerConfig:
+    """Return the section `logger`; that of a logger of the user's own writes metrics.csv too."""
+    node = section(tree, "logger")
+    if "_target_" in node:
+        return LoggerConfig(kind="csv")
+    return logger_config(section(tree, "logger", "kind"))

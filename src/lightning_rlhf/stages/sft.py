@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lightning_rlhf.callbacks.metrics import SFTMetrics
-from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.data.collate import collate_demonstrations
-from lightning_rlhf.data.lengths import tokenise_demonstrations
-from lightning_rlhf.data.splits import load_demonstrations
-from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
-from lightning_rlhf.models.roles import SFT, Roles
-from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.stages.console import say_evaluation
-from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
-from lightning_rlhf.stages.settings import Settings
-from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
+from lightning_rlhf.stages.gaps import row_gaps
+from lightning_rlhf.stages.stage import Settings, Stage
+
+if TYPE_CHECKING:
+    from lightning_rlhf.report.curves import Panel
 
 
-def run_sft(settings: Settings, config: SFTConfig) -> Path:
-    """Supervised fine-tuning."""
-    with Working("reading the data"):
-        rows = load_demonstrations(settings.data, settings.seed)
-    ready = make_ready(settings, {})
-    _, train, val = tokenised(ready, rows, tokenise_demonstrations, "demonstration")
-    data = supervised_data(ready, config, train, val, collate_demonstrations)
+def run(settings: Settings, config: SFTConfig) -> Path:
+    """Fine-tune a language model and hand it over as the SFT model."""
+    from lightning_rlhf.stages.train_sft import run_sft  # which imports torch and Lightning
 
-    with Working("loading the model"):
-        roles = start_from(
-            settings.model, None, trainable=config.finetune == "full", seed=settings.seed
-        )
-    check_vocabulary(roles, ready.tokenizer)
-    longest = max(len(e.prompt) + len(e.response) for e in train.examples)
-    check_positions(roles, longest, "the longest demonstration")
-    module = build_module(ready, roles, config)
-    metrics = fit_supervised(ready, "sft", module, data, rows.train, train, SFTMetrics())
-    say_evaluation(metrics)
-    return hand_over(ready, roles, SFT, metrics, head=None)
+    return run_sft(settings, config)
 
 
-def build_module(ready: Prepared, roles: Roles, config: SFTConfig) -> SFTModule:
-    """The module before its first step."""
-    settings = ready.settings
-    if config.finetune == "lora":
-        roles.add_adapter(SFT, settings.model.lora, settings.seed)
-    else:
-        roles.assign(SFT)
-    return SFTModule(roles, config)
+def build(*arguments: Any) -> Any:
+    """Return the module before its first step, as `train_sft.build_module`."""
+    from lightning_rlhf.stages.train_sft import build_module
+
+    return build_module(*arguments)
+
+
+def panels(measured: Collection[str]) -> Sequence[Panel]:
+    """Return the panels of curves.png."""
+    from lightning_rlhf.report.curves import SFT_PANELS
+
+    return SFT_PANELS
+
+
+STAGE = Stage(
+    name="sft",
+    title="Supervised fine-tuning",
+    config=SFTConfig,
+    data="demonstrations",
+    run=run,
+    build=build,
+    reads_sft=False,
+    goal=(("eval/loss", "min"),),
+    headlines=("update/loss", "eval/loss"),
+    summary=("eval/loss",),
+    panels=panels,
+    gaps=row_gaps,
+    replays="rows",
+)

@@ -6,22 +6,13 @@ from pathlib import Path
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.functions import check_function_file
-from lightning_rlhf.data.splits import Kind, check_sources
+from lightning_rlhf.data.splits import check_sources
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages.folders import FINAL, find_parents, folder_of
 from lightning_rlhf.stages.resume import check_resumable, decide, held, resume_point
-from lightning_rlhf.stages.settings import AUTO, Settings, reward_key
-from lightning_rlhf.stages.unfit import verdicts_on
-
-READ: dict[str, Kind] = {
-    "sft": "demonstrations",
-    "rm": "preferences",
-    "ppo": "prompts",
-    "eval": "preferences",
-}
-"""Stage -> the data that it reads."""
+from lightning_rlhf.stages.stage import AUTO, Settings, reward_key
 
 
 def run_stage(settings: Settings) -> Path:
@@ -46,22 +37,23 @@ def run_stage(settings: Settings) -> Path:
 
 def check_inputs(settings: Settings) -> None:
     """Raise an RLHFError unless the models, files and folders that the stage reads are there."""
-    if settings.stage == "sft" and settings.policy.checkpoint not in (None, BASE):
+    stage = settings.definition
+    if not stage.reads_sft and settings.policy.checkpoint not in (None, BASE):
         raise ConfigError(
-            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage=sft starts from "
-            "model.name_or_path; set that instead"
+            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage={stage.name} starts "
+            "from model.name_or_path; set that instead"
         )
     parents = find_parents(settings)
-    if settings.stage == "ppo":
-        verdicts_on(settings, parents)
+    if stage.check is not None:
+        stage.check(settings, parents)
     if SFT not in parents:
         for name in ("name_or_path", "tokenizer"):
             if (source := getattr(settings.model, name)) is not None:
                 refuse_missing_folder(source, f"model.{name}")
-    check_sources(settings.data, READ[settings.stage])
-    if settings.stage == "ppo" and settings.data.judge:
+    check_sources(settings.data, stage.data)
+    if stage.reads_judge and settings.data.judge:
         check_function_file(settings.data.judge, "data.judge")
-    if settings.stage in ("ppo", "eval"):
+    if stage.reads_reward:
         for name, component in settings.reward.items():
             if isinstance(component, FunctionConfig):
                 check_function_file(component.path, f"{reward_key(settings, name)}.path")

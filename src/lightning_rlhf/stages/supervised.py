@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,30 +11,50 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlhf.callbacks.last_batch import KeepLastBatch
-from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.errors import NotFiniteError, require
 from lightning_rlhf.core.types import Record
+from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.last_batch import Kind
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.splits import LOAD
 from lightning_rlhf.stages.advice import advice
-from lightning_rlhf.stages.launch import AtEnd, Prepared, fit
+from lightning_rlhf.stages.launch import AtEnd, Prepared, fit, tokenised
+
+COLLATE: Mapping[str, Callable[..., Record]] = {
+    "demonstrations": collate_demonstrations,
+    "preferences": collate_preferences,
+}
+"""Kind of data -> (examples, id of the padding token) -> batch."""
+
+
+def read_batches(ready: Prepared) -> StageData[Any]:
+    """Return the batches of the data that a stage reads whose section is a SupervisedConfig.
+
+    Raises ConfigError or DataError where the data cannot be read.
+    """
+    settings = ready.settings
+    with Working("reading the data"):
+        rows = LOAD[settings.definition.data](settings.data, settings.seed)
+    _, train, val = tokenised(ready, rows)
+    return supervised_data(ready, settings.config, train, val)
 
 
 def supervised_data(
     ready: Prepared,
-    config: SFTConfig | RMConfig,
+    config: SupervisedConfig,
     train: Tokenised[Any],
     val: Tokenised[Any],
-    collate: Callable[..., Record],
 ) -> StageData[Any]:
-    """Batches of alike lengths over `config.epochs` passes."""
+    """Return batches of alike lengths over `config.epochs` passes."""
     return StageData(
         train=train.examples,
         val=val.examples,
         columns=(),
-        collate=partial(collate, pad_id=ready.chat.pad_token_id),
+        collate=partial(COLLATE[ready.settings.definition.data], pad_id=ready.chat.pad_token_id),
         batch_size=config.batch_size,
         val_batch_size=config.microbatch_size,
         batches=batches(ready.settings.stage, config, len(train.examples)),
@@ -43,7 +63,7 @@ def supervised_data(
     )
 
 
-def batches(stage: str, config: SFTConfig | RMConfig, examples: int) -> int:
+def batches(stage: str, config: SupervisedConfig, examples: int) -> int:
     """Return how many batches `config.epochs` passes over the examples are, the last one filled up.
 
     Raises ConfigError where they are none.

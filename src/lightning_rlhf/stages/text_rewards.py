@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
@@ -30,7 +31,6 @@ from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
 from lightning_rlhf.stages.sections import section
-from lightning_rlhf.stages.settings import read_model
 
 if TYPE_CHECKING:  # the extra "serve" has what it imports
     from lightning_rlhf.rewards.protocol import Columns, Messages, Score
@@ -170,7 +170,7 @@ def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
         arguments = section(config, "data", key)[key]
         is_mapping = isinstance(arguments, Mapping)
         require(is_mapping, f"data.{key}", arguments, "a mapping of names to values")
-        return read_model(config), arguments
+        return build(LMConfig, section(config, "model"), "model"), arguments
     except ConfigError as error:
         raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
 

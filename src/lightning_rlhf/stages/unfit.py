@@ -10,7 +10,7 @@ from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import reward_role
-from lightning_rlhf.stages.settings import Settings, reward_key
+from lightning_rlhf.stages.stage import Settings, reward_key
 
 
 def verdicts_on(settings: Settings, parents: Mapping[str, Final]) -> dict[str, Verdict | None]:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
-from lightning_rlhf.stages.changes import VOLATILE, differing_keys
+from lightning_rlhf.stages.changes import VOLATILE, differing_keys, volatile
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.settings import Settings
 
@@ -90,7 +90,8 @@ def changed_keys(stages: Mapping[str, Settings], written: Mapping[str, Settings]
     """The keys in which the stages that were run are not as they are written."""
     changed: list[str] = []
     for stage, settings in stages.items():
-        changed += differing_keys(settings.tree, written[stage].tree, (*ANY, *changed))
+        ignored = (*ANY, *volatile(settings.definition), *changed)
+        changed += differing_keys(settings.tree, written[stage].tree, ignored)
     return changed
 
 

@@ -1,0 +1,95 @@
+"""The words of a command: Hydra's options, and overrides as Hydra itself parses them."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+# What @hydra.main parses with; Hydra has no public name for it.
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from lightning_rlhf.cli.secrecy import without_address, without_secrets
+from lightning_rlhf.core.errors import ConfigError
+
+GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
+"""Groups of conf/ of which one file is chosen."""
+CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
+"""Pattern of the name of a file in a group of conf/, or in a folder below it."""
+READ_BY = {"advantage": "ppo"}
+"""Mapping from a group whose file goes into the section of a stage to the stage."""
+
+
+def parse_arguments(words: Sequence[str]) -> Namespace:
+    """Return Hydra's options and, in `overrides`, the words that are none, in their order.
+
+    Hydra's own call of the parser takes overrides on one side of the options alone.
+
+    Raises ConfigError where an option is unknown or its value is wrong.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; allowed: KEY=VALUE without -, or an option of --hydra-help")
+
+    parser = get_args_parser()
+    parser.error = lambda message: refuse(without_secrets(message, words))  # type: ignore
+    # --info may have a value, for which the parser would take an override.
+    told = [
+        "--info=all" if word in ("--info", "-i") and "=" in after else word
+        for word, after in zip(words, [*words[1:], ""], strict=True)
+    ]
+    given, unknown = parser.parse_known_intermixed_args(told)
+    if unknown:
+        refuse(f"{without_address(unknown[0])} is no option")
+    return given
+
+
+def options_last(words: Sequence[str], given: Namespace) -> list[str]:
+    """Return the words of a command with its overrides first, as Hydra's parser takes them."""
+    return [*given.overrides, *(word for word in words if word not in given.overrides)]
+
+
+def parse_overrides(words: Sequence[str]) -> list[Override]:
+    """Return the overrides as Hydra parses them."""
+    return OverridesParser.create().parse_overrides(list(words))
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override: ++ppo.lr=1 -> ppo.lr"""
+    return override.lstrip("+~").split("=")[0]
+
+
+def stage_of(override: Override, stages: Collection[str]) -> str | None:
+    """Return the one of `stages` in whose section the override sets something, if it is one."""
+    key = override.package or READ_BY.get(override.key_or_group, override.key_or_group)
+    section = key.partition(".")[0]
+    return section if section in stages else None
+
+
+def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str]) -> None:
+    """Raise ConfigError where an override sets what only another of `stages` reads."""
+    for override in parse_overrides(words):
+        owner = stage_of(override, stages)
+        if owner not in (None, stage):
+            key = override.key_or_group
+            raise ConfigError(
+                f"stage={stage} does not read {f'{owner}.{key}' if key in READ_BY else key}; "
+                f"leave out {without_address(override.input_line or key)}, or give it to "
+                f"stage={owner}"
+            )
+
+
+def check_choices(choices: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a choice names its file by a path, as model=../model/tiny does.
+
+    Hydra would find the file, but not the numbers that are filed under the choice's name.
+    """
+    for group in GROUPS:
+        choice = choices.get(group)
+        if isinstance(choice, str) and CHOICE.fullmatch(choice) is None:
+            allowed = GlobalHydra.instance().config_loader().get_group_options(group)
+            raise ConfigError(f"{group}={choice} is not known; allowed: {', '.join(allowed)}")

@@ -1,0 +1,51 @@
+"""The stages there are: those of this package, and those that a configuration defines itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.functions import load_object
+from lightning_rlhf.stages import eval as eval_stage
+from lightning_rlhf.stages import ppo, rm, sft
+from lightning_rlhf.stages.stage import Stage
+
+STAGES: Mapping[str, Stage] = {
+    stage.name: stage for stage in (sft.STAGE, rm.STAGE, ppo.STAGE, eval_stage.STAGE)
+}
+"""Name -> stage of this package."""
+DEFINITION = "definition"
+"""Key in the section of a stage that is not of this package: where its `Stage` is."""
+
+
+def stage_names(tree: Mapping[Any, Any]) -> list[str]:
+    """Return the names of the stages whose sections may stand in a configuration."""
+    own = (
+        str(key)
+        for key, node in tree.items()
+        if key not in STAGES and isinstance(node, Mapping) and DEFINITION in node
+    )
+    return [*STAGES, *own]
+
+
+def chosen_stage(tree: Mapping[str, Any]) -> Stage:
+    """Return the stage that a configuration chooses.
+
+    Raises ConfigError where it chooses none, one that is not there, or one whose definition does
+    not lead to a `Stage` of that name.
+    """
+    names = stage_names(tree)
+    if "stage" not in tree or tree["stage"] is None:
+        raise ConfigError(
+            f"no stage is chosen; allowed: stage={'|'.join(names)}, or recipe=quickstart for all "
+            "of them"
+        )
+    name = tree["stage"]
+    require(name in names, "stage", name, ", ".join(names))
+    if name in STAGES:
+        return STAGES[name]
+    source, key = tree[name][DEFINITION], f"{name}.{DEFINITION}"
+    stage: Stage = load_object(source, key, "stage", lambda found: isinstance(found, Stage))
+    require(stage.name == name, key, source, f"a stage of the name {name!r}; it is {stage.name!r}")
+    return stage

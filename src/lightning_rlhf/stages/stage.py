@@ -1,0 +1,157 @@
+"""The description of a stage, and what a run of one is told. Imports no library that loads slowly.
+
+A stage outside this package is a `Stage` in a file of one's own, which the stage's section of the
+configuration names: `definition: path/to/file.py:STAGE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from lightning_rlhf.callbacks.logger_config import LoggerConfig
+from lightning_rlhf.core.config import DType
+from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
+from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.rewards.config import ComponentConfig
+from lightning_rlhf.stages.reward_section import SUM
+
+if TYPE_CHECKING:
+    from lightning_rlhf.data.splits import Kind
+    from lightning_rlhf.models.checkpoint import Final
+    from lightning_rlhf.report.curves import Panel
+
+AUTO = "auto"
+"""Value of `resume` with which a run goes on if it can, and starts where there is none."""
+DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicySource:
+    """The model that a stage starts from."""
+
+    checkpoint: Annotated[Text, described("a folder, a hub id, base")] | None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainerConfig:
+    """Where the run is computed: Lightning's Trainer, and torch's threads and weights."""
+
+    accelerator: Literal["cpu", "gpu"]
+    devices: Literal[1]
+    precision: Literal["32-true", "bf16-mixed"]
+    weights_dtype: DType
+    threads: Annotated[int, Field(ge=1, le=1024)] | None
+    log_every_n_steps: PositiveInt
+    options: Options
+    """Class and further arguments of the Trainer, as the section gives them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything a run of one stage is told."""
+
+    stage: str
+    """Name of the stage."""
+    definition: Stage
+    """Description of the stage."""
+    config: Any
+    """Section of the stage, as an instance of `definition.config`."""
+    model: ModelConfig
+    data: DataConfig
+    reward: Mapping[str, ComponentConfig]
+    """Components of the reward by name."""
+    trainer: TrainerConfig
+    logger: LoggerConfig
+    callbacks: Mapping[str, Any]
+    """Callbacks of the user's own: name -> `_target_` and arguments."""
+    policy: PolicySource
+    run: str
+    job: str | None
+    seed: int
+    outputs: Path
+    resume: bool | str
+    """Whether to go on from the newest checkpoint, the name of another one, or "auto"."""
+    overwrite: bool
+    record: bool
+    """Whether PPO writes its rollouts; the other stages have none."""
+    debug: bool
+    tree: dict[str, Any]
+    """The whole configuration as plain types."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What the command line, recipes, resume, sweeps, replay and reports know of a stage."""
+
+    name: str
+    """Value of `stage=`, key of the stage's section, and name of its folder."""
+    title: str
+    """Heading of its curves."""
+    config: type
+    """Frozen dataclass of the section; a StageConfig where the stage trains."""
+    data: Kind
+    """Section of `data` that the stage reads."""
+    run: Callable[[Settings, Any], Path]
+    """(settings, their `config`) -> path of the `final/` folder that the stage hands over."""
+    build: Callable[..., Any] | None = None
+    """(Prepared, Roles, config, ...) -> the LightningModule before its first step, for replay."""
+    reads_sft: bool = True
+    """Whether it starts from the SFT model of the run, or of `policy.checkpoint`."""
+    reads_reward: bool = False
+    """Whether it reads the section `reward`, and the reward models named there."""
+    reads_judge: bool = False
+    """Whether it reads `data.judge`."""
+    check: Callable[[Settings, Mapping[str, Final]], object] | None = None
+    """(settings, parents by role) -> raises an RLHFError for what is known to be wrong before
+    Lightning and torch are imported."""
+    goal: tuple[tuple[str, Literal["min", "max"]], ...] = ()
+    """Metrics of an evaluation that decide which checkpoint is the best, and whether the lowest or
+    the highest is; a later one decides where those before it are equal. A stage that trains nothing
+    has none, and no checkpoints."""
+    unit: str = "optimizer step"
+    """What is counted: the x-axis of its curves."""
+    validates_first: bool = False
+    """Whether all validation data are evaluated before the first step."""
+    headlines: tuple[str, ...] = ()
+    """Metrics that the progress bar shows."""
+    summary: tuple[str, ...] = ()
+    """Metrics of the stage in the table of a sweep."""
+    panels: Callable[[Collection[str]], Sequence[Panel]] | None = None
+    """Names of the measured metrics -> panels of curves.png; None draws one for each metric."""
+    volatile: tuple[str, ...] = ()
+    """Keys of the section that may differ between two calls of a run, besides those of saving."""
+    gaps: Callable[[Settings, int, range], Iterator[str]] | None = None
+    """(settings, step of a checkpoint, steps of evaluations before it) -> each file of the run that
+    lacks something of the steps before the checkpoint, with the first step that it lacks."""
+    replays: Literal["updates", "rows"] | None = None
+    """What `lightning-rlhf replay` computes again: recorded updates, or the batch that broke the
+    run off."""
+    hands_over: Literal["model", "report"] = "model"
+    """What is in `final/`: a model with a manifest, or a fitness report."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage has optimizer steps, and so checkpoints."""
+        return bool(self.goal)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Keys of the configuration that the stage does not read."""
+        return (
+            *(f"data.{kind}" for kind in DATA_KINDS if kind != self.data),
+            *(() if self.reads_judge else ("data.judge",)),
+            *(() if self.reads_reward else ("reward",)),
+        )
+
+
+def reward_key(settings: Settings, name: str) -> str:
+    """Return the key at which a component of the reward stands in the configuration."""
+    is_sum = settings.tree["reward"]["kind"] == SUM
+    return f"reward.components.{name}" if is_sum else "reward"

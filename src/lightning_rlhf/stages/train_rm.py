@@ -1,0 +1,165 @@
+"""What a run of stage=rm does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from lightning.pytorch.loggers import Logger
+
+from lightning_rlhf.callbacks.metrics import RewardMetrics
+from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.config import RMConfig
+from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.types import SampledResponses
+from lightning_rlhf.data.problems import Problems, find_problems
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Preference
+from lightning_rlhf.data.splits import load_preferences
+from lightning_rlhf.models.handover import (
+    check_positions,
+    check_room,
+    check_vocabulary,
+    start_from,
+)
+from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.report.fitness_page import read_judgement
+from lightning_rlhf.rewards.format_check import write_pairs
+from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rollout.calibrate import reward_moments
+from lightning_rlhf.stages.console import say, say_evaluation, say_problems
+from lightning_rlhf.stages.folders import FINAL, find_parents, run_name
+from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.reward_fitness import (
+    fitting,
+    known_pairs,
+    log_fitness,
+    response_lengths,
+    scored_samples,
+    sft_samples,
+    write_report,
+)
+from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
+
+
+def run_rm(settings: Settings, config: RMConfig) -> Path:
+    """Reward modelling."""
+    parents = find_parents(settings)
+    with Working("reading the data"):
+        rows = load_preferences(settings.data, settings.seed)
+    if config.margin_coef > 0:
+        require_margins(rows.train)
+    with Working("looking through the pairs"):
+        problems = find_problems(rows.val, rows.train)
+    say_problems(problems)
+    ready = make_ready(settings, parents)
+    held_out, train, val = tokenised(ready, rows)
+    data = supervised_data(ready, config, train, val)
+
+    with Working("loading the model"):
+        roles = start_from(
+            settings.model, ready.parents.get(SFT), trainable=config.finetune == "full",
+            seed=settings.seed,
+        )  # fmt: skip
+    check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in train.examples)
+    check_positions(roles, longest, "the longest reply to a preference's prompt, with it,")
+    prompt, response = max(len(e.prompt) for e in train.examples), settings.data.max_response_tokens
+    check_positions(
+        roles, prompt + response,
+        f"the longest prompt ({prompt} tokens) with data.max_response_tokens ({response})",
+    )  # fmt: skip
+    check_room(roles, config.batch_size, prompt, response, "data.max_response_tokens", ready.device)
+    roles.to(ready.device)
+    below = roles.probe(REFERENCE)
+    prompts = [e.prompt for e in train.examples]
+    samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
+    module = build_module(ready, roles, config)
+    with TemporaryDirectory() as more:
+        report = partial(
+            report_fitness, ready, roles, held_out, problems, samples, Path(more), config
+        )
+        metrics = fit_supervised(
+            ready, "rm", module, data, rows.train, train, RewardMetrics(), report
+        )
+        say_evaluation(metrics)
+        rewards = scored_samples(roles.to(ready.device), samples)
+        mean, std = reward_moments(rewards)
+        say(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
+        verdict = read_judgement(Path(more))
+        return hand_over(
+            ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below,
+            more=Path(more), verdicts={} if verdict is None else {"rm": verdict},
+        )  # fmt: skip
+
+
+def build_module(ready: Prepared, roles: Roles, config: RMConfig) -> RewardModule:
+    """The module before its first step, with fresh heads."""
+    settings = ready.settings
+    generator = torch.Generator().manual_seed(settings.seed)
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
+    if config.finetune == "lora":
+        roles.add_adapter(REWARD, settings.model.lora, settings.seed)
+    else:
+        roles.assign(REWARD)
+    return RewardModule(roles, config, seed=settings.seed)
+
+
+def report_fitness(
+    ready: Prepared,
+    roles: Roles,
+    held_out: Rows[Preference],
+    problems: Problems,
+    samples: Sequence[SampledResponses],
+    folder: Path,
+    config: RMConfig,
+    loggers: Sequence[Logger],
+    step: int,
+) -> None:
+    """What `final/` says of the reward model besides its weights, in `folder` and the loggers."""
+    settings, chat = ready.settings, ready.chat
+    pairs = fitting(held_out, chat, settings.data).rows
+    if not pairs:
+        say("no held-out pair is within the limits of length: no fitness report")
+        return
+    roles.to(ready.device)
+    with Working("scoring pairs for the format check"):
+        write_pairs(folder, known_pairs(roles, pairs, chat))
+    batch_size = MicrobatchSize("rm.microbatch_size", config.microbatch_size)
+    source = LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size)
+    page, numbers = write_report(
+        folder,
+        source,
+        pairs,
+        (scored_samples(roles, samples), response_lengths(samples)),
+        problems,
+        title=run_name(settings),
+        sampled_from="prompts of the pairs that the reward model is trained on",
+        scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
+        "`reward.normalization` says otherwise.",
+        logit_scale=1.0,
+        chat=chat,
+        longest=settings.data.max_response_tokens,
+        device=ready.device,
+        seed=settings.seed,
+    )
+    log_fitness(page, numbers, loggers, step)
+    say(f"fitness report: {ready.folder / FINAL / page.page.name}")
+
+
+def require_margins(rows: Rows[Preference]) -> None:
+    """Raise DataError unless every pair says by how much its chosen response is better."""
+    without = [i for i, row in enumerate(rows.rows) if row.margin is None]
+    if without:
+        raise DataError(
+            f"rm.margin_coef is above 0, but {len(without)} of {len(rows)} pairs of {rows.source} "
+            f"have no field 'margin' (the first is pair {without[0] + 1}); allowed: a number >= 0 "
+            "in each"
+        )

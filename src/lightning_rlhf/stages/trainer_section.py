@@ -1,0 +1,120 @@
+"""The section `trainer` of a configuration: arguments of lightning.Trainer, and two of ours."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.validation import build, refuse_unknown
+from lightning_rlhf.stages.sections import section
+from lightning_rlhf.stages.stage import TrainerConfig
+
+AUTO = "auto"
+GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
+CPU = {"precision": "32-true", "weights_dtype": "float32"}
+"""Values that auto stands for on a GPU, and on the CPU."""
+PASSED = (
+    "benchmark", "callbacks", "detect_anomaly", "deterministic", "enable_model_summary",
+    "enable_progress_bar", "limit_val_batches", "max_time", "plugins", "profiler", "strategy",
+)  # fmt: skip
+"""Arguments of lightning.Trainer that are handed on as they are."""
+_LENGTH = "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is"
+_RHYTHM = "val_every in the section of the stage says when a run evaluates"
+_LOOP = "a run trains and evaluates in one process, on all of its data, in an order that it resumes"
+OWNED: Mapping[str, str] = {
+    "accumulate_grad_batches": "microbatch_size in the section of the stage splits a batch",
+    "barebones": "a run writes metrics and checkpoints",
+    "check_val_every_n_epoch": _RHYTHM,
+    "default_root_dir": "outputs, run and job name the folder of a run",
+    "enable_autolog_hparams": "config.json in the run's folder holds the configuration",
+    "enable_checkpointing": "checkpoint_every in the section of the stage says when a run is saved",
+    "fast_dev_run": "ppo.iterations=1, or a small sft.epochs or rm.epochs, is a short run",
+    "gradient_clip_algorithm": "max_grad_norm in the section of the stage clips the norm",
+    "gradient_clip_val": "max_grad_norm in the section of the stage clips the gradient",
+    "inference_mode": "evaluations take what they need",
+    "limit_predict_batches": _LOOP,
+    "limit_test_batches": _LOOP,
+    "limit_train_batches": _LENGTH,
+    "logger": "the group logger says where metrics go",
+    "max_epochs": _LENGTH,
+    "max_steps": _LENGTH,
+    "min_epochs": _LENGTH,
+    "min_steps": _LENGTH,
+    "model_registry": "checkpoints are files in the run's folder",
+    "num_nodes": _LOOP,
+    "num_sanity_val_steps": _RHYTHM,
+    "overfit_batches": _LOOP,
+    "reload_dataloaders_every_n_epochs": _LOOP,
+    "sync_batchnorm": _LOOP,
+    "use_distributed_sampler": _LOOP,
+    "val_check_interval": _RHYTHM,
+}
+"""Arguments of lightning.Trainer that a stage sets itself -> what says it instead."""
+
+
+def read_trainer(node: Any) -> TrainerConfig:
+    """Return the section, checked. Raises ConfigError naming the key."""
+    node = section({"trainer": node}, "trainer")
+    for key, reason in OWNED.items():
+        if key in node:
+            raise ConfigError(f"trainer.{key} is {node[key]!r}, but it is not to be set: {reason}")
+    ours = {key for key in TrainerConfig.__dataclass_fields__ if key != "options"}
+    refuse_unknown(node, {*ours, *PASSED, "_target_"}, "trainer.")
+    if "limit_val_batches" in node and not node["limit_val_batches"]:
+        raise ConfigError(
+            f"trainer.limit_val_batches is {node['limit_val_batches']!r}, but evaluations tell the "
+            "best checkpoint; allowed: a number above 0"
+        )
+    options = {key: node[key] for key in node if key in (*PASSED, "_target_")}
+    options = {"_target_": "lightning.Trainer", **options}
+    mine = {key: node[key] for key in node if key in ours}
+    return build(TrainerConfig, {**mine, "options": options}, "trainer")
+
+
+def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration in which trainer=auto has become what this machine has.
+
+    The GPU that torch can use, in bf16-mixed over frozen weights in bfloat16; else the CPU in
+    float32. A model with random weights (model.from_config) is small and stays on the CPU.
+    """
+    trainer, model = tree["trainer"], tree["model"]
+    if not isinstance(trainer, Mapping) or not isinstance(model, Mapping):
+        return tree
+    trainer, model = dict(trainer), dict(model)
+    if is_auto(trainer, "accelerator"):
+        is_small = "from_config" in model and model["from_config"] is not None
+        trainer["accelerator"] = "gpu" if not is_small and has_gpu() else "cpu"
+    values = GPU if trainer == trainer | {"accelerator": "gpu"} else CPU
+    trainer |= {key: value for key, value in values.items() if is_auto(trainer, key)}
+    if is_auto(model, "dtype"):
+        model["dtype"] = trainer["weights_dtype"]
+    return {**tree, "trainer": trainer, "model": model}
+
+
+def is_auto(node: Mapping[str, Any], key: str) -> bool:
+    """Return whether the key is there and its value is auto."""
+    return key in node and node[key] == AUTO
+
+
+def has_gpu() -> bool:
+    """Return whether torch was built for CUDA and the driver has a device; imports no torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    if runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is None:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        and (count.value > 0)
+    )

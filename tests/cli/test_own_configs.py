@@ -1,0 +1,155 @@
+"""A folder of configurations of the user's own extends every group of conf/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_rlhf.stages.paths import CONF
+
+from .conftest import MINI, Workplace
+
+DOC = CONF.parent / "docs" / "configuration.md"
+OWN: Mapping[str, tuple[str, str, str, Any]] = {
+    "model": ("defaults: [tiny, _self_]\nname: mine\n", "model=mine", "model.name", "mine"),
+    "data": ("defaults: [quickstart, _self_]\nval_fraction: 0.5\n", "data=mine",
+             "data.val_fraction", 0.5),
+    "reward": ("defaults: [head, _self_]\nweight: 7.0\n", "reward=mine", "reward.weight", 7.0),
+    "trainer": ("defaults: [cpu, _self_]\nlog_every_n_steps: 7\n", "trainer=mine",
+                "trainer.log_every_n_steps", 7),
+    "logger": ("defaults: [csv, _self_]\n", "logger=mine", "logger.kind", "csv"),
+    "advantage": ("# @package ppo\ndefaults: [rloo, _self_]\nsamples_per_prompt: 2\n",
+                  "advantage=mine", "ppo.samples_per_prompt", 2),
+    "stages": ("# @package mine\nbeta: 0.1\n", "+stages=mine", "mine.beta", 0.1),
+}  # fmt: skip
+"""Group -> a file `mine.yaml` in it, the override that chooses it, a key and its value then."""
+
+
+@pytest.fixture
+def own(workplace: Workplace) -> Workplace:
+    """A workplace with a folder own/ that has a file in every group."""
+    for group, (text, *_) in OWN.items():
+        (workplace.folder / "own" / group).mkdir(parents=True)
+        (workplace.folder / "own" / group / "mine.yaml").write_text(text)
+    return workplace
+
+
+def shown(place: Workplace, *words: str) -> Any:
+    """The configuration that a command would run with."""
+    return yaml.safe_load(place.call(*words, "stage=ppo", "--cfg", "job").succeeded.out)
+
+
+def test_every_group_of_conf_has_a_row_here() -> None:
+    """callbacks and the like have their own tests of what they build."""
+    groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
+    assert groups - {"stage_model", "callbacks"} == set(OWN)
+
+
+@pytest.mark.parametrize("group", OWN)
+@pytest.mark.parametrize(
+    "folder", [["--config-dir", "own"], ["hydra.searchpath=[file://own]"]], ids=["dir", "path"]
+)
+def test_a_file_of_ones_own_is_chosen_in_every_group(
+    own: Workplace, group: str, folder: list[str]
+) -> None:
+    _, override, key, value = OWN[group]
+    assert OmegaConf.select(OmegaConf.create(shown(own, *folder, override)), key) == value
+
+
+def test_a_stage_of_ones_own_is_chosen_and_given_numbers(own: Workplace) -> None:
+    found = shown(own, "--config-dir", "own", "+stages=mine", "mine.beta=0.2", "ppo.gamma=0.5")
+    assert (found["mine"]["beta"], found["ppo"]["gamma"]) == (0.2, 0.5)
+    error = own.call("--config-dir", "own", "+stages=mine", "stage=sft", "mine.betta=1").error
+    assert error == "mine.betta is not a known key; did you mean mine.beta?"
+
+
+def test_a_model_of_ones_own_has_numbers_in_every_stage(own: Workplace) -> None:
+    """As those of tiny, whose trainer has one thread."""
+    numbers = {"sft": "epochs: 5", "ppo": "iterations: 7", "trainer": "threads: 3"}
+    (own.folder / "own" / "stage_model").mkdir()
+    for section, text in numbers.items():
+        (own.folder / "own" / "stage_model" / f"{section}_mine.yaml").write_text(text)
+    found = shown(own, "--config-dir", "own", "model=mine")
+    assert found["sft"]["epochs"] == 5
+    assert found["ppo"]["iterations"] == 7
+    assert found["trainer"]["threads"] == 3
+    assert found["rm"]["epochs"] == 1
+    found = shown(own, "--config-dir", "own", "model=mine", "stage_model@ppo=ppo_tiny")
+    assert found["ppo"]["iterations"] == 150
+    assert shown(own, "ppo.gamma=1")["trainer"]["threads"] == 1
+
+
+def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -> None:
+    """Which reads the stage that is chosen, as the command line may not."""
+    (own.folder / "own" / "my.yaml").write_text(
+        "defaults: [config, _self_]\nsft: {lr: 0.5}\nppo: {kl_coef: 0.5}\n"
+        "data: {demonstrations: {train: none.jsonl}}\n"
+    )
+    words = ["--config-dir", "own", "--config-name", "my", "stage=sft"]
+    assert own.call(*words).error.endswith("data file none.jsonl does not exist")
+    assert "stage=sft does not read ppo.kl_coef;" in own.call(*words, "ppo.kl_coef=0.1").error
+
+
+def test_a_recipe_hands_its_folders_on(own: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+        commands.append(list(command))
+        return 1
+
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", run)
+    path = "hydra.searchpath=[file://own]"
+    words = ["recipe=quickstart", path, "model=mine", "sft.lr=1e-3"]
+    assert "stage=sft failed" in own.call(*words, "ppo.gamma=0.5").error
+    (command,) = commands
+    assert command[:3] == [sys.executable, "-m", "lightning_rlhf"]
+    assert command[3:] == [path, "stage=sft", "data=quickstart", "model=mine", "sft.lr=1e-3"]
+
+
+def test_a_recipe_may_stand_in_a_folder_of_ones_own(workplace: Workplace) -> None:
+    folder = workplace.folder / "mine"
+    folder.mkdir()
+    text = "title: M\nstages: [sft]\nprogram: null\noverrides: [seed=-1]\npromises: []\nnext: []\n"
+    (folder / "recipe.yaml").write_text(text)
+    assert workplace.mini("recipe=mine").error.startswith("seed is -1")
+    (folder / "recipe.yaml").unlink()
+    error = workplace.mini("recipe=./mine").error
+    assert error.startswith("recipe=./mine is not known; allowed: bandit, composite_reward, quick")
+
+
+def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[Any, ...]] = []
+
+    def execute(cfg: DictConfig, in_sweep: bool) -> None:
+        found.append((cfg.stage, cfg.sft.lr, cfg.ppo.gamma, cfg.job))
+
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
+    workplace.sweep("stage=sft,ppo", "sft.lr=1,2", "ppo.gamma=0.5")
+    assert found == [("sft", 1, 0.5, "lr=1"), ("sft", 2, 0.5, "lr=2"),
+                     ("ppo", 1, 0.5, "lr=1"), ("ppo", 2, 0.5, "lr=2")]  # fmt: skip
+
+
+def test_one_section_is_shown(workplace: Workplace) -> None:
+    out = workplace.call(*MINI, "stage=ppo", "--cfg", "job", "--package", "ppo").succeeded.out
+    assert out.startswith("# @package ppo\n")
+    assert yaml.safe_load(out)["iterations"] == 3
+    assert "sft" not in yaml.safe_load(out)
+
+
+def test_the_page_about_configurations_shows_what_is_tested_here() -> None:
+    """Every group, and the commands above."""
+    page = DOC.read_text()
+    for group in (*OWN, "stage_model"):
+        assert f"`{group}`" in page, group
+    for said in ("--config-dir", "hydra.searchpath=[file://", "+stages=",
+                 "defaults: [config, _self_]", "--cfg job --package ppo"):  # fmt: skip
+        assert said in page, said
+    assert Path(CONF / "stage_model" / "ppo_tiny.yaml").is_file()
