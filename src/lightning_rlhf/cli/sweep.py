@@ -37,7 +37,7 @@ LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
 """Patterns of the characters that the name of a job's folder does not hold."""
-NEUTRAL = ("resume", "overwrite", "debug", "logger", "trainer")
+NEUTRAL = ("resume", "overwrite", "debug", "logger", "callbacks", "trainer")
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
