@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.core.config import Quantization, require
+from lightning_rlhf.core.config import Quantization
 from lightning_rlhf.core.device_memory import total_memory
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
 from lightning_rlhf.core.products import fp32_by_onednn
 from lightning_rlhf.models.compiled import check_compiler
 from lightning_rlhf.models.config import ModelConfig

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.config import require
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import (
     LogitsError,
@@ -22,6 +21,7 @@ from lightning_rlhf.core.errors import (
     PolicyLogitsError,
     RewardError,
     SamplingMemoryError,
+    require,
 )
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import next_kl_coef
