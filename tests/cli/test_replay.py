@@ -15,11 +15,11 @@ from typing import Any
 import pandas
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_rlhf.callbacks.recorder import NonFiniteDump
 from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.types import PPOTerms
 from lightning_rlhf.data.rollouts import (
     file_of,
     read_recorded,
@@ -27,6 +27,7 @@ from lightning_rlhf.data.rollouts import (
     weights_of,
     write_recorded,
 )
+from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.replay import run as replay_run
 from lightning_rlhf.replay.plan import plan_replay, settings_of
@@ -281,13 +282,13 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """spoil(n): the critic spoils the loss of every update after the n-th."""
 
     def arrange(good: int) -> None:
-        calls, value_loss = itertools.count(1), PPOModule.value_loss
+        calls, whole = itertools.count(1), ppo.ppo_terms
 
-        def spoiled(self: PPOModule, *args: Any) -> tuple[Tensor, Tensor]:
-            loss, clipped = value_loss(self, *args)
-            return loss * (torch.nan if next(calls) > good else 1.0), clipped
+        def spoiled(*args: Any, **keys: Any) -> PPOTerms:
+            terms = whole(*args, **keys)
+            return replace(terms, loss=terms.loss * (torch.nan if next(calls) > good else 1.0))
 
-        monkeypatch.setattr(PPOModule, "value_loss", spoiled)
+        monkeypatch.setattr(ppo, "ppo_terms", spoiled)
 
     return arrange
 
