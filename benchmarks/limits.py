@@ -84,11 +84,11 @@ def update_flops(module: PPOModule, experience: Experience) -> int:
 
 @torch.no_grad()
 def rollout_flops(module: PPOModule, experience: Experience) -> int:
-    """Forward of every row by itself, the adapter folded into the weights."""
+    """Forward of every row by itself, the adapter merged into the weights."""
     total = 0
     for row in experience.split(1):
         with (
-            module.roles.folded(),
+            module.roles.merged(),
             flop_counter() as counter,
             sdpa_kernel(SDPBackend.MATH),
         ):

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from common import markdown_table
 from counting import Memory
-from lightning_rlhf.core import logprobs, products
+from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.types import Experience, Prompts
-from lightning_rlhf.models import lora, packed, packing
-from lightning_rlhf.models.lora import QuickLinear
+from lightning_rlhf.kernels import lora, packed, packing, products
+from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.optim import backward
@@ -138,8 +138,8 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
         "padding through all layers": lambda: patch.object(packing, "WORTH", 1),
         "layers computed once more": lambda: recomputed(module),
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
-        "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
-        "adapters beside the weights": lambda: patch.object(lora, "FOLD_FROM", float("inf")),
+        "LoRA by PEFT": lambda: patch.object(FusedLoRALinear, "forward", LoRALinear.forward),
+        "adapters beside the weights": lambda: patch.object(lora, "MERGE_FROM", float("inf")),
         "lengths as they are": lambda: patch.object(packing, "COLUMNS", 1),
         "logits of 64 tokens at a time": lambda: patch.object(
             logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size

@@ -16,6 +16,7 @@ Stage = Literal["sft", "rm", "ppo"]
 """That trains something."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
+KernelChoice = Literal["auto", "fast", "plain"]
 Normalization = Literal["none", "stored", "running"]
 LARGEST = 2**53
 """Of whole numbers: a float counts no further."""

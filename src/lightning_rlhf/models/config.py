@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from lightning_rlhf.core.config import (
     DType,
+    KernelChoice,
     Quantization,
     require,
     require_flag,
@@ -68,6 +69,8 @@ class ModelConfig:
     attn_implementation: str | None
     gradient_checkpointing: bool
     compile: bool
+    kernels: KernelChoice
+    """Layers that compute: fast ones, the library's own, or what was measured to be faster."""
     trust_remote_code: bool
     lora: LoRASettings
 
@@ -94,4 +97,8 @@ class ModelConfig:
         require_one_of("model.quantization", self.quantization, get_args(Quantization))
         require_flag("model.gradient_checkpointing", self.gradient_checkpointing)
         require_flag("model.compile", self.compile)
+        require_one_of("model.kernels", self.kernels, get_args(KernelChoice))
+        if self.compile:
+            require(self.kernels != "plain", "model.kernels", self.kernels,
+                    "auto or fast with model.compile=true, which compiles fast layers")  # fmt: skip
         require_flag("model.trust_remote_code", self.trust_remote_code)

@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.errors import DivergedError
-from lightning_rlhf.core.products import rounded_up
 from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.kernels.products import rounded_up
 
 DIVERGED = "the model's logits are NaN or infinite, and nothing can be sampled from it"
 REMEDY = "Where it was trained until here, a smaller learning rate may hold it"

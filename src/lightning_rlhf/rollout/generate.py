@@ -9,13 +9,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria
 
-from lightning_rlhf.core.products import compiled_by_shape
 from lightning_rlhf.core.types import Prompts, Rollout
+from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
+from lightning_rlhf.kernels.products import compiles_by_shape
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.draft import Draft
 from lightning_rlhf.rollout.sample import sample
-from lightning_rlhf.rollout.step import Step, can_step
 
 
 @torch.no_grad()
@@ -41,15 +41,15 @@ def generate(
     Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
     right-padded to the longest of all.
     """
-    few_shapes = compiled_by_shape(roles.causal_lm.get_input_embeddings().weight)
+    few_shapes = compiles_by_shape(roles.causal_lm.get_input_embeddings().weight)
     draft = Draft(prompts, samples_per_prompt, max_response_tokens, few_shapes=few_shapes)
     batch, room = draft.logprobs.shape
     uniforms = torch.rand(batch, room, generator=generator).to(draft.logprobs)
     end = torch.tensor(list(end_token_ids), device=roles.device)
     cache = roomy_cache(roles.causal_lm.config, draft.width + room)
-    with roles.folded():
+    with roles.merged():
         hidden = last_hidden(roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask))
-        step = Step(roles.causal_lm, cache) if can_step(roles.causal_lm, cache) else None
+        step = DecodeStep(roles.causal_lm, cache) if can_decode(roles.causal_lm, cache) else None
         head = step.head if step else roles.head
         if samples_per_prompt > 1:
             prompt = torch.arange(len(prompts), device=roles.device)
