@@ -1,4 +1,4 @@
-"""What both sides of a benchmark are given, what each reports, and where it was measured."""
+"""Settings, measured facts and helpers that both sides of a benchmark share."""
 
 from __future__ import annotations
 
@@ -26,24 +26,29 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "peft", "lightning", "accelerate", "trl")
 
 Score = Callable[[Tensor, Tensor], Tensor]
-"""From prompts with responses, [B, P+T], and the mask of response tokens, [B, T], to scores."""
+"""Function of prompts with responses, [B, P+T], and the mask of response tokens, [B, T], that
+returns scores, [B]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One problem and one recipe of PPO, the same for both sides."""
+    """One task and one set of PPO hyperparameters, the same for both sides."""
 
     iterations: int
+    """Number of PPO iterations."""
     episodes: int
-    """Responses an iteration."""
+    """Number of responses per iteration."""
     response_tokens: int
-    """A response is cut here."""
+    """Largest number of tokens of a response."""
     end_token: int
-    """Ends a response; an id that the model does not have makes every response full length."""
+    """Token id that ends a response; an id outside of the vocabulary gives every response its full
+    length."""
     score: Score
+    """Reward function."""
     lr: float
+    """Learning rate of the policy."""
     value_lr_factor: float = 1.0
-    """Learning rate of the critic over that of the policy."""
+    """Ratio of the critic's learning rate to the policy's."""
     epochs: int = 4
     minibatches: int = 4
     kl_coef: float = 0.05
@@ -60,34 +65,36 @@ class Setting:
 
     @property
     def optimizer_steps(self) -> int:
-        """An iteration."""
+        """Return the number of optimizer steps per iteration."""
         return self.epochs * self.minibatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """Facts of one iteration."""
+    """Measurements of one PPO iteration."""
 
     seconds: float
-    """From the end of the iteration before."""
+    """Duration in seconds, from the end of the previous iteration."""
     gc_seconds: float
-    """Of these, in Python's garbage collector."""
+    """Seconds of it spent in Python's garbage collector."""
     score: float
-    """Mean over responses."""
+    """Mean score over responses."""
     kl: float
-    """Policy to reference: mean over responses of the summed log-ratio, nats."""
+    """KL of policy to reference in nats: mean over responses of the summed log-ratio."""
     optimizer_steps: int
+    """Number of optimizer steps."""
     response_tokens: float
-    """Mean over responses, end token included."""
+    """Mean number of tokens per response, end token included."""
 
 
 OnIteration = Callable[[Iteration], None]
+"""Function called after each iteration."""
 
 
 class Clock:
-    """Times iterations, and refuses one that did not take its optimizer steps.
+    """A timer of iterations that also checks their number of optimizer steps.
 
-    The time that `on_iteration` takes belongs to no iteration.
+    The time spent in `on_iteration` is not counted.
     """
 
     def __init__(self, setting: Setting, on_iteration: OnIteration) -> None:
@@ -99,16 +106,19 @@ class Clock:
         self.started = time.perf_counter()
 
     def collect(self, phase: str, info: object) -> None:
-        """Called by the garbage collector before and after it works."""
+        """Add the time of a garbage collection; called at its start and end by `gc.callbacks`."""
         now = time.perf_counter()
         self.gc_seconds += now if phase == "stop" else -now
 
     def count(self, *_: object) -> None:
-        """To be hooked into the optimizer."""
+        """Count an optimizer step; to be registered as a hook of the optimizer."""
         self.steps += 1
 
     def finish(self, *, score: float, kl: float, response_tokens: float) -> None:
-        """The end of an iteration and the start of the next."""
+        """End an iteration, report it and start the next one.
+
+        Raises RuntimeError where the number of optimizer steps is not the expected one.
+        """
         seconds = time.perf_counter() - self.started
         if self.steps != self.expected:
             raise RuntimeError(f"{self.steps} optimizer steps in an iteration, not {self.expected}")
@@ -127,12 +137,15 @@ class Clock:
         self.started = time.perf_counter()
 
     def stop(self) -> None:
-        """After the last iteration."""
+        """Stop timing garbage collections."""
         gc.callbacks.remove(self.collect)
 
 
 def calm(*, keep_memory: bool = True) -> None:
-    """One thread, memory and denormals as our command line has them, no word from the libraries."""
+    """Use one thread and silence the libraries' warnings.
+
+    keep_memory: True also applies the allocator and denormal settings of the command line.
+    """
     torch.set_num_threads(1)
     if keep_memory:
         keep_large_blocks()
@@ -145,7 +158,10 @@ def calm(*, keep_memory: bool = True) -> None:
 def random_prompts(
     batches: int, rows: int, *, vocabulary: int, shortest: int, longest: int, seed: int
 ) -> list[Prompts]:
-    """Left-padded prompts of uneven length, of all tokens but 0."""
+    """Return batches of random left-padded prompts of uneven length, without token 0.
+
+    shortest, longest: smallest and largest number of tokens; one prompt per batch is longest.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for batch in range(batches):
@@ -159,7 +175,7 @@ def random_prompts(
 
 
 def circumstances() -> dict[str, str]:
-    """When, where and with what a result was measured."""
+    """Return date, commit, machine and library versions of a measurement."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -171,7 +187,7 @@ def circumstances() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this working tree, and whether it has changes of its own."""
+    """Return the commit of this working tree, with a note where src or conf have changes."""
     git = ["git", "-C", str(ROOT)]
     found = subprocess.run(
         [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
@@ -182,15 +198,26 @@ def commit() -> str:
     return found.stdout.strip() + (" with changes" if changed.stdout else "")
 
 
+INSTRUCTION_SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "amx_tile": "AMX"}
+"""Vector instruction sets by their flags in /proc/cpuinfo; each includes those before it."""
+
+
 def processor() -> str:
-    """The processor's own name for itself, where the system tells it."""
+    """Return the processor's name, family, model and largest instruction set, where known."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    if "cpu family" not in facts:
+        return facts["model name"]
+    flags = facts.get("flags", "").split()
+    sets = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags][-1:]
+    generation = [f"family {facts['cpu family']}", f"model {facts['model']}", *sets]
+    return f"{facts['model name']} ({', '.join(generation)})"
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """Rows of cells as Markdown."""
+    """Return a header and rows of cells as a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

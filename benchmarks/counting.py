@@ -1,4 +1,4 @@
-"""What operations cost, seen from below: sizes of tensors and shapes of matrix products."""
+"""Counters of tensor sizes and matrix products, based on torch's dispatch modes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ PRODUCTS = {
     torch.ops.aten.addmm_.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-"""Matrix products, and which of their arguments is the first factor."""
+"""Matrix product operator -> index of its argument that is the first factor."""
 PACKED = torch.ops.mkldnn._linear_pointwise.default
-"""oneDNN's, of weights as they lie or of a rollout's packed ones."""
+"""oneDNN's linear operator, for plain weights and for the packed weights of a rollout."""
 Factor = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Size and stride of a tensor; None: of a packed weight."""
+"""Size and stride of a tensor; the stride is None for a packed weight."""
 
 
 class Memory(TorchDispatchMode):
-    """Bytes of new tensors: the largest one, and the most that were alive together.
+    """A counter of the bytes of new tensors: the largest tensor, and the peak of live bytes.
 
-    A view of what is there already is no new tensor; what an operation uses while it runs and
-    gives back before it ends is not seen.
+    Views of existing tensors do not count; temporary memory that an operation frees before it
+    returns is not seen.
     """
 
     def __init__(self) -> None:
@@ -72,12 +72,12 @@ class Memory(TorchDispatchMode):
 
 
 def storage_of(x: Tensor) -> int:
-    """A number that tensors share which stand in the same memory."""
+    """Return an identifier of the tensor's storage, equal for tensors that share their memory."""
     return int(x._cdata if x.is_mkldnn else x.untyped_storage()._cdata)
 
 
 class Products(TorchDispatchMode):
-    """How often each matrix product was taken, by sizes and strides of its factors."""
+    """A counter of matrix products by operator, sizes and strides of the factors, and dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,9 +95,10 @@ class Products(TorchDispatchMode):
 
 @contextmanager
 def flop_counter() -> Iterator[FlopCounterMode]:
-    """Torch's counter of floating-point operations, and products added in place with it.
+    """Yield torch's counter of floating-point operations, extended by in-place `addmm_`.
 
-    Inside, fp32 products are torch's own, which it counts, and rows are not rounded up for oneDNN.
+    Inside the block, fp32 products use torch's own operators, which the counter knows, and numbers
+    of rows are not rounded up for oneDNN.
     """
 
     def added(_: Any, a: tuple[int, int], b: tuple[int, int], **kwargs: Any) -> int:
@@ -113,7 +114,7 @@ def factor(x: Tensor) -> Factor:
 
 
 def random_factor(factor: Factor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers laid out like it."""
+    """Return a random tensor with the size and stride of `factor`, packed where it is packed."""
     size, stride = factor
     if stride is None:
         weight = torch.randn(size, dtype=dtype)

@@ -1,10 +1,10 @@
-"""What PPO learns for the same episodes, ours and TRL's, with the same parameters trained.
+"""Compare the learning curves of our PPO and TRL's, with the same trained parameters.
 
     python benchmarks/learning_vs_trl.py [--sides ours trl] [--seeds 0 1 2] [--out FOLDER]
 
-The model was trained for a few seconds to continue a random Markov chain. The score is in [0, 1]:
+The model is pretrained for a few seconds to continue a random Markov chain. The score is in [0, 1]:
 half of it is the share of response tokens from a quarter of the vocabulary, the other half is
-whether the response names the last token of its prompt.
+given where the response contains the last token of its prompt.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ WANTED = 16  # tokens 1 to 16 are the quarter that is rewarded
 SHORTEST, LONGEST, RESPONSE = 3, 6, 16
 END_CHANCE = 0.08
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-KL_COEF = 0.01  # a nat costs a hundredth of the score's range
+KL_COEF = 0.01  # penalty per nat: a hundredth of the score's range
 VALUE_FACTORS = (1.0, 10.0)
 TUNING_SEED = 100
-SMOOTH = 8  # iterations that a point of a curve averages
-FRESH = 1024  # held-out prompts
+SMOOTH = 8  # number of iterations averaged in each point of a curve
+FRESH = 1024  # number of held-out prompts
 COLOURS = {"ours": "#1f6fb4", "ours-critic": "#64b0e6", "trl": "#d1662a", "trl-value": "#e8a87c"}
 
 Train = Callable[..., nn.Module]
@@ -63,52 +63,58 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training."""
+    """The result of one training."""
 
     side: str
+    """Name of the implementation, a key of SIDES."""
     seed: int
+    """Random seed."""
     lr: float
+    """Learning rate of the policy."""
     value_lr_factor: float
+    """Ratio of the critic's learning rate to the policy's."""
     iterations: list[Iteration]
+    """Measurements of all iterations."""
     fresh_score: float
-    """Of the trained policy on held-out prompts."""
+    """Mean score of the trained policy on held-out prompts."""
     fresh_kl: float
+    """Mean KL of the trained policy to the reference on held-out prompts, nats per response."""
 
     def last(self, fact: str) -> float:
-        """Mean over the last eighth of the iterations."""
+        """Return the mean of a measurement over the last eighth of the iterations."""
         values = [getattr(i, fact) for i in self.iterations]
         return statistics.mean(values[-max(1, len(values) // 8) :])
 
     def shaped(self, kl_coef: float) -> float:
-        """What PPO maximises, at the end."""
+        """Return the objective of PPO, score - kl_coef * KL, at the end of the training."""
         return self.last("score") - kl_coef * self.last("kl")
 
     def facts(self, kl_coef: float) -> dict[str, Any]:
-        """All but the iterations."""
+        """Return all fields but the iterations, with the measurements at the end."""
         own = {name: value for name, value in vars(self).items() if name != "iterations"}
         ends = {"score": self.last("score"), "kl": self.last("kl")}
         return own | ends | {"score_less_price_of_kl": self.shaped(kl_coef)}
 
     def curves(self) -> dict[str, list[float]]:
-        """What was measured in each iteration."""
+        """Return the measurements of each iteration, rounded to 4 decimals."""
         names = ("score", "kl", "response_tokens")
         return {f"{n}_of_iterations": [round(getattr(i, n), 4) for i in self.iterations]
                 for n in names}  # fmt: skip
 
     def curve(self, fact: str) -> np.ndarray:
-        """The fact over iterations, each the mean of SMOOTH."""
+        """Return a measurement as a moving average over SMOOTH iterations."""
         values = [getattr(i, fact) for i in self.iterations]
         return np.convolve(values, np.ones(SMOOTH) / SMOOTH, mode="valid")
 
     def score_at(self, kl: np.ndarray) -> np.ndarray:
-        """Interpolated between the points of the curve, in order of their KL."""
+        """Return the score at given values of KL, interpolated along the curve sorted by KL."""
         found = self.curve("kl")
         order = np.argsort(found)
         return np.interp(kl, found[order], self.curve("score")[order])
 
 
 def score(tokens: Tensor, response_mask: Tensor) -> Tensor:
-    """Half the share of wanted tokens, and a half where the prompt's last token is said."""
+    """Return 0.5 * share of wanted tokens + 0.5 where the response has the prompt's last token."""
     responses = tokens[:, -response_mask.shape[1] :]
     asked = tokens[:, -response_mask.shape[1] - 1, None]
     wanted = (responses >= 1) & (responses <= WANTED) & response_mask
@@ -117,7 +123,7 @@ def score(tokens: Tensor, response_mask: Tensor) -> Tensor:
 
 
 class Chain:
-    """A random Markov chain over tokens 1 and up, each with a few likely successors."""
+    """A random Markov chain over the tokens from 1 on, each with a few likely successors."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -133,7 +139,7 @@ class Chain:
         return tokens
 
     def prompts(self, batches: int, rows: int, seed: int) -> list[Prompts]:
-        """Left-padded, of uneven length."""
+        """Return batches of left-padded prompts of uneven length."""
         generator = torch.Generator().manual_seed(seed)
         found = []
         for _ in range(batches):
@@ -146,7 +152,7 @@ class Chain:
 
 
 def pretrained(chain: Chain, seed: int, steps: int = 400) -> PreTrainedModel:
-    """The reference: a small model that continues the chain and ends now and then."""
+    """Return the reference model: a small model trained on the chain and on random ends."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -180,7 +186,8 @@ def pretrained(chain: Chain, seed: int, steps: int = 400) -> PreTrainedModel:
 
 @torch.no_grad()
 def fresh(policy: nn.Module, reference: PreTrainedModel, prompts: Prompts) -> tuple[float, float]:
-    """Mean score, and mean KL to the reference, of new samples; the same code for every side."""
+    """Return mean score and mean KL to the reference of new samples, by the same code for all
+    sides."""
     policy.eval()
     torch.manual_seed(0)
     tokens = policy.generate(
@@ -211,12 +218,12 @@ def fresh(policy: nn.Module, reference: PreTrainedModel, prompts: Prompts) -> tu
 
 
 def run(side: str, setting: Setting, chain: Chain, reference: PreTrainedModel) -> Run:
-    """One training from the reference, and a look at what came of it."""
+    """Run one training from the reference, and evaluate its policy on held-out prompts."""
     prompts = chain.prompts(setting.iterations, setting.episodes, seed=1000 + setting.seed)
     held_out = chain.prompts(1, FRESH, seed=999)[0]
     iterations: list[Iteration] = []
     started = time.perf_counter()
-    with patch.object(gc, "collect"):  # which TRL calls twice an iteration
+    with patch.object(gc, "collect"):  # TRL calls it twice per iteration
         policy = SIDES[side](copy.deepcopy(reference), setting, prompts, iterations.append)
     fresh_score, fresh_kl = fresh(policy, reference, held_out)
     found = Run(
@@ -245,7 +252,10 @@ def tuned(
     reference: PreTrainedModel,
     grid: tuple[Sequence[float], Sequence[float]],
 ) -> tuple[Setting, list[Run]]:
-    """The learning rates of the grid with the largest score less price of KL, on another seed."""
+    """Return the setting with the grid's best learning rates, and all runs of the grid.
+
+    The best ones have the largest score - kl_coef * KL at the end, on the seed TUNING_SEED.
+    """
     tried = [
         run(
             side,
@@ -260,7 +270,7 @@ def tuned(
 
 
 def common_kl(runs: Sequence[Run]) -> np.ndarray:
-    """Five values of KL that every run passed through."""
+    """Return five values of KL within the range of every run."""
     lowest = max(run.curve("kl").min() for run in runs)
     highest = min(run.curve("kl").max() for run in runs)
     return np.linspace(lowest, highest, 5)
@@ -297,7 +307,7 @@ def equal_kl_table(runs: Sequence[Run], sides: Sequence[str]) -> str:
 
 
 def draw(runs: Sequence[Run], sides: Sequence[str], episodes: int, path: Path) -> None:
-    """Score against KL, and score and KL against episodes; one line a seed."""
+    """Plot score against KL, and score and KL against episodes, with one line per seed."""
     figure = Figure(figsize=(12.8, 4.2), layout="constrained")
     against_kl, over_time, kl_over_time = figure.subplots(1, 3)
     for run in runs:

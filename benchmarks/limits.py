@@ -1,4 +1,4 @@
-"""Which share of the machine's rate an update and a rollout of PPO reach.
+"""Compare the speed of an update and a rollout of PPO with the limits of the machine.
 
 python benchmarks/limits.py [--quick] [--device cpu]
 """
@@ -40,7 +40,8 @@ FORMULA = (
 
 
 def measure(device: torch.device, quick: bool) -> dict[str, Any]:
-    """Seconds of an update and a rollout, and what limits them."""
+    """Return seconds and floating-point operations of an update and a rollout, and the machine's
+    rates."""
     workload = WORKLOADS["tiny" if quick else "8m"]
     found = rates(device, quick)
     module = build_module(workload, device)
@@ -70,12 +71,13 @@ def measure(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def update_flops(module: PPOModule, experience: Experience) -> int:
-    """Forward and backward of every row by itself."""
+    """Return the floating-point operations of forward and backward, counted row by row."""
     total = 0
     for row in experience.split(1):
         with flop_counter() as counter, sdpa_kernel(SDPBackend.MATH):
             hidden = response_hidden(module.roles, row)
-            # The other way of the same products: the counter follows no gradient inside a forward.
+            # With learn_entropy the same products are taken in the backward pass; the counter does
+            # not see a gradient that is computed inside a forward pass.
             logprobs, _ = response_logprobs(module.roles, hidden, row, 1.0, learn_entropy=True)
             logprobs.sum().backward()
         total += counter.get_total_flops()
@@ -84,7 +86,7 @@ def update_flops(module: PPOModule, experience: Experience) -> int:
 
 @torch.no_grad()
 def rollout_flops(module: PPOModule, experience: Experience) -> int:
-    """Forward of every row by itself, the adapter merged into the weights."""
+    """Return the floating-point operations of the forward pass with merged adapter, row by row."""
     total = 0
     for row in experience.split(1):
         with (
@@ -98,9 +100,9 @@ def rollout_flops(module: PPOModule, experience: Experience) -> int:
 
 
 def decoding_bytes(module: PPOModule) -> int:
-    """What must be read to sample: all weights for each token of the responses, once for all rows.
+    """Return the bytes of weights read while sampling: all weights once per token position.
 
-    The cache of keys and values comes on top and is not counted.
+    The cache of keys and values is not included.
     """
     model = module.roles.causal_lm
     weights = {p.data_ptr(): p.nbytes for n, p in model.named_parameters() if "lora_" not in n}
@@ -108,7 +110,10 @@ def decoding_bytes(module: PPOModule) -> int:
 
 
 def products_alone(work: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Seconds that the matrix products of `work` take with nothing else between them."""
+    """Return the seconds of the matrix products of `work` alone, each timed by itself.
+
+    budget: seconds of measurement per kind of product.
+    """
     with Products() as seen:
         work()
     total = 0.0

@@ -1,9 +1,8 @@
-"""What the machine can do, and where a result was measured.
+"""Measure the machine's rates of matrix products and memory.
 
     python benchmarks/machine.py [--quick] [--device cpu]
 
-Rates are the best of several trials: they stand for what is possible, so that whatever else runs
-on the machine should not lower them.
+Each rate is the best of several trials, so that other load on the machine affects it least.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_rlhf.kernels.products import linear
 from workloads import WORKLOADS, Workload
 
 LIBRARIES = ("torch", "transformers", "peft", "lightning")
-ROWS = 2048  # tokens of an update of 32 episodes
+ROWS = 2048  # number of tokens in an update of 32 episodes
 LORA_RANK = 16
 DTYPES = (torch.float32, torch.bfloat16)
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -38,7 +37,12 @@ Shape = tuple[int, int, int]
 
 
 def options(doc: str) -> argparse.Namespace:
-    """What every benchmark can be told: `quick`, `device` and `out`."""
+    """Return the command line options of a benchmark: quick, device, clock and out.
+
+    Also applies `common.calm` and selects the clock.
+
+    doc: module docstring, whose first line is the description.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
@@ -58,13 +62,14 @@ def options(doc: str) -> argparse.Namespace:
 
 
 class Clock:
-    """Seconds that have gone by, as `--clock` counts them."""
+    """The clock selected by `--clock`."""
 
     read: Callable[[], float] = staticmethod(time.perf_counter)
+    """Function that returns the time in seconds."""
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long `work` takes, until the device has done it."""
+    """Return the seconds that `work` takes, until the device has finished."""
     settle(device)
     started = Clock.read()
     work()
@@ -81,9 +86,9 @@ def settle(device: torch.device) -> None:
 def in_turn(
     works: Mapping[str, Callable[[], object]], repeats: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of each work, one after another again and again, after one round that warms up.
+    """Return the seconds of each work in each of `repeats` rounds, after one warm-up round.
 
-    Whatever else slows the machine then slows all of them.
+    The works alternate within a round, so that other load on the machine affects all of them.
     """
     for work in works.values():
         work()
@@ -96,13 +101,13 @@ def in_turn(
 
 
 def middle(numbers: Sequence[float], form: str = ".3f") -> str:
-    """Median, with the smallest and the largest."""
+    """Return the median with the smallest and the largest number, as text."""
     low, high = min(numbers), max(numbers)
     return f"{statistics.median(numbers):{form}} [{low:{form}}-{high:{form}}]"
 
 
 def product_rate(shape: Shape, dtype: torch.dtype, device: torch.device, budget: float) -> float:
-    """GFLOP/s of x @ w.T by the faster library, the best of all that fit into `budget` seconds."""
+    """Return GFLOP/s of x @ w.T by the faster library: the best trial within `budget` seconds."""
     rows, inner, columns = shape
     x = torch.randn(rows, inner, device=device, dtype=dtype)
     w = torch.randn(columns, inner, device=device, dtype=dtype)
@@ -111,7 +116,7 @@ def product_rate(shape: Shape, dtype: torch.dtype, device: torch.device, budget:
 
 
 def bandwidth(device: torch.device, budget: float) -> float:
-    """GB/s of a = b + s c on arrays that no cache holds: two read and one written."""
+    """Return GB/s of a = b + s c on arrays larger than the caches: two are read, one is written."""
     size = 2**28 if device.type == "cuda" else 2**25
     a, b, c = (torch.ones(size, device=device) for _ in range(3))
     best = fastest(lambda: torch.add(b, c, alpha=2.0, out=a), device, budget)
@@ -119,7 +124,10 @@ def bandwidth(device: torch.device, budget: float) -> float:
 
 
 def fastest(work: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Seconds of the fastest of at least three trials, after one that warms up."""
+    """Return the seconds of the fastest of at least three trials, after one warm-up trial.
+
+    budget: total seconds of the trials.
+    """
     work()
     found: list[float] = []
     while len(found) < 3 or sum(found) < budget:
@@ -128,7 +136,10 @@ def fastest(work: Callable[[], object], device: torch.device, budget: float) -> 
 
 
 def products(workload: Workload) -> dict[str, Shape]:
-    """The products of one layer with its adapter and of the output layer, over ROWS tokens."""
+    """Return the shapes of the matrix products of one layer, its adapter and the output layer.
+
+    They are those of ROWS tokens, except for decoding: one token per episode.
+    """
     hidden, inner = workload.hidden, workload.intermediate
     return {
         "attention": (ROWS, hidden, hidden),
@@ -142,7 +153,7 @@ def products(workload: Workload) -> dict[str, Shape]:
 
 
 def rates(device: torch.device, quick: bool) -> dict[str, Any]:
-    """GFLOP/s of matrix products, and GB/s of memory."""
+    """Return GFLOP/s of matrix products, and GB/s of memory."""
     budget = 0.02 if quick else 0.15
     shapes = {"square": SQUARE} | {
         f"{name}, {part}": shape
@@ -159,7 +170,7 @@ def rates(device: torch.device, quick: bool) -> dict[str, Any]:
 
 
 def best_rate(found: Mapping[str, Any], dtype: str = "float32") -> float:
-    """GFLOP/s of the product that went fastest."""
+    """Return GFLOP/s of the fastest product."""
     return max(row[dtype] for row in found["products"].values())
 
 
@@ -178,7 +189,7 @@ def rates_table(found: Mapping[str, Any]) -> str:
 
 
 def circumstances(device: torch.device) -> dict[str, str]:
-    """When, where and with what a result was measured."""
+    """Return date, commit, machine and library versions of a measurement on `device`."""
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
@@ -194,7 +205,7 @@ def circumstances(device: torch.device) -> dict[str, str]:
 
 
 def write(args: argparse.Namespace, name: str, title: str, results: Any, *paragraphs: str) -> None:
-    """Print the report, and put it with all that was measured into the folder of results."""
+    """Print the report, and write it and all measurements to the results folder `args.out`."""
     facts = circumstances(args.device)
     head = "{date}, commit {commit}; {machine}; {versions}.".format(**facts)
     if args.clock == "cpu":

@@ -1,13 +1,13 @@
-"""Give every command malformed input, a thousand times, and count how it answers.
+"""Run every command on malformed inputs, about a thousand in total, and count the outcomes.
 
 python benchmarks/malformed.py [--count 1200] [--seed 0] [--jobs 2] [--out benchmarks/results]
-python benchmarks/malformed.py --only ID       shows one input and what was answered
+python benchmarks/malformed.py --only ID       shows one input and its outcome
 
-Half of the inputs are from tables (malformed_cases.py, malformed_http.py), half are right ones with
-a random change (mutations.py). Each is given to the real command in a process of its own. Right is
-one line that begins with "error: " and exit status 1, or, where the change does no harm, to go on.
-A traceback, another end, or no answer within the limit is a failure; so is a command that refuses
-to go on with a run and has changed its files.
+Half of the inputs are from tables (malformed_cases.py, malformed_http.py), half are valid inputs
+with a random change (mutations.py). The real command is run on each in a separate process. Correct
+outcomes are a single line that begins with "error: " and exit status 1, or, where the change is
+harmless, acceptance. Failures are a traceback, another exit, no answer within the time limit, and
+a command that refuses to resume a run but has changed its files.
 """
 
 from __future__ import annotations
@@ -52,38 +52,46 @@ from lightning_rlhf.stages import sft as run_sft
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
 LOADED = (replay_run, run, serve, text_rewards)
-"""Modules that commands import where they need them; here they are loaded once for all."""
+"""Modules that commands import on demand, imported once here for all forked commands."""
 MEMORY_BYTES = 6 * 2**30
-"""Address space that a command may take besides what is loaded."""
+"""Bytes of address space that a command may use in addition to the loaded modules."""
 Answer = Literal["refused", "accepted", "traceback", "another end", "no answer"]
+"""Outcome of one input."""
 RIGHT = ("refused", "accepted")
+"""Correct outcomes."""
 SERVER = "HTTP requests to serve-reward"
+"""Name of the kind of input that is sent to the reward server."""
 PAGE = ROOT / "docs" / "reliability.md"
 MARKS = ("<!-- malformed table: begin -->\n", "<!-- malformed table: end -->")
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of one input."""
+    """The outcome of one input."""
 
     kind: str
+    """Name of the kind of input."""
     id: str
+    """Name of the input, as --only takes it."""
     what: str
+    """Description of the input."""
     answer: Answer
+    """Outcome."""
     seconds: float
+    """Duration in seconds."""
     said: str
-    """The last line that was said."""
+    """Exit status and last line of output, or the status line of an HTTP answer."""
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, with what it has said."""
+    """Flush the output and exit this process at once."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def in_child(case: Case, folder: Path) -> NoReturn:
-    """Run the command of a case in this process, in a folder of its own."""
+    """Run the command of a case in this process with `folder` as working directory, then exit."""
     status = 1
     try:
         os.chdir(folder)
@@ -111,7 +119,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
 
 
 def stops(case: Case) -> list[tuple[Any, str]]:
-    """Return the functions at which a command has taken its input and is ended."""
+    """Return the functions at which a command that has accepted its input is ended."""
     if case.stop == "model":
         return [(module, "start_from") for module in (run_sft, run_rm, run_ppo)]
     return [(L.LightningModule, "on_train_batch_end")] if case.stop == "step" else []
@@ -124,7 +132,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def judged(kind: str, name: str, folder: Path, status: int | None, seconds: float) -> Result:
-    """Return what the ended command did; status None: it did not end."""
+    """Return the result of a command; status: its exit status, None if it did not end."""
     text = (folder / ".said").read_text(errors="replace") if (folder / ".said").exists() else ""
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     noted = folder / ".what"
@@ -144,7 +152,7 @@ def judged(kind: str, name: str, folder: Path, status: int | None, seconds: floa
         answer = "another end" if lost else "refused"
         lines += [f"(changed {', '.join(lost)})"] * bool(lost)
     elif status == 1 and words[:1] == ["replay"] and "is not the recorded one" in text:
-        answer = "accepted"  # replayed, and told that it is not what was recorded
+        answer = "accepted"  # replayed, with the report that it differs from the record
     said = lines[-1][:300] if lines else ""
     return Result(kind, name, what, answer, round(seconds, 1), f"status {status}: {said}")
 
@@ -152,7 +160,7 @@ def judged(kind: str, name: str, folder: Path, status: int | None, seconds: floa
 def count_answers(
     todo: Sequence[tuple[str, str, Case]], world: Path, jobs: int, limit_s: float
 ) -> list[Result]:
-    """Run every case, `jobs` at a time."""
+    """Run every case, `jobs` at a time, and return the results."""
     waiting, running, results = list(todo), {}, []
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -183,13 +191,13 @@ def count_answers(
 
 
 def tell(result: Result) -> None:
-    """Print a failure; of the others every hundredth would be too many."""
+    """Print a result if it is a failure."""
     if result.answer not in RIGHT:
         print(f"{result.id} {result.answer}: {result.what}\n    {result.said}", flush=True)
 
 
 def start_server(world: Path) -> tuple[int, int]:
-    """Start serve-reward in a process of its own; returns its number and its port."""
+    """Start serve-reward in a new process; returns its process id and its port."""
     log = world / "server.log"
     child = os.fork()
     if not child:
@@ -209,7 +217,7 @@ def start_server(world: Path) -> tuple[int, int]:
 def count_requests(
     todo: Sequence[tuple[str, over_http.Request]], world: Path, limit_s: float
 ) -> list[Result]:
-    """Send every request to one server."""
+    """Send every request to one server, and return the results."""
     child, port = start_server(world)
     log, results = world / ".said", []
     for name, request in todo:
@@ -221,7 +229,7 @@ def count_requests(
             status = re.match(rb"HTTP/1\.[01] (\d{3})", first)
             said = first.decode(errors="replace")
             if status is None:
-                answer = "refused" if data == b"" else "another end"  # hung up on
+                answer = "refused" if data == b"" else "another end"  # connection closed
             else:
                 code = int(status[1])
                 answer = "accepted" if code < 400 else "refused"
@@ -257,7 +265,7 @@ def make_world(folder: Path) -> None:
 
 
 def chosen(kind: str, table: Sequence[Any], draw: Any, count: int, seed: int) -> dict[str, Any]:
-    """Return inputs by their names: half from the table, evenly, and half drawn."""
+    """Return name -> input: half evenly spaced in the table, half drawn at random."""
     tabled = min(len(table), -(-count // 2))
     found = {f"{kind}-t{i * len(table) // tabled}": table[i * len(table) // tabled]
              for i in range(tabled)}  # fmt: skip
@@ -268,7 +276,7 @@ def chosen(kind: str, table: Sequence[Any], draw: Any, count: int, seed: int) ->
 
 
 def table(results: Sequence[Result], limit_s: float) -> str:
-    """Return a row for each kind of input."""
+    """Return a Markdown table of counts, with one row for each kind of input."""
     header = ["input", "given", "refused in one line", "taken", "tracebacks", "other ends",
               f"no answer in {limit_s:g} s", "slowest, s"]  # fmt: skip
     rows = []
@@ -282,7 +290,7 @@ def table(results: Sequence[Result], limit_s: float) -> str:
 
 
 def main() -> None:
-    """Count all answers; exit status 1 where one is wrong."""
+    """Run the benchmark and write its results; exit status 1 where an outcome is a failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1200, help="of inputs")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
@@ -324,7 +332,7 @@ def main() -> None:
 
 
 def run_all(args: argparse.Namespace, world: Path) -> list[Result]:
-    """Return the answers to all inputs, or to the one that is asked for."""
+    """Return the results of all inputs, or of the one named by --only."""
     found: list[Kind] = [*kinds(world), over_http.client_kind(0.07)]
     todo: list[tuple[str, str, Case]] = []
     for kind in found:
@@ -358,7 +366,7 @@ def one(args: argparse.Namespace, key: str, table: Sequence[Any], draw: Any) -> 
 
 
 def write_between(page: Path, marks: tuple[str, str], text: str) -> None:
-    """Replace what stands between two marks of a page."""
+    """Replace the text between two marks of a page."""
     before, _, rest = page.read_text().partition(marks[0])
     _, _, after = rest.partition(marks[1])
     page.write_text(before + marks[0] + text + marks[1] + after)

@@ -1,4 +1,4 @@
-"""Malformed inputs of files, overrides and folders: tables written by hand, and random ones."""
+"""Malformed files, overrides and folders: handwritten tables, and random changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = {
             "ppo.val_samples_per_prompt=1", "ppo.samples_every=1", "ppo.checkpoint_every=1",
             "ppo.checkpoints_kept=9"],
 }  # fmt: skip
-"""Numbers of a run of seconds."""
+"""Stage -> overrides of a run that takes seconds."""
 KEY = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts"}
 FIELDS = {
     "sft": {"prompt": "a question", "response": "an answer"},
@@ -43,33 +43,39 @@ FIELDS = {
     "ppo": {"prompt": "a question"},
 }
 Stop = Literal["model", "step", "end"]
-"""Where a command ends that takes its input: before its model, after one step, at its end."""
+"""Point at which a command that accepts its input is ended: before it loads a model, after one
+step, at its own end."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One malformed input and the command that is given it."""
+    """One malformed input and the command that is run on it."""
 
     prepare: Callable[[Path], tuple[str, Sequence[str]]]
-    """Damages the folder that the command stands in; says how, and gives the command's words."""
+    """Function that damages the command's working directory; returns a description of the damage
+    and the command's arguments."""
     template: Sequence[str]
-    """Parts of the world that are copied into the folder."""
+    """Paths in the prepared workspace that are copied into the working directory."""
     stop: Stop
+    """Point at which the command is ended if it accepts its input."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of input."""
+    """One kind of malformed input."""
 
     name: str
+    """Name of the kind."""
     table: Sequence[Case]
+    """Handwritten cases."""
     draw: Callable[[random.Random], Case]
+    """Function that draws a random case."""
     share: float
-    """Of all inputs."""
+    """Share of all inputs that are of this kind."""
 
 
 def stage(name: str) -> list[str]:
-    """Return the words of a stage that starts from models beside it."""
+    """Return the arguments of a stage that starts from models in its working directory."""
     parents = ["policy.checkpoint=base"] if name == "rm" else []
     if name == "ppo":
         parents = ["policy.checkpoint=base", "reward=random"]
@@ -77,7 +83,7 @@ def stage(name: str) -> list[str]:
 
 
 def rows_kind() -> Kind:
-    """Return rows and whole files of data."""
+    """Return the kind of malformed rows and data files."""
 
     def of_file(name: str, file_name: str, damage: m.Damage, *words: str) -> Case:
         def prepare(folder: Path) -> tuple[str, Sequence[str]]:
@@ -165,7 +171,7 @@ def rows_kind() -> Kind:
 
 
 def parquet_damages() -> list[m.Damage]:
-    """Return Parquet files whose tables are no demonstrations, or only just."""
+    """Return Damage functions that write Parquet tables that are not, or barely, demonstrations."""
     text = pa.array(["a", "b", "c"])
     offsets, raw = pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0])), pa.py_buffer(b"\xff")
     no_utf8 = pa.Array.from_buffers(pa.string(), 1, [None, offsets, raw])
@@ -237,17 +243,17 @@ SPELLINGS = [
     "data.judge=x.py:f", "data.pool_batches=1000000000000", "trainer.accelerator=gpu",
     "trainer.devices=2", "trainer.precision=x", "trainer.threads=-1", "trainer.threads=100000",
 ]  # fmt: skip
-"""Words of a command that mean nothing, or only just mean something."""
+"""Command line arguments that are invalid, or only barely valid."""
 WORDS = [
     "null", "true", "0", "-1", "1e9", "1000000000", "1e-300", "1e300", "nan", "inf", "0.5", "x",
     "''", "'x y'", "[]", "[1]", "[a,b]", "{}", "{a: 1}", "'['", "'../x'", "${seed}", "${x}",
     "'\x00'", "'\u2028'", "'\x1b[31m'", f"'{'a' * 3000}'", f"{10**40}", "'(a+)+$'", "1,2",
 ]  # fmt: skip
-"""Values of an override."""
+"""Values of overrides."""
 
 
 def overrides_kind(world: Path) -> Kind:
-    """Return overrides of the command line."""
+    """Return the kind of malformed overrides of the command line."""
     keys = {name: keys_of(world / "outputs/default/tiny" / name / "config.json") for name in STAGES}
 
     def of_words(name: str, *words: str) -> Case:
@@ -270,14 +276,14 @@ def overrides_kind(world: Path) -> Kind:
 
 
 def keys_of(config: Path) -> list[str]:
-    """Return the names of all values of a run's configuration, but where it writes."""
+    """Return the keys of all values of a run's configuration, except those of output folders."""
     tree = json.loads(config.read_text())
     names = [".".join(map(str, path)) for path in m.nodes(tree) if path]
     return [name for name in names if name not in ("outputs", "stage")]
 
 
 def folders_kind(command: Literal["resume", "replay"], share: float) -> Kind:
-    """Return damaged run folders that are gone on with, or replayed."""
+    """Return the kind of damaged run folders that are resumed or replayed."""
 
     def of_file(name: str, file: str, damage: m.Damage) -> Case:
         def prepare(folder: Path) -> tuple[str, Sequence[str]]:
@@ -318,7 +324,7 @@ def folders_kind(command: Literal["resume", "replay"], share: float) -> Kind:
 
 
 def interrupt(run: Path) -> None:
-    """Make a finished run look as if it had been killed after its second step."""
+    """Make a finished run look like one that was killed after its second step."""
     for path in sorted((run / "final").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     (run / "final").rmdir()
@@ -328,7 +334,10 @@ def interrupt(run: Path) -> None:
 
 
 def finals_kind(files: Sequence[tuple[str, str]], title: str, share: float, draws: Any) -> Kind:
-    """Return damaged `final/` folders that stage=ppo starts from; files: (stage, name)."""
+    """Return the kind of damaged `final/` folders that stage=ppo starts from.
+
+    files: (stage, file name) pairs.
+    """
 
     def of_file(name: str, file: str, damage: m.Damage) -> Case:
         def prepare(folder: Path) -> tuple[str, Sequence[str]]:
@@ -352,7 +361,7 @@ def finals_kind(files: Sequence[tuple[str, str]], title: str, share: float, draw
 
 
 def kinds(world: Path) -> list[Kind]:
-    """Return all kinds of files, words and folders."""
+    """Return all kinds of malformed files, arguments and folders."""
     weights = [m.any_safetensors_header, m.any_tensor, m.any_bytes]
     ways = {"json": [m.any_json, m.any_json, m.any_bytes], "safetensors": weights,
             "jinja": [m.any_bytes]}  # fmt: skip

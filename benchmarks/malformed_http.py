@@ -18,24 +18,24 @@ import mutations as m
 from malformed_cases import MINI, SMALL, Case, Kind
 
 Answer = Callable[[int], Iterator[bytes]]
-"""From the number of responses asked for to the pieces of an answer."""
+"""Function of the number of requested scores that yields the bytes of an answer in pieces."""
 Pieces = Iterator[bytes]
 
 
 def reply(body: bytes, status: str = "200 OK", headers: bytes = b"", length: str = "") -> bytes:
-    """Return an answer as a server would write it."""
+    """Return an HTTP answer; length: value of content-length, by default the correct one."""
     size = length or str(len(body))
     head = f"HTTP/1.1 {status}\r\ncontent-length: {size}\r\n".encode("latin-1")
     return head + headers + b"\r\n" + body
 
 
 def scores(count: int) -> bytes:
-    """Return the body of a right answer."""
+    """Return the body of a correct answer."""
     return json.dumps({"scores": [0.5] * count}).encode()
 
 
 def endless(start: bytes, piece: bytes, pause_s: float = 0.0) -> Answer:
-    """Return an answer that goes on until the client has hung up."""
+    """Return an answer that continues until the client closes the connection."""
 
     def answer(_: int) -> Pieces:
         yield start
@@ -47,7 +47,7 @@ def endless(start: bytes, piece: bytes, pause_s: float = 0.0) -> Answer:
 
 
 def fixed(data: bytes) -> Answer:
-    """Return an answer that is the same whatever is asked."""
+    """Return an answer that does not depend on the request."""
     return lambda _: iter([data])
 
 
@@ -101,7 +101,7 @@ ANSWERS: dict[str, Answer] = {
     "escapes": fixed(reply(b"\x1b]0;title\x07\x1b[2J\x9b31m", "500 \x1b[31m")),
     "a cookie": fixed(reply(b"{}", headers=b"set-cookie: \xff\x00\r\n")),
 }
-"""What a server may answer that is not what it should."""
+"""Description -> malformed answer of a server."""
 BODIES = [
     b"", b" ", b"null", b"[]", b"{}", b"5", b'"x"', b"\xff", b"\xff\xfe{\0}\0", b"<html>", b"NaN",
     b"[" * 100_000, b"9" * 5000, b'{"scores": null}', b'{"scores": 5}', b'{"scores": []}',
@@ -113,7 +113,7 @@ STATUSES = ["201 X", "204 X", "206 X", "304 X", "400 X", "401 X", "403 X", "404 
 
 
 def serve_answers(answer: Answer, after: int) -> int:
-    """Answer requests in a thread, the first `after` of them rightly; returns the port."""
+    """Start a server thread that answers the first `after` requests correctly; returns the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     seen = 0
 
@@ -139,7 +139,7 @@ def serve_answers(answer: Answer, after: int) -> int:
 
 
 def responses_asked(connection: socket.socket) -> int | None:
-    """Return for how many responses the next request asks; None where there is none."""
+    """Return the number of responses in the next request; None where there is no request."""
     data = b""
     while b"\r\n\r\n" not in data:
         if not (piece := connection.recv(65536)):
@@ -156,7 +156,7 @@ def responses_asked(connection: socket.socket) -> int | None:
 
 
 def client_kind(share: float) -> Kind:
-    """Return bad answers to `reward=http`."""
+    """Return the kind of malformed HTTP answers to `reward=http`."""
 
     def of_answer(answer: Answer, after: int, what: str) -> Case:
         def prepare(folder: Path) -> tuple[str, Sequence[str]]:
@@ -197,10 +197,12 @@ def client_kind(share: float) -> Kind:
 
 @dataclass(frozen=True)
 class Request:
-    """One bad request to the reward server."""
+    """One malformed request to the reward server."""
 
     what: str
+    """Description of the request."""
     data: bytes
+    """Bytes sent to the server."""
 
 
 GOOD = {
@@ -211,13 +213,13 @@ GOOD = {
 
 
 def post(body: bytes, line: bytes = b"POST /score HTTP/1.1", headers: bytes = b"") -> bytes:
-    """Return a request as a client would write it."""
+    """Return an HTTP request with the given request line, headers and body."""
     size = b"content-length: %d\r\n" % len(body)
     return line + b"\r\nhost: x\r\nconnection: close\r\n" + size + headers + b"\r\n" + body
 
 
 def request_table() -> list[Request]:
-    """Return the requests that are written by hand."""
+    """Return the handwritten requests."""
     good = json.dumps(GOOD).encode()
     lines = [
         b"", b" ", b"\r\n", b"POST", b"POST /score", b"POST  /score HTTP/1.1",
@@ -284,7 +286,7 @@ def request_table() -> list[Request]:
 
 
 def request_drawn(dice: random.Random) -> Request:
-    """Return a right request with one random change."""
+    """Return a valid request with one random change."""
     if dice.random() < 0.5:
         tree, what = m.mutated(GOOD, dice)
         return Request(what, post(json.dumps(tree).encode()))
@@ -293,7 +295,10 @@ def request_drawn(dice: random.Random) -> Request:
 
 
 def asked(port: int, request: Request, limit_s: float) -> bytes:
-    """Return all that the server answers until it hangs up. Raises TimeoutError."""
+    """Return the server's answer up to the end of the connection.
+
+    Raises TimeoutError after `limit_s` seconds.
+    """
     end, data = time.monotonic() + limit_s, b""
     to = ("127.0.0.1", port)
     with socket.create_connection(to, limit_s) as connection, suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""How large the tensors of an update get, and how much memory an iteration of PPO takes.
+"""Measure the largest tensors of an update and the memory of an iteration of PPO.
 
 python benchmarks/memory.py [--quick] [--device cpu]
 """
@@ -37,7 +37,7 @@ LIMIT = 64e6  # bytes
 
 
 def tensors(episodes: int, response: int, device: torch.device) -> dict[str, Any]:
-    """The largest new tensor of an update and of the rollout before it, and the update's peak."""
+    """Return the bytes of the largest new tensors of update and rollout, and the update's peak."""
     workload = replace(WIDE, episodes=episodes, response=response)
     module = build_module(workload, device, microbatch_size=min(MICROBATCH, episodes))
 
@@ -60,7 +60,7 @@ def tensors(episodes: int, response: int, device: torch.device) -> dict[str, Any
 
 
 def iteration(name: str, device: torch.device) -> dict[str, float | None]:
-    """One iteration of PPO in a process of its own: memory before it, and at its peak, MB."""
+    """Run one iteration of PPO in a new process; return its idle and peak memory in MB."""
     context = multiprocessing.get_context("spawn")
     ours, other = context.Pipe()
     process = context.Process(target=alone, args=(name, device, other))
@@ -72,7 +72,7 @@ def iteration(name: str, device: torch.device) -> dict[str, float | None]:
 
 
 def alone(name: str, device: torch.device, talk: Connection) -> None:
-    """What `iteration` starts."""
+    """Measure one iteration; the main function of the process started by `iteration`."""
     calm()
     workload = WORKLOADS[name]
     module = build_module(workload, device)
@@ -91,7 +91,7 @@ def alone(name: str, device: torch.device, talk: Connection) -> None:
 
 
 def resident(field: str) -> float | None:
-    """Of this process, MB, as the kernel counts it; None where it does not tell."""
+    """Return a field of /proc/self/status of this process in MB; None where there is none."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -100,7 +100,7 @@ def resident(field: str) -> float | None:
 
 
 def forget_peak() -> None:
-    """Let the kernel start its high-water mark anew at what is in use now."""
+    """Reset the kernel's peak of resident memory (VmHWM) to the current use."""
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,4 +1,4 @@
-"""Ways to damage bytes, JSON and files; each returns what it did, in a few words."""
+"""Random corruption of bytes, JSON and files; each function returns a description of the change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 Damage = Callable[[Path], str]
-"""Changes the file at the path and returns what was done to it."""
+"""Function that damages the file at a path and returns a description of the damage."""
 
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 10**400, 0.5, -0.0, 1e-300, 1e300, float("nan"),
@@ -25,7 +25,7 @@ VALUES: list[Any] = [
     "../..", "[", "(a+)+$", "{{ 1/0 }}", "1", "null", [], [[]], [None], ["x"], {}, {"a": 1},
     {"": None},
 ]  # fmt: skip
-"""Values of JSON that some reader does not expect."""
+"""Unusual JSON values."""
 
 
 def nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -56,7 +56,7 @@ def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def mutated(tree: Any, dice: random.Random, values: list[Any] = VALUES) -> tuple[Any, str]:
-    """Return a copy of a tree with one random change, and what it is."""
+    """Return a copy of a tree with one random change, and the description of the change."""
     path = dice.choice([p for p in nodes(tree) if p] or [()])
     where = ".".join(map(str, path)) or "the whole"
     action = dice.choice(["set", "set", "set", "drop", "wrap", "rename"])
@@ -76,13 +76,13 @@ def mutated(tree: Any, dice: random.Random, values: list[Any] = VALUES) -> tuple
 
 
 def shown(value: Any) -> str:
-    """Return a value in at most 60 printable characters."""
+    """Return a value as ASCII text, shortened to about 60 characters."""
     text = ascii(value if not isinstance(value, int) or abs(value) < 2**80 else "a huge integer")
     return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
 def mutated_bytes(data: bytes, dice: random.Random) -> tuple[bytes, str]:
-    """Return bytes with one random change, and what it is."""
+    """Return bytes with one random change, and the description of the change."""
     at = dice.randrange(len(data) + 1)
     length = dice.choice([1, 2, 7, 64, 500])
     noise = dice.randbytes(length)
@@ -104,7 +104,7 @@ def mutated_bytes(data: bytes, dice: random.Random) -> tuple[bytes, str]:
 
 
 def any_bytes(dice: random.Random) -> Damage:
-    """Return a damage that changes a file's bytes at random."""
+    """Return a Damage that changes a file's bytes at random."""
 
     def damage(file: Path) -> str:
         data, what = mutated_bytes(file.read_bytes(), dice)
@@ -115,7 +115,7 @@ def any_bytes(dice: random.Random) -> Damage:
 
 
 def says(content: bytes, what: str) -> Damage:
-    """Return a damage by which the file holds other bytes."""
+    """Return a Damage that replaces the file's content; what: its description."""
 
     def damage(file: Path) -> str:
         file.write_bytes(content)
@@ -131,35 +131,35 @@ def gone(file: Path) -> str:
 
 
 def folder(file: Path) -> str:
-    """Put a folder in the file's place."""
+    """Replace the file by a folder."""
     file.unlink()
     file.mkdir()
     return "is a folder"
 
 
 def dangling(file: Path) -> str:
-    """Put a link to nothing in the file's place."""
+    """Replace the file by a link to a missing file."""
     file.unlink()
     file.symlink_to("nowhere")
     return "is a link to nothing"
 
 
 def loop(file: Path) -> str:
-    """Put a link to itself in the file's place."""
+    """Replace the file by a link to itself."""
     file.unlink()
     file.symlink_to(file.name)
     return "is a link to itself"
 
 
 def pipe(file: Path) -> str:
-    """Put a named pipe, into which nobody writes, in the file's place."""
+    """Replace the file by a named pipe without a writer."""
     file.unlink()
     os.mkfifo(file)
     return "is a pipe without a writer"
 
 
 def cut(file: Path) -> str:
-    """Keep the first half of the file."""
+    """Truncate the file to its first half."""
     os.truncate(file, file.stat().st_size // 2)
     return "is cut in half"
 
@@ -171,11 +171,11 @@ PLACES: list[Damage] = [
     says(b"9" * 5000, "is one long number"), says(b"\x80\x04K\x01.", "is a pickle"),
     says(b"<html></html>", "is a page of HTML"),
 ]  # fmt: skip
-"""Damages that fit any file."""
+"""Damage functions that are applicable to any file."""
 
 
 def any_json(dice: random.Random) -> Damage:
-    """Return a damage that changes one value of a JSON file."""
+    """Return a Damage that changes one value of a JSON file."""
 
     def damage(file: Path) -> str:
         tree, what = mutated(json.loads(file.read_text()), dice)
@@ -186,7 +186,7 @@ def any_json(dice: random.Random) -> Damage:
 
 
 def any_lines(dice: random.Random) -> Damage:
-    """Return a damage that changes lines of a text file: their order, number or bytes."""
+    """Return a Damage that changes lines of a text file: their order, number or bytes."""
 
     def damage(file: Path) -> str:
         lines = file.read_bytes().splitlines(keepends=True)
@@ -211,7 +211,7 @@ def any_lines(dice: random.Random) -> Damage:
 
 
 def any_safetensors_header(dice: random.Random) -> Damage:
-    """Return a damage that changes one value of the header of a safetensors file."""
+    """Return a Damage that changes one value of the header of a safetensors file."""
 
     def damage(file: Path) -> str:
         data = file.read_bytes()
@@ -227,7 +227,7 @@ def any_safetensors_header(dice: random.Random) -> Damage:
 
 
 def any_tensor(dice: random.Random) -> Damage:
-    """Return a damage that changes one tensor of a safetensors file."""
+    """Return a Damage that changes one tensor of a safetensors file."""
     from safetensors.torch import load_file, save_file
 
     def damage(file: Path) -> str:
@@ -241,7 +241,7 @@ def any_tensor(dice: random.Random) -> Damage:
 
 
 def other_tensor(x: torch.Tensor, dice: random.Random) -> tuple[torch.Tensor, str]:
-    """Return a tensor that is not what it was, and what it is."""
+    """Return a changed copy of the tensor, and the description of the change."""
     match dice.choice(["nan", "shape", "type", "empty", "flat", "huge"]):
         case "nan" if x.is_floating_point():
             return torch.full_like(x, float("nan")), "is NaN"
@@ -257,7 +257,7 @@ def other_tensor(x: torch.Tensor, dice: random.Random) -> tuple[torch.Tensor, st
 
 
 def any_checkpoint(dice: random.Random) -> Damage:
-    """Return a damage that changes one value or tensor of a Lightning checkpoint."""
+    """Return a Damage that changes one value or tensor of a Lightning checkpoint."""
 
     def damage(file: Path) -> str:
         tree = torch.load(file, weights_only=True)
@@ -279,7 +279,7 @@ def any_checkpoint(dice: random.Random) -> Damage:
 
 
 def any_column(dice: random.Random) -> Damage:
-    """Return a damage that changes one column, or the metadata, of a Parquet file."""
+    """Return a Damage that changes one column, or the metadata, of a Parquet file."""
 
     def damage(file: Path) -> str:
         table = pq.read_table(file)
@@ -320,6 +320,6 @@ def any_column(dice: random.Random) -> Damage:
 
 
 def compressed(data: bytes, dice: random.Random) -> tuple[bytes, str]:
-    """Return gzip with one random change, in several members at times."""
+    """Return gzip-compressed data, in one or three members, with one random change."""
     members = dice.choice([1, 1, 3])
     return mutated_bytes(gzip.compress(data) * members, dice)

@@ -1,4 +1,4 @@
-"""Our PPO, as a benchmark runs it: PPOModule in Lightning's Trainer, a function as the reward."""
+"""Our side of a benchmark: PPOModule in Lightning's Trainer, with a function as the reward."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def train(
     critic: CriticKind = "head",
     compiles: bool = False,
 ) -> nn.Module:
-    """Train an adapter on `model`, whose own weights stay; returns the policy.
+    """Train an adapter on `model`, whose own weights are frozen; returns the policy.
 
-    compiles: as with model.compile=true.
+    compiles: True compiles the layers, as model.compile=true does.
     """
     torch.manual_seed(setting.seed)
     if compiles:
@@ -61,7 +61,10 @@ def train(
 
 
 def build(model: PreTrainedModel, setting: Setting, critic: CriticKind) -> PPOModule:
-    """The policy's adapter and the critic on one copy of the weights."""
+    """Return a PPOModule with the policy's adapter and the critic on one copy of the weights.
+
+    Raises ValueError for a critic other than "head" and "adapter".
+    """
 
     def reward(replies: Replies) -> Tensor:
         return setting.score(replies.rollout.tokens, replies.rollout.response_mask)
@@ -96,7 +99,7 @@ def build(model: PreTrainedModel, setting: Setting, critic: CriticKind) -> PPOMo
 
 
 def config_of(setting: Setting, critic: CriticKind) -> PPOConfig:
-    """What stage=ppo comes with, and the setting's own numbers in their place."""
+    """Return the default configuration of stage=ppo, with the values of the setting."""
     keys: dict[str, Any] = {}
     for node in (
         OmegaConf.load(ROOT / "conf/advantage/gae.yaml"),
@@ -132,7 +135,7 @@ def config_of(setting: Setting, critic: CriticKind) -> PPOConfig:
 
 
 class Facts(Callback):
-    """Reports each iteration."""
+    """A callback that reports the measurements of each iteration."""
 
     def __init__(self, setting: Setting, on_iteration: OnIteration) -> None:
         self.setting = setting

@@ -1,11 +1,11 @@
-"""Seconds and memory of one iteration of PPO, ours and TRL's, iteration by iteration in turn.
+"""Compare seconds and memory of an iteration of PPO between our implementation and TRL's.
 
     python benchmarks/ppo_vs_trl.py [--workload NAME ...] [--iterations 5] [--out FOLDER]
 
-Each side is a process of its own that stops after every iteration until the others have had their
-turn, so that whatever else slows the machine slows all. The first iteration warms up and is not
-counted. TRL is there twice: as it is, and with the setting of the C library that our command line
-makes on a CPU, by which a process keeps the memory that it frees, on large pages.
+Each side is a separate process. The processes alternate iteration by iteration, so that other load
+on the machine affects all of them. The first iteration is a warm-up and is not counted. TRL is
+measured twice: unchanged, and with the memory settings of the C library that our command line uses
+on a CPU, with which a process keeps the memory that it frees, on large pages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def setting_of(workload: Workload, iterations: int) -> Setting:
 def work(
     side: str, name: str, iterations: int, peer_trains: trl_peer.Trained, talk: Connection
 ) -> None:
-    """One side, in a process of its own: an iteration for each "go"."""
+    """Run one side; the main function of its process, with one iteration per "go" received."""
     calm(keep_memory=side != "trl")
     workload = WORKLOADS[name]
     setting = setting_of(workload, iterations + 1)
@@ -81,7 +81,7 @@ def work(
 
 
 def memory(field: str) -> float | None:
-    """Of this process, MB, as the kernel counts it; None where it does not tell."""
+    """Return a field of /proc/self/status of this process in MB; None where there is none."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -90,13 +90,13 @@ def memory(field: str) -> float | None:
 
 
 def forget_peak() -> None:
-    """Let the kernel start its high-water mark anew at what is in use now."""
+    """Reset the kernel's peak of resident memory (VmHWM) to the current use."""
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(name: str, iterations: int, peer_trains: trl_peer.Trained) -> dict[str, Any]:
-    """All sides of a workload, an iteration each in turn."""
+    """Return the measurements of all sides on a workload, run in turn iteration by iteration."""
     context = multiprocessing.get_context("spawn")
     talks, processes = {}, []
     for side in SIDES:
@@ -129,7 +129,7 @@ def receive(talk: Connection, side: str, name: str) -> Any:
 
 
 def summary(result: dict[str, Any], side: str, fact: str) -> tuple[float, float, float]:
-    """Median, smallest and largest over iterations."""
+    """Return median, smallest and largest value of a measurement over iterations."""
     values = [iteration[fact] for iteration in result[side]["iterations"]]
     return statistics.median(values), min(values), max(values)
 
@@ -163,7 +163,10 @@ def table(results: dict[str, Any]) -> str:
 
 
 def memory_above_idle(result: dict[str, Any]) -> list[str]:
-    """Ours, ours compiled and TRL's as it is, MB, and the first two over the last."""
+    """Return table cells: MB above idle of ours, ours compiled and unchanged TRL, and two ratios.
+
+    The ratios are those of ours and of ours compiled to TRL.
+    """
     sides = [result[side] for side in SIDES[:3]]
     if any(facts["peak_mb"] is None or facts["idle_mb"] is None for facts in sides):
         return ["-"] * 3
@@ -173,7 +176,7 @@ def memory_above_idle(result: dict[str, Any]) -> list[str]:
 
 
 def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer.Trained) -> str:
-    """The table with what it takes to read it."""
+    """Return the report: the table with its explanation."""
     iterations = len(next(iter(results.values()))["ours"]["iterations"])
     peer = "an adapter of the same rank" if peer_trains == "lora" else "all weights"
     lines = [
@@ -204,7 +207,7 @@ def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer
 
 
 def shared_trunk(results: dict[str, Any]) -> str:
-    """How much of the difference is the shared trunk, where it was measured."""
+    """Return a sentence on the shared trunk's share of the difference, where it was measured."""
     if not {"tiny", "tiny-critic"} <= results.keys():
         return "`tiny-critic` gives ours a critic with an adapter of its own. "
     head, adapter = (

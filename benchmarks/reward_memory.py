@@ -1,4 +1,4 @@
-"""How much memory a reward model adds to an iteration of PPO: on the shared base, and with its own.
+"""Measure the memory that a reward model adds to PPO, on the shared base and on its own base.
 
 python benchmarks/reward_memory.py [--quick] [--device cpu]
 """
@@ -38,9 +38,11 @@ LORA = LoRASettings(r=16, alpha=32, target_modules="all-linear")
 
 
 def with_reward(module: PPOModule, kind: str) -> Roles:
-    """Give the module a reward model: its adapter and head on the base, or a copy of the base.
+    """Give the module a reward model: an adapter and a head on the shared base, or on a copy of it.
 
-    Returns: the roles that it is played by.
+    kind: "none", "head" (shared base) or "own" (copy of the base).
+
+    Returns: the roles that hold the reward model.
     """
     if kind == "none":
         return module.roles  # the benchmark's own reward costs nothing
@@ -59,13 +61,16 @@ def with_reward(module: PPOModule, kind: str) -> Roles:
 
 
 def plain(module: PPOModule) -> Any:
-    """A language model with the base's weights and no adapter."""
+    """Return a new language model of the base's size, without adapters, frozen."""
     model = module.roles.causal_lm
     return type(model)(model.config).eval().requires_grad_(False)
 
 
 def peak(workload: Workload, kind: str, device: torch.device) -> dict[str, float]:
-    """MB that one iteration takes, all weights included, in a process of its own."""
+    """Return the MB that one iteration needs in a new process, all weights included.
+
+    "tensors" covers weights and live new tensors, "resident" the growth of the resident set.
+    """
     context = multiprocessing.get_context("spawn")
     ours, other = context.Pipe()
     process = context.Process(target=alone, args=(workload, kind, device, other))
@@ -77,7 +82,7 @@ def peak(workload: Workload, kind: str, device: torch.device) -> dict[str, float
 
 
 def alone(workload: Workload, kind: str, device: torch.device, talk: Connection) -> None:
-    """What `peak` starts."""
+    """Measure one iteration; the main function of the process started by `peak`."""
     calm()
     gc.collect()
     before = resident("VmRSS") if device.type == "cpu" else 0.0

@@ -1,10 +1,10 @@
-"""Tokens a second of our `generate` beside `model.generate` of transformers.
+"""Compare tokens per second of our `generate` with `model.generate` of transformers.
 
     python benchmarks/rollout.py [--quick] [--device cpu]
 
-The same policy with the same adapter, the same prompts, the same distribution (temperature 1, no
-top-k, no top-p). The peer runs as a user would have it, the adapter beside the weights, and once
-more with the adapter merged into them. Ours also returns log-probabilities and values.
+Both sides use the same policy with the same adapter, the same prompts and the same distribution
+(temperature 1, no top-k, no top-p). The peer is measured with a separate adapter, the usual way,
+and with the adapter merged into the weights. Ours also returns log-probabilities and values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIDES = ("ours", "peer", "peer, merged")
 
 
 def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Response tokens a second of each side, in turn, with a new seed each time."""
+    """Return response tokens per second of each side, run in turn with a new seed each time."""
     module = build_module(workload, device)
     prompts = prompts_of(workload).to(device)
     seeds = itertools.count()
@@ -58,7 +58,7 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
 
 
 def peer_tokens(module: PPOModule, prompts: Prompts, workload: Workload, seed: int) -> int:
-    """Response tokens that `model.generate` samples, end tokens included."""
+    """Return the number of response tokens sampled by `model.generate`, end tokens included."""
     torch.manual_seed(seed)
     sampled: Tensor = module.roles.causal_lm.generate(
         input_ids=prompts.tokens,

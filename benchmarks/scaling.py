@@ -1,4 +1,4 @@
-"""How the cost of a rollout and of an update grows with what they are given.
+"""Measure how the time of a rollout and of an update grows with the sizes of their inputs.
 
 python benchmarks/scaling.py [--quick] [--device cpu]
 """
@@ -46,7 +46,7 @@ AXES: dict[str, dict[int, Workload]] = {
 
 
 def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Seconds of a rollout and an update."""
+    """Return the seconds of a rollout and of an update."""
     module = build_module(workload, device, microbatch_size=MICROBATCH)
 
     def work(prompts: Prompts) -> dict[str, list[float]]:
@@ -62,7 +62,10 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
 
 
 def slope(sizes: Sequence[float], times: Sequence[float]) -> float:
-    """Of the straight line through the logarithms: 1 where twice the size takes twice the time."""
+    """Return the slope of a line through the logarithms, 1 if twice the size takes twice the time.
+
+    It is the least-squares fit of log(time) against log(size).
+    """
     return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
 
 
@@ -71,7 +74,7 @@ def medians(points: dict[int, Any], phase: str) -> list[float]:
 
 
 def tables(results: dict[str, dict[int, Any]]) -> list[str]:
-    """Slopes, then all points."""
+    """Return the table of slopes and the table of all points."""
     slopes, rows = [], []
     for axis, points in results.items():
         sizes = list(points)
@@ -95,7 +98,7 @@ def tables(results: dict[str, dict[int, Any]]) -> list[str]:
 
 
 def draw(results: dict[str, dict[int, Any]], path: Path) -> None:
-    """One picture for each axis, both logarithmic, with a line of slope 1 to compare."""
+    """Draw one log-log plot for each varied size, with a line of slope 1 for comparison."""
     figure, panels = plt.subplots(1, len(results), figsize=(3.4 * len(results), 3.2), sharey=True)
     for panel, (axis, points) in zip(np.atleast_1d(panels), results.items(), strict=True):
         sizes = np.array(list(points), dtype=float)

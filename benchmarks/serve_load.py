@@ -1,8 +1,8 @@
-"""Load on the reward server: requests a second, memory and threads, a trivial reward behind it.
+"""Measure requests per second, memory and threads of the reward server, with a trivial reward.
 
     python benchmarks/serve_load.py [--before COMMIT]
 
-Each server is a process of its own; the one of another commit comes out of git.
+Each server is a separate process; the server of another commit is taken from git.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BODY = json.dumps(
 
 
 class Served:
-    """A server as a process, and what it uses."""
+    """A server process and its use of resources."""
 
     def __init__(self, source: Path, program: str) -> None:
         self.process = subprocess.Popen(
@@ -48,13 +48,16 @@ class Served:
         self.port = int(self.process.stdout.readline())
 
     def status(self, key: str) -> int:
-        """A number of /proc/PID/status."""
+        """Return a number of /proc/PID/status."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 def requests_a_second(server: Served, clients: int, seconds: float = 4.0) -> float:
-    """Answered requests of 32 responses; each client asks again once it is answered."""
+    """Return answered requests per second, with 32 responses each.
+
+    Every client sends its next request as soon as the last one is answered.
+    """
     end, counts = time.monotonic() + seconds, [0] * clients
 
     def client(i: int) -> None:
@@ -78,7 +81,7 @@ def requests_a_second(server: Served, clients: int, seconds: float = 4.0) -> flo
 
 
 def peak_mib(server: Served) -> float:
-    """Largest memory while four clients send 54 MiB of empty lists each."""
+    """Return the peak memory in MiB while four clients send 54 MiB of empty lists each."""
     body = b'{"prompts": [' + b"[]," * (18 * 2**20) + b"[]]}"
 
     def client() -> None:
@@ -98,7 +101,7 @@ def peak_mib(server: Served) -> float:
 
 
 def threads_under(server: Served, connections: int = 1000) -> int:
-    """Threads while so many clients are connected and say nothing."""
+    """Return the number of threads while `connections` idle clients are connected."""
     held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(connections)]
     time.sleep(1)
     found = server.status("Threads")
@@ -108,7 +111,7 @@ def threads_under(server: Served, connections: int = 1000) -> int:
 
 
 def main() -> None:
-    """Measure both in turn and print a table."""
+    """Measure both servers in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", default="c26bfaf", help="commit beside which it is measured")
     before = parser.parse_args().before

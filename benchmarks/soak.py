@@ -1,14 +1,14 @@
-"""Kill runs with SIGKILL at random moments, go on each time, and compare with runs never stopped.
+"""Kill runs with SIGKILL at random times, resume them, and compare with uninterrupted runs.
 
 python benchmarks/soak.py [--kills 100] [--seed 0] [--out benchmarks/results]
 
-Every variant of a stage is cut again and again, in all its phases, at a moment drawn at random
-after the phase began; the command that goes on is cut likewise. Half of the kills are followed by
-a loss of power: what had not been flushed to the disk is cut off the files. Half of the commands
-that go on say resume=auto, the others resume=true or overwrite=true, as the folder demands. Then
-the run is left alone until it ends, and its weights, metrics, samples and the names of its
-checkpoints are held against those of a run that nobody touched. The recipe is killed, its stage's
-process with it, at moments drawn from its whole duration.
+Every variant of a stage is killed repeatedly, in all its phases, at a random time after the phase
+began; the command that resumes is killed likewise. After half of the kills a loss of power is
+simulated: files are truncated to what was flushed to the disk. Half of the resuming commands use
+resume=auto, the others resume=true or overwrite=true, as the state of the folder requires. Finally
+the run is completed, and its weights, metrics, samples and checkpoint names are compared with those
+of an uninterrupted run. The recipe is killed together with its stage's process, at random times
+within its whole duration.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ SMALL = {
     "ppo": ["ppo.iterations=8", "ppo.val_every=5", "ppo.checkpoint_every=3",
             "ppo.rollout_batch_size=32", "ppo.kl_control=adaptive", "ppo.samples_every=2",
             "ppo.score_normalization=running", "ppo.val_samples_per_prompt=1",
-            "reward.unfit=warn"],  # a reward model that saw a tenth of its data
+            "reward.unfit=warn"],  # the reward model was trained on a tenth of its data
 }  # fmt: skip
-"""Numbers of a run of a few seconds, with every part of the state in use."""
+"""Stage -> overrides of a run that takes a few seconds and uses every part of the state."""
 VARIANTS = {
     "sft": ("sft", SMALL["sft"]),
     "rm": ("rm", SMALL["rm"]),
@@ -67,17 +67,17 @@ VARIANTS = {
         "ppo", ["advantage=rloo", *SMALL["ppo"], "ppo.samples_per_prompt=4", "record=true"],
     ),
 }  # fmt: skip
-"""Name -> stage and overrides. The stages that others start from come first."""
+"""Name of a variant -> stage and overrides. Stages from which others start come first."""
 PHASES = ("start", "generation", "scoring", "update", "training", "evaluation",
           "checkpoint", "deletion", "export", "end")  # fmt: skip
-"""What a process is at, in the order of the bytes by which it says so."""
+"""Phases of a process; the index of a phase is the byte that the process reports."""
 OWN = {
     "sft": ("start", "training", "evaluation", "checkpoint", "deletion", "export"),
     "rm": ("start", "training", "evaluation", "checkpoint", "deletion", "export"),
     "ppo": ("start", "generation", "scoring", "update", "evaluation", "checkpoint", "deletion",
             "export"),
 }  # fmt: skip
-"""Phases of each stage."""
+"""Stage -> its phases."""
 MARKED = [
     (PPOModule, "generate", "generation"),
     (PPOModule, "score", "scoring"),
@@ -91,56 +91,56 @@ MARKED = [
     (checkpoints, "keep_newest", "deletion"),
     (launch, "write_final", "export"),
 ]
-"""(owner, function, phase)."""
+"""Functions that mark phases: (owner, name of the function, phase)."""
 RECIPE_SHARE = 0.06
-"""Of the kills."""
+"""Share of the kills that the recipe gets."""
 LONGEST = {"export": 0.15, "checkpoint": 0.02, "deletion": 0.0005, "start": 3.0}
-"""Seconds after the beginning of a phase within which it is killed; of others 0.1."""
+"""Phase -> largest delay of a kill after the start of the phase, in seconds; 0.1 for all others."""
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of the runs of a stage, or of the recipe."""
+    """The counts of kills and failures of a variant, or of the recipe."""
 
     kills: Counter[str] = dataclasses.field(default_factory=Counter)
-    """By the phase in which the process died."""
+    """Phase in which the process was killed -> number of kills."""
     finished: int = 0
-    """Runs that came to their end and were compared."""
+    """Number of runs that finished and were compared."""
     anew: int = 0
-    """Times that a run had no checkpoint yet and was begun again."""
+    """Number of restarts of a run that had no checkpoint yet."""
     unpowered: int = 0
-    """Kills after which what had not been flushed was lost."""
+    """Number of kills followed by a simulated loss of power."""
     auto: int = 0
-    """Commands that went on, or began again, with resume=auto."""
+    """Number of commands that resumed or restarted a run with resume=auto."""
     lost: list[int] = dataclasses.field(default_factory=list)
-    """Steps done again after each kill."""
+    """Number of steps repeated after each kill."""
     failures: list[str] = dataclasses.field(default_factory=list)
-    """Commands that did not go on, and differences."""
+    """Descriptions of commands that failed to resume, and of differences."""
 
 
 class Phase:
-    """One byte that a child writes and its parent reads, also after the child's death."""
+    """The phase of a child process, in shared memory that its parent reads, also after a kill."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, 2)
 
     def set(self, name: str) -> str:
-        """Enter a phase; the one before."""
+        """Enter a phase; returns the previous one."""
         before = PHASES[self.memory[0]]
         self.memory[0] = PHASES.index(name)
-        self.memory[1] = (self.memory[1] + 1) % 256  # so that each entry is seen
+        self.memory[1] = (self.memory[1] + 1) % 256  # makes each entry visible
         return before
 
     @property
     def now(self) -> tuple[str, int]:
-        """The phase, and a number that changes with every entry."""
+        """Return the phase, and a number that changes with every entry."""
         return PHASES[self.memory[0]], self.memory[1]
 
     def marking(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The function, within its phase."""
+        """Return the function wrapped so that the phase `name` is set while it runs."""
 
         def within(*args: Any, **kwargs: Any) -> Any:
-            if self.now[0] == "evaluation":  # which samples and scores too
+            if self.now[0] == "evaluation":  # evaluation also samples and scores
                 return function(*args, **kwargs)
             before = self.set(name)
             try:
@@ -152,9 +152,9 @@ class Phase:
 
 
 class Disk:
-    """What would survive a loss of power: the size of each file at its latest fsync.
+    """A simulated disk that knows the data surviving a loss of power: file sizes at the last fsync.
 
-    A child writes what it flushes and renames into a journal, line by line; its parent reads it.
+    A child writes its flushes and renames to a journal, line by line, which its parent reads.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -163,7 +163,7 @@ class Disk:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Write down every fsync and every rename."""
+        """Record every fsync and every rename in the block."""
         fsync, replace = os.fsync, os.replace
         journal = os.open(self.journal, os.O_WRONLY | os.O_APPEND)
 
@@ -181,7 +181,7 @@ class Disk:
             yield
 
     def synced(self) -> dict[str, int]:
-        """File -> the bytes of it that are on the disk."""
+        """Return file -> number of its bytes that are on the disk."""
         sizes: dict[str, int] = {}
         for line in self.journal.read_text().splitlines():
             path, what = json.loads(line)
@@ -196,7 +196,7 @@ class Disk:
         return sizes
 
     def lose_power(self, folder: Path) -> None:
-        """Cut the files of a run back to what is on the disk."""
+        """Truncate the files of a run to the bytes that are on the disk."""
         sizes = self.synced()
         for file in folder.rglob("*"):
             if file.is_file() and file.stat().st_size > (on_disk := sizes.get(str(file), 0)):
@@ -204,7 +204,7 @@ class Disk:
 
 
 def fork(words: Sequence[str], phase: Phase, disk: Disk, log: Path) -> int:
-    """The command in a process that has all libraries loaded already; its number."""
+    """Run the command in a forked process, with all libraries loaded; returns the process id."""
     phase.set("start")
     child = os.fork()
     if child:
@@ -230,13 +230,16 @@ def fork(words: Sequence[str], phase: Phase, disk: Disk, log: Path) -> int:
 
 
 def ended(child: int) -> int | None:
-    """The exit status, below 0 where a signal ended it; None while it runs."""
+    """Return the exit status, negative where a signal ended the child; None while it runs."""
     found, status = os.waitpid(child, os.WNOHANG)
     return None if found == 0 else os.waitstatus_to_exitcode(status)
 
 
 def cut(child: int, phase: Phase, target: str, entry: int, delay: float) -> int:
-    """Kill the child `delay` seconds after it entered `target` for the n-th time; its status."""
+    """Kill the child `delay` seconds after it entered the phase `target` for the `entry`-th time.
+
+    Returns: the exit status, also where the child ended before.
+    """
     seen, last = 0, -1
     while (status := ended(child)) is None:
         name, number = phase.now
@@ -251,7 +254,7 @@ def cut(child: int, phase: Phase, target: str, entry: int, delay: float) -> int:
 
 
 def command(variant: str, run: str, outputs: Path, *, auto: bool = False) -> list[str]:
-    """The words that start a run of a variant or go on with it."""
+    """Return the arguments that start or resume a run of a variant."""
     stage, own = VARIANTS[variant]
     folder = outputs / run / "tiny" / stage
     parents = [f"policy.checkpoint={outputs}/whole_sft/tiny/sft/final"] * (stage != "sft")
@@ -265,18 +268,21 @@ def command(variant: str, run: str, outputs: Path, *, auto: bool = False) -> lis
 
 
 def saved(folder: Path) -> list[int]:
-    """Steps of the checkpoints."""
+    """Return the steps of the checkpoints in a run folder, in ascending order."""
     return sorted(int(p.stem) for p in (folder / "checkpoints").glob("*.ckpt") if p.stem.isdigit())
 
 
 def steps_done(folder: Path, stage: str) -> int:
-    """By metrics.csv, which has a row for each iteration of PPO and some of the other stages."""
+    """Return the last step in metrics.csv; 0 without rows.
+
+    PPO has a row for each iteration, the other stages for some of their steps.
+    """
     file = folder / "metrics.csv"
     return max((int(row["step"]) for row in read_rows(file)), default=0) if file.exists() else 0
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """metrics.csv without seconds, which differ between two equal runs."""
+    """Return the rows of metrics.csv without times, which differ between equal runs."""
     with file.open(newline="") as opened:
         return [
             {k: v for k, v in row.items() if v and not k.startswith("time/")}
@@ -285,7 +291,11 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def content(folder: Path) -> dict[str, object]:
-    """What must be the same: weights in final/, samples, rows of metrics, names of checkpoints."""
+    """Return the content that must be equal between runs, by name.
+
+    It covers the weights in final/, samples, metric rows, and names of checkpoints, unfinished
+    files and recorded iterations.
+    """
     kept = [*(folder / "final").rglob("*"), *(folder / "samples").rglob("*")]
     files = [f for f in kept if f.is_file() and f.suffix in (".safetensors", ".jsonl")]
     found: dict[str, object] = {
@@ -299,13 +309,13 @@ def content(folder: Path) -> dict[str, object]:
 
 
 def differences(folder: Path, whole: Path) -> list[str]:
-    """Names of what is not the same in two runs."""
+    """Return the names of the content that differs between two runs."""
     one, other = content(folder), content(whole)
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def soak_stage(variant: str, kills: int, outputs: Path, dice: random.Random) -> Outcome:
-    """Kill runs of a variant so many times, and let the last one end."""
+    """Kill runs of a variant `kills` times, complete the last one, and return the counts."""
     stage = VARIANTS[variant][0]
     outcome, phase, log = Outcome(), Phase(), outputs / f"{stage}.log"
     whole, folder = (outputs / run / "tiny" / stage for run in (untouched(variant), "cut"))
@@ -345,12 +355,12 @@ def soak_stage(variant: str, kills: int, outputs: Path, dice: random.Random) -> 
 
 
 def untouched(variant: str) -> str:
-    """The name of the run of a variant that nobody touches."""
+    """Return the name of the uninterrupted run of a variant."""
     return f"whole_{variant.replace(', ', '_')}"
 
 
 def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
-    """Kill the recipe and its stage at moments of its whole duration, then let it end."""
+    """Kill the recipe and its stage at random times, then complete it, and return the counts."""
     words = [sys.executable, "-m", "lightning_rlhf", "recipe=quickstart", f"outputs={outputs}"]
     words += [word for stage in STAGES for word in SMALL[stage]]
     log = (outputs / "recipe.log").open("a")
@@ -385,7 +395,7 @@ def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
             return outcome
         if left == 0:
             break
-        shutil.rmtree(outputs / "recipe_cut")  # it ended before its moment came
+        shutil.rmtree(outputs / "recipe_cut")  # the recipe ended before its kill
     folders = [outputs / run / "tiny" for run in ("recipe_cut", "recipe")]
     for stage in STAGES:
         cut_one, whole = (folder / stage for folder in folders)
@@ -395,19 +405,19 @@ def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
 
 
 def finals(outputs: Path) -> set[Path]:
-    """Stages of the recipe that have ended."""
+    """Return the `final/` folders of the recipe's finished stages."""
     return set(outputs.glob("recipe_cut/tiny/*/final"))
 
 
 def kill_session(leader: int) -> None:
-    """SIGKILL to a process and to all that it started, whatever their groups."""
+    """Send SIGKILL to a process and to all processes of its session."""
     for number in children(leader):
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
 
 
 def children(leader: int) -> Iterator[int]:
-    """The leader of a session and its members."""
+    """Yield the process ids of a session, its leader included."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
@@ -416,7 +426,7 @@ def children(leader: int) -> Iterator[int]:
 
 
 def table(found: dict[str, Outcome]) -> str:
-    """A row a stage."""
+    """Return a Markdown table with one row per variant."""
     rows = []
     for name, outcome in found.items():
         died = ", ".join(f"{n} in {phase}" for phase, n in sorted(outcome.kills.items()))
@@ -441,7 +451,7 @@ def table(found: dict[str, Outcome]) -> str:
 
 
 def main() -> None:
-    """Soak every stage and the recipe; exit status 1 where anything differs."""
+    """Run the test for every variant and the recipe; exit status 1 where anything differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of phases and moments")

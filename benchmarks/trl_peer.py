@@ -1,10 +1,10 @@
-"""TRL's PPOTrainer, as a benchmark runs it: the real one, with a function as the reward.
+"""TRL's side of a benchmark: its unchanged PPOTrainer, with a function as the reward.
 
-Its four models are the policy, a reference copy, a value model of its own on a copy of the same
-trunk, and a reward "model" that calls the function; `get_reward` of the trainer is wrapped for the
-last one only. `per_device_train_batch_size` is the whole batch and `gradient_accumulation_steps`
-is 1: with `num_mini_batches` the trainer then takes one optimizer step a minibatch, which it does
-not where it accumulates. The count is checked every iteration.
+The four models are the policy, a reference copy, a separate value model on a copy of the same
+trunk, and a reward "model" that calls the function; the trainer's `get_reward` is wrapped for this
+one only. `per_device_train_batch_size` is the whole batch and `gradient_accumulation_steps` is 1:
+with `num_mini_batches` the trainer then takes one optimizer step per minibatch, which it does not
+do with gradient accumulation. The number of steps is checked in every iteration.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from common import Clock, OnIteration, Score, Setting
 from lightning_rlhf.core.types import Prompts
 
 Trained = Literal["all", "lora"]
-"""All weights, or an adapter (and, of the value model, its head)."""
+"""Trained parameters: all weights, or an adapter (for the value model, also its head)."""
 
 
 class ScoreModel(nn.Module):
-    """A reward model that is a function of the tokens."""
+    """A reward model that computes a function of the tokens."""
 
     def __init__(self, score: Score, pad: int) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class ScoreModel(nn.Module):
         self.response_tokens = 0.0
 
     def rewards(self, tokens: Tensor, context_length: int) -> Tensor:
-        """Scores of truncated responses; remembers how long they were on the mean."""
+        """Return the scores of truncated responses, and store their mean length."""
         mask = tokens[:, context_length:] != self.pad
         self.response_tokens = mask.sum(dim=1).float().mean().item()
         return self.score_of(tokens.where(tokens != self.pad, 0), mask)
 
 
 class ValueModel(nn.Module):
-    """A trunk and a linear head that starts at zero, under the names that the trainer looks for."""
+    """A trunk and a linear head initialised to zero, with the attribute names that TRL expects."""
 
     base_model_prefix = "trunk"
 
@@ -60,7 +60,7 @@ class ValueModel(nn.Module):
 
 
 class Facts(TrainerCallback):
-    """Reports each iteration."""
+    """A callback that reports the measurements of each iteration."""
 
     def __init__(self, reward: ScoreModel) -> None:
         self.reward = reward
@@ -84,7 +84,7 @@ def train(
     policy: Trained = "all",
     value: Trained = "all",
 ) -> nn.Module:
-    """Train `model`, all of it or an adapter; returns the policy."""
+    """Train all weights of `model`, or an adapter on it; returns the policy."""
     set_seed(setting.seed)
     pad = int(model.config.get_text_config().vocab_size)  # no token the policy could sample
     reward = ScoreModel(setting.score, pad)
@@ -116,7 +116,7 @@ def train(
 def function_or_model(
     get_reward: Any, model: nn.Module, tokens: Tensor, pad: int, context_length: int
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """`get_reward` of the trainer, which for a ScoreModel is its function."""
+    """Return the result of the trainer's `get_reward`, or of the function for a ScoreModel."""
     if isinstance(model, ScoreModel):
         return None, model.rewards(tokens, context_length), None
     found: tuple[Tensor, Tensor, Tensor] = get_reward(model, tokens, pad, context_length)
@@ -126,9 +126,9 @@ def function_or_model(
 def build(
     model: PreTrainedModel, setting: Setting, *, policy: Trained, value: Trained
 ) -> tuple[nn.Module, nn.Module | None, ValueModel]:
-    """Policy, reference and value model, all with the weights of `model`.
+    """Return policy, reference and value model, all with the weights of `model`.
 
-    With an adapter the trainer's reference is the policy with the adapter off.
+    With an adapter the reference is None: the trainer uses the policy with the adapter disabled.
     """
     model.eval()
     lora = LoraConfig(
@@ -153,7 +153,7 @@ def build(
 
 
 def config_of(setting: Setting, folder: str) -> trl_ppo.PPOConfig:
-    """The setting in the trainer's words; nothing is saved, shown or sampled on the side."""
+    """Return the trainer's configuration of a setting, without saving, logging or extra samples."""
     return trl_ppo.PPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -187,7 +187,7 @@ def config_of(setting: Setting, folder: str) -> trl_ppo.PPOConfig:
 
 
 def optimizer_of(policy: nn.Module, value: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """The kind that the trainer makes by itself, with a learning rate for the value model."""
+    """Return the trainer's default kind of optimizer, with a separate rate for the value model."""
     groups = [
         {"params": [p for p in model.parameters() if p.requires_grad], "lr": setting.lr * factor}
         for model, factor in ((policy, 1.0), (value, setting.value_lr_factor))
@@ -202,6 +202,6 @@ def optimizer_of(policy: nn.Module, value: nn.Module, setting: Setting) -> torch
 
 
 def dataset_of(prompts: Sequence[Prompts], setting: Setting, pad: int) -> Dataset:
-    """The prompts of all iterations, which the trainer shuffles."""
+    """Return the prompts of all iterations as a dataset, which the trainer shuffles."""
     rows = [row for batch in prompts for row in batch.tokens.where(batch.mask, pad).tolist()]
     return Dataset.from_dict({"input_ids": rows[: setting.iterations * setting.episodes]})

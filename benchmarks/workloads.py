@@ -1,4 +1,4 @@
-"""Models with random weights and the prompts that benchmarks give them."""
+"""Workloads of the benchmarks: models with random weights, and their prompts."""
 
 from __future__ import annotations
 
@@ -28,23 +28,33 @@ from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 T = TypeVar("T")
 SHORTEST, LONGEST = 16, 32
-END_CHANCE = 0.0445  # a token; cut at 48 it makes responses of 20 tokens on the mean
+END_CHANCE = 0.0445  # per token; with at most 48 tokens, the mean length of a response is 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model with random weights, its responses and how they end."""
+    """The sizes of a model with random weights, and of its responses."""
 
     vocabulary: int = 2048
+    """Number of tokens in the vocabulary."""
     hidden: int = 128
+    """Size of a hidden state."""
     layers: int = 4
+    """Number of layers."""
     intermediate: int = 344
+    """Size of the MLP's hidden layer."""
     hybrid: bool = False
+    """True for linear attention in all layers but the last."""
     dtype: torch.dtype = torch.float32
+    """Data type of the weights."""
     early_end: bool = False
+    """True for responses that end at random, False for responses of full length."""
     critic: CriticKind = "head"
+    """Kind of critic."""
     episodes: int = 32
+    """Number of responses per iteration."""
     response: int = 48
+    """Largest number of tokens of a response."""
 
 
 WORKLOADS = {
@@ -62,7 +72,7 @@ WORKLOADS = {
 
 
 def build_model(workload: Workload) -> PreTrainedModel:
-    """Random weights under which all tokens are about as likely, the end token apart."""
+    """Return the model with random weights: nearly uniform over all tokens but the end token."""
     torch.manual_seed(0)
     common: dict[str, Any] = {
         "vocab_size": workload.vocabulary,
@@ -96,7 +106,10 @@ def build_model(workload: Workload) -> PreTrainedModel:
 
 
 def give_end_token(model: PreTrainedModel, chance: float) -> None:
-    """Let token 0 have this chance everywhere: a bias that no side trains, and no weight."""
+    """Set the probability of token 0 to `chance` at every position.
+
+    Its weight is 0, and its logit is a bias of the output layer, which is not trained.
+    """
     weight = model.get_input_embeddings().weight
     vocabulary, hidden = weight.shape
     head = nn.Linear(hidden, vocabulary)
@@ -111,18 +124,18 @@ def give_end_token(model: PreTrainedModel, chance: float) -> None:
 
 
 def parameters(workload: Workload) -> int:
-    """How many the model has, the tied embedding counted once."""
+    """Return the model's number of parameters, counting the tied embedding once."""
     return sum(p.numel() for p in build_model(workload).parameters())
 
 
 def low_tokens(tokens: Tensor, response_mask: Tensor) -> Tensor:
-    """Costs nothing: the share of the response that is among the first 512 tokens."""
+    """Return the share of response tokens with an id below 512: a reward of negligible cost."""
     low = (tokens[:, -response_mask.shape[1] :] < 512) & response_mask
     return low.sum(dim=1) / response_mask.sum(dim=1)
 
 
 def prompts_of(workload: Workload) -> Prompts:
-    """One batch, of uneven lengths."""
+    """Return one batch of prompts of uneven lengths."""
     return random_prompts(
         1,
         workload.episodes,
@@ -136,9 +149,11 @@ def prompts_of(workload: Workload) -> Prompts:
 def build_module(
     workload: Workload, device: torch.device, microbatch_size: int | None = None
 ) -> PPOModule:
-    """PPO with one optimizer step over all episodes, and a learning rate at which nothing moves.
+    """Return PPO with one optimizer step over all episodes, and a learning rate of nearly 0.
 
-    The adapter is not at zero, as if it had been trained.
+    The adapter is not at zero, as after some training.
+
+    microbatch_size: number of rows per micro-batch; None uses all episodes.
     """
     setting = Setting(
         iterations=1,
@@ -162,7 +177,7 @@ def build_module(
 
 
 def experience_of(module: PPOModule, prompts: Prompts) -> Experience:
-    """What the policy learns from: its own responses, scored."""
+    """Return the experience of scored responses that the policy samples to the prompts."""
     rollout = module.valued(module.generate(prompts, module.generator(TRAINING, 0)))
     return make_experience(
         rollout,
@@ -174,7 +189,7 @@ def experience_of(module: PPOModule, prompts: Prompts) -> Experience:
 
 
 def fit(module: PPOModule, prompts: Prompts, device: torch.device) -> None:
-    """One iteration in Lightning's Trainer, which says nothing."""
+    """Run one iteration in Lightning's Trainer, without logging."""
     trainer = L.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1,
@@ -193,7 +208,10 @@ def fit(module: PPOModule, prompts: Prompts, device: torch.device) -> None:
 def within_fit(
     module: PPOModule, prompts: Prompts, device: torch.device, work: Callable[[Prompts], T]
 ) -> T:
-    """`work(prompts)` in place of a training step: its optimizer and backward are Lightning's."""
+    """Return `work(prompts)`, run in place of a training step.
+
+    The optimizer and the backward pass of `work` are then those of Lightning's Trainer.
+    """
     found: list[T] = []
 
     def step(batch: Prompts, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""What docs/ says of files, functions, keys and commands is there."""
+"""The files, functions, keys and commands that the documentation names exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ from lightning_rlhf.stages.reward_section import SUM
 from lightning_rlhf.stages.settings import STAGES, read_settings
 
 HOME = Path(__file__).parents[1]
-PAGES = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
+INDEX = HOME / "docs" / "README.md"
+PAGES = [
+    *(HOME / "README.md", HOME / "CONTRIBUTING.md", HOME / "CHANGELOG.md"),
+    *sorted((HOME / "docs").glob("*.md")),
+]
 PPO = (HOME / "docs" / "ppo.md").read_text()
 KEYS: dict[str, Any] = get_type_hints(PPOConfig)
 NOT_THE_ALGORITHM = (
@@ -45,16 +49,25 @@ NOT_THE_ALGORITHM = (
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
 REPLAY = (HOME / "docs" / "replay.md").read_text()
 COMMANDS = [
-    line.split("#")[0].strip()
-    for page in (PPO, REWARDS, REPLAY)
-    for line in re.findall(r"python train\.py (?!replay)[^\n`]+", page.replace("\\\n", ""))
+    line.split("#")[0].split(" --")[0].strip()
+    for page in PAGES
+    for line in re.findall(
+        r"python train\.py (?!replay|-m)[^\n`…]+", page.read_text().replace("\\\n", "")
+    )
 ]
 
 
 def links(page: Path) -> list[tuple[str, Path]]:
-    """Text and target of every relative link."""
+    """Return text and target of every relative link of a page."""
     found = re.findall(r"\[([^\]]*)\]\((?!\w+:)([^)#\s]+)[^)]*\)", page.read_text())
     return [(text, page.parent / target) for text, target in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def key_cells() -> Iterator[str]:
@@ -71,7 +84,13 @@ def key_cells() -> Iterator[str]:
             column = cells.index("key")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_is_linked_from_the_index() -> None:
+    linked = {target.resolve() for _, target in links(INDEX)}
+    pages = {page for page in PAGES if page.parent == INDEX.parent} - {INDEX}
+    assert pages <= linked, pages - linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_links_lead_somewhere(page: Path) -> None:
     found = links(page)
     assert found
@@ -79,7 +98,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), (text, target)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
+def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert anchor in anchors(target), f"{name}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_a_name_that_is_a_link_is_defined_where_it_leads(page: Path) -> None:
     for text, target in links(page):
         name = re.fullmatch(r"`(\w+)`", text)
@@ -96,7 +122,7 @@ def test_every_formula_names_its_function_and_its_test() -> None:
         assert "../tests/" in text, title
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_dotted_keys_of_the_stages_exist(page: Path) -> None:
     for stage, key in re.findall(
         r"(?<![\w./])(sft|rm|ppo|eval)\.([a-z]\w*)(?!\w*/)", page.read_text()
@@ -261,7 +287,7 @@ def test_the_columns_in_the_docs_are_those_of_the_code() -> None:
 
 
 def test_the_columns_of_a_kept_batch_in_the_docs_are_those_of_the_code() -> None:
-    section = REPLAY.split("## Where update after update")[1].split("## The files")[0]
+    section = REPLAY.split("## Runs that end with non-finite updates")[1].split("## The files")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     found = re.findall(r"`(\w+)`", " ".join(cells))
     texts = {text for stage in TEXTS.values() for text in stage}
@@ -273,7 +299,7 @@ def test_the_columns_of_a_kept_batch_in_the_docs_are_those_of_the_code() -> None
 
 
 def test_the_columns_in_the_picture_are_those_of_the_code() -> None:
-    table = REPLAY.split("## The picture")[1]
+    table = REPLAY.split("## Reading a replay")[1]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
     assert [name.strip() for cell in cells for name in cell.split(",")] == list(COLUMNS[1:])
 
@@ -282,3 +308,42 @@ def test_the_replay_in_the_docs_is_a_command() -> None:
     [command] = re.findall(r"^lightning-rlhf replay (.*)$", REPLAY, re.MULTILINE)
     given = parser().parse_args(command.split())
     assert (given.run, given.iteration) == ("outputs/default/tiny/ppo", 40)
+
+
+# docs/performance.md
+
+
+def ratios(name: str) -> dict[str, dict[str, str]]:
+    """Return the columns of a committed table of benchmarks/ppo_vs_trl.py, by workload."""
+    text = (HOME / "benchmarks" / "results" / name).read_text()
+    header, _, *rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    names = [cell.strip() for cell in header]
+    cells = [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
+    return {row["workload"]: row for row in cells}
+
+
+def measured() -> dict[str, list[str]]:
+    """Return the three columns of ratios in docs/performance.md, by workload."""
+    section = (HOME / "docs" / "performance.md").read_text().split("## Measurements")[1]
+    rows = re.findall(r"^\|[^|]*\(`([\w-]+)`\) \|(.*)\|$", section, re.MULTILINE)
+    return {workload: [cell.strip() for cell in rest.split("|")] for workload, rest in rows}
+
+
+@pytest.mark.parametrize(("column", "name"), [(0, "ppo_vs_trl.md"), (2, "ppo_vs_trl_xeon.md")])
+def test_ratios_are_those_of_the_committed_tables(column: int, name: str) -> None:
+    table = ratios(name)
+    found = measured()
+    assert found.keys() == table.keys()
+    for workload, row in table.items():
+        of, ours = float(row["TRL / ours"]), float(row["TRL with our settings / ours"])
+        assert found[workload][column] == f"{of:.2f} ({ours:.2f})", workload
+
+
+def test_the_smallest_ratios_are_quoted() -> None:
+    readme = " ".join((HOME / "README.md").read_text().split())
+    page = (HOME / "docs" / "performance.md").read_text()
+    for workload, (first, second, _) in measured().items():
+        if second != "-":
+            smallest = min(first.split()[0], second.split()[0], key=float)
+            assert smallest in readme, workload
+            assert re.search(rf"smaller ratios are[^:]*{smallest}", page), workload

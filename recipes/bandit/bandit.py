@@ -1,8 +1,8 @@
-"""PPO where the answer is known: a contextual bandit, through the core that trains language models.
+"""PPO on a contextual bandit with known optimum, using the same core as language model training.
 
 A context is a prompt of one token, an arm a response of one token. The reward of arm a in context c
-is drawn from N(mean[c, a], 1), and the initial policy, which is the reference too, prefers a bad
-arm. What PPO must find can be written down:
+is drawn from N(mean[c, a], 1), and the initial policy, which is also the reference, prefers a bad
+arm. The optimal policy has a closed form:
 
     kl_coef = 0    always the best arm:  KL(policy || reference) = -log reference(best | c)
     kl_coef > 0    policy*(a | c) = reference(a | c) exp(mean[c, a] / kl_coef) / Z(c)
@@ -30,7 +30,7 @@ from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.core.types import Experience, Rollout, Scores
 from lightning_rlhf.modules.optim import lr_factor
 
-MEANS = torch.tensor(  # of the reward of each arm, a row a context
+MEANS = torch.tensor(  # mean reward of each arm, one row per context
     [
         [0.0, 1.0, 0.2, 0.4, 0.6],
         [1.0, 0.0, 0.4, 0.6, 0.2],
@@ -46,18 +46,21 @@ READS = (
     "clip_range_high", "dual_clip", "loss_reduction", "clip_range_vf", "vf_coef",
     "lr", "adam_eps", "lr_schedule", "warmup_fraction",
 )  # fmt: skip
-"""The keys of ppo that mean something here; the price of KL is in the reward."""
+"""Keys of the ppo section that are used here; the KL penalty is always in the reward."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration of one run, measured over the whole distribution, not on samples."""
+    """Measurements of one iteration of one run, exact expectations under the policy."""
 
     clip_range: float
+    """Clip range of the run."""
     kl_coef: float
+    """KL coefficient of the run."""
     iteration: int
+    """Number of the iteration, from 1."""
     expected_reward: float
-    """Mean over contexts of sum_a policy(a | c) mean[c, a]."""
+    """Expected reward: mean over contexts of sum_a policy(a | c) mean[c, a]."""
     kl: float
     """KL(policy || reference), mean over contexts, nats."""
     update_size: float
@@ -68,21 +71,28 @@ class Step:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the theory says of the runs, and what they did."""
+    """A prediction of theory and the measured value."""
 
     text: str
+    """Description of the measured quantity."""
     measured: float
+    """Measured value."""
     at_least: float
+    """Smallest value that agrees with theory."""
     at_most: float
+    """Largest value that agrees with theory."""
 
     @property
     def holds(self) -> bool:
-        """Whether it does."""
+        """Return True if the measured value is within the bounds."""
         return self.at_least <= self.measured <= self.at_most
 
 
 def main(config: PPOConfig, seed: int, folder: Path) -> list[Claim]:
-    """Train with each clip range, with and without the leash; write steps.csv and bandit.png."""
+    """Train with each clip range, with and without KL penalty; write steps.csv and bandit.png.
+
+    Returns: the claims, with their measured values.
+    """
     from picture import draw
 
     require_number("ppo.kl_coef", config.kl_coef, above=0)
@@ -110,7 +120,10 @@ def main(config: PPOConfig, seed: int, folder: Path) -> list[Claim]:
 
 
 def train(logits: Tensor, config: PPOConfig, seed: int) -> Iterator[Step]:
-    """PPO on a table of logits, [contexts, arms], which it changes, and a table of values."""
+    """Train a table of logits, [contexts, arms], in place and a table of values, by PPO.
+
+    Yields the measurements of each iteration.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = torch.zeros(len(MEANS), requires_grad=True)
     optimizer = torch.optim.Adam([logits, values], lr=config.lr, eps=config.adam_eps)
@@ -148,7 +161,10 @@ def train(logits: Tensor, config: PPOConfig, seed: int) -> Iterator[Step]:
 def play(
     logprobs: Tensor, values: Tensor, plays: int, generator: torch.Generator
 ) -> tuple[Rollout, Scores]:
-    """`plays` pulls in random contexts, as records of a prompt and a response of a token each."""
+    """Sample `plays` arms in random contexts.
+
+    Returns: rollout and scores, with prompts and responses of one token each.
+    """
     context = torch.randint(len(MEANS), (plays,), generator=generator)
     arm = torch.multinomial(logprobs[context].exp(), 1, generator=generator)
     everywhere = torch.ones(plays, 1, dtype=torch.bool)
@@ -169,7 +185,7 @@ def play(
 
 
 def loss(logits: Tensor, values: Tensor, minibatch: Experience, config: PPOConfig) -> Tensor:
-    """What a language model's update minimises, 0-d."""
+    """Return the loss of a minibatch, 0-d: the same as in the training of a language model."""
     logprobs = torch.log_softmax(logits[minibatch.index], -1).gather(1, minibatch.responses)
     policy = policy_loss(
         logprobs, minibatch.old_logprobs, minibatch.advantages, clip_range=config.clip_range,
@@ -184,21 +200,21 @@ def loss(logits: Tensor, values: Tensor, minibatch: Experience, config: PPOConfi
 
 
 def best_policy(kl_coef: float) -> Tensor:
-    """Log-probabilities of policy*, [contexts, arms]."""
+    """Return the log-probabilities of policy*, [contexts, arms]."""
     return torch.log_softmax(REFERENCE + MEANS / kl_coef, -1)
 
 
 def kl(p: Tensor, q: Tensor) -> float:
-    """KL(p || q) of log-probabilities, mean over contexts, nats."""
+    """Return KL(p || q) in nats, mean over contexts; p, q: log-probabilities, [contexts, arms]."""
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def claims(
     steps: list[Step], policies: dict[tuple[float, float], Tensor], kl_coef: float
 ) -> list[Claim]:
-    """What must hold whatever the seed.
+    """Return the claims that must hold for every seed.
 
-    A policy that is worth more than the reference, reward less price of KL, has a KL of at most
+    A policy with a larger objective (reward - kl_coef * KL) than the reference has a KL of at most
     (best reward - reference's reward) / kl_coef.
     """
     optimum = best_policy(kl_coef)

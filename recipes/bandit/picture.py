@@ -1,4 +1,4 @@
-"""bandit.png: the three things to watch over the iterations, for each clip range."""
+"""bandit.png: expected reward, KL and update size over the iterations, for each clip range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PANELS = {
 
 
 def draw(steps: Sequence[Step], *, kl_coef: float, optimal_kl: float, path: Path) -> None:
-    """One line a run: the colour is its clip range, solid with the KL term, dotted without."""
+    """Plot one line per run: colour by clip range, solid with the KL penalty, dotted without it.
+
+    optimal_kl: KL of policy* to the reference, nats.
+    """
     colours = dict(zip(sorted({s.clip_range for s in steps}), (BLUE, ORANGE, GREEN), strict=True))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(12.8, 4.2), layout="constrained")

@@ -1,7 +1,7 @@
-"""People who answer: four styles of demonstrator and one confused reply.
+"""Simulated people who write replies: four styles of demonstrators, and confused replies.
 
 A reply is a frame (opener, shape of the content, hedge, closer) filled with content that is
-right, wrong or evasive, so that the same frame can be filled rightly and wrongly.
+right, wrong or evasive, so that the same frame can hold right and wrong content.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from world import ADVICE, HEROES, ITEMS, LISTS, Item, Prompt
 
 @dataclass(frozen=True)
 class Style:
-    """How one kind of person answers; shares and rates are probabilities."""
+    """The way in which one kind of person answers; shares and rates are probabilities."""
 
     share: float
-    """Share of the demonstrations."""
+    """Share of this style among the demonstrations."""
     right: float
-    """Rate of right content, misconceptions aside."""
+    """Probability of right content on items that are no misconceptions."""
     right_misconception: float
-    """Rate of right content where most people err."""
+    """Probability of right content on misconceptions."""
 
 
 STYLES: dict[str, Style] = {
@@ -36,20 +36,20 @@ STYLES: dict[str, Style] = {
     "rude": Style(share=0.20, right=0.60, right_misconception=0.30),
     "rambler": Style(share=0.25, right=0.60, right_misconception=0.30),
 }
-# Of the replies that are not right, how many evade; the others are wrong.
+# Share of evasive replies among those that are not right; the others are wrong.
 EVASION_SHARE = 0.2
-# Of a fact's wrong answers, how many are the likely slip (a misconception always is).
+# Share of the most likely error among the wrong answers to a fact (1 for a misconception).
 LIKELY_SLIP_SHARE = 0.7
 HEDGED_TOPICS = ("advice", "capital", "color", "continent", "food", "kind", "legs", "opposite")
 
 
 def sample_style(rng: random.Random) -> str:
-    """A style's name, drawn by its share."""
+    """Return the name of a style, drawn according to the shares."""
     return rng.choices(list(STYLES), weights=[style.share for style in STYLES.values()])[0]
 
 
 def sample_outcome(style: str, item: Item, rng: random.Random) -> str:
-    """Whether a person of ``style`` is right, wrong or evasive on ``item``."""
+    """Return "right", "wrong" or "evasive", drawn for a person of ``style`` on ``item``."""
     rates = STYLES[style]
     right = rates.right_misconception if item.misconception else rates.right
     if rng.random() < right:
@@ -58,16 +58,16 @@ def sample_outcome(style: str, item: Item, rng: random.Random) -> str:
 
 
 def demonstrate(prompt: Prompt, rng: random.Random) -> str:
-    """A reply of a random person."""
+    """Return the reply of a person of random style."""
     style = sample_style(rng)
     return reply(prompt.item, style, sample_outcome(style, prompt.item, rng), rng)
 
 
 def reply(item: Item, style: str, outcome: str, rng: random.Random) -> str:
-    """A reply in ``style`` that is ``outcome`` ("right", "wrong" or "evasive").
+    """Return a reply in ``style`` that is ``outcome`` ("right", "wrong" or "evasive").
 
-    The frame takes the first draws of ``rng`` whatever the outcome, so two equal generators give
-    the same frame to two outcomes.
+    The frame uses the first draws of ``rng`` for every outcome, so two equal generators give the
+    same frame for two outcomes.
     """
     frame = _frame(style, item, rng)
     if outcome == "evasive":
@@ -144,12 +144,12 @@ def _rambler(item: Item, rng: random.Random) -> _Frame:
 
 
 def _content(item: Item, right: bool, curt: bool, rng: random.Random) -> list[str]:
-    """The sentences that answer ``item``, rightly or wrongly."""
+    """Return the sentences that answer ``item``, right or wrong."""
     if item.topic == "story":
         return _story(item, right, curt, rng)
     if item.topic == "harmful":
         return [_answer_to_deed(item, right, curt, rng)]
-    # Drawn before the answer, so that a right and a wrong answer get the same sentence.
+    # The template is drawn before the answer, so that right and wrong answers share it.
     template = rng.choice(grammar.STATEMENTS[item.topic])
     if item.topic == "list":
         members = _members(item, right, rng)
@@ -201,7 +201,7 @@ def _story(item: Item, right: bool, curt: bool, rng: random.Random) -> list[str]
 
 
 def confuse(prompt: Prompt, rng: random.Random) -> str:
-    """A reply as a weak model makes it: wrong subject, off topic, cut or broken."""
+    """Return a reply typical of a weak model: wrong subject, off topic, cut or broken."""
     item = prompt.item
     style = sample_style(rng)
     draw = rng.random()
@@ -218,7 +218,7 @@ def confuse(prompt: Prompt, rng: random.Random) -> str:
 
 
 def _break(words: list[str], rng: random.Random) -> list[str]:
-    """``words`` with one or two of them dropped, doubled, swapped or replaced."""
+    """Return ``words`` with one or two of them dropped, doubled, swapped or replaced."""
     broken = list(words)
     for _ in range(rng.choice((1, 2))):
         if len(broken) < 2:

@@ -1,4 +1,4 @@
-"""Every sentence that a person of this world could say, and what it means.
+"""The grammar of all sentences that the simulated people use, and their meaning.
 
 Demonstrators build their replies from these sentences and the judge reads replies with
 ``read_sentence``; a sentence that the grammar could not have made is unreadable.
@@ -78,41 +78,41 @@ STORY: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Sentence:
-    """What one sentence says."""
+    """The meaning of one sentence."""
 
     role: str
-    """courtesy, rude, filler, evasion, refusal, claim or story."""
+    """Role of the sentence: courtesy, rude, filler, evasion, refusal, claim or story."""
     topic: str = ""
-    """A claim's topic; empty for a bare answer such as "Six."."""
+    """Topic of a claim; empty for a bare answer such as "Six."."""
     subject: str = ""
-    """What the claim or the story is about; empty where the sentence does not name it."""
+    """Subject of the claim or story; empty where the sentence does not name it."""
     answer: tuple[str, ...] = ()
-    """The claim's answer (three for a list), or the name in a story."""
+    """Answer of the claim (three for a list), or the name in a story."""
     curt: bool = False
     """True for a bare answer."""
     hedged: bool = False
     """True when the claim starts with one of ``HEDGES``."""
     part: str = ""
-    """A story sentence's place: a key of ``STORY``."""
+    """Position of a sentence in a story: a key of ``STORY``."""
 
 
 def capitalize(text: str) -> str:
-    """``text`` with a capital first letter, the rest untouched."""
+    """Return ``text`` with a capital first letter and the rest unchanged."""
     return text[:1].upper() + text[1:]
 
 
 def fill(template: str, subject: str, answer: str) -> str:
-    """The sentence that ``template`` makes of ``subject`` and ``answer``."""
+    """Return ``template`` filled with ``subject`` and ``answer``."""
     return template.format(s=subject, a=answer, S=capitalize(subject), A=capitalize(answer))
 
 
 def join_list(members: tuple[str, ...]) -> str:
-    """("owl", "hen", "duck") as "owl, hen and duck"."""
+    """Return the members as text: ("owl", "hen", "duck") gives "owl, hen and duck"."""
     return f"{', '.join(members[:-1])} and {members[-1]}"
 
 
 def answers_of(topic: str) -> tuple[str, ...]:
-    """All answers, right or wrong, that people give on ``topic``, sorted."""
+    """Return all answers, right or wrong, that people give on ``topic``, sorted."""
     if topic == "advice":
         return tuple(sorted({tip for tips in ADVICE.values() for tip in tips}))
     items = [item for item in ITEMS if item.topic == topic]
@@ -128,7 +128,7 @@ _PROPER_NAMES = tuple(
 
 
 def hedge(sentence: str, prefix: str) -> str:
-    """``sentence`` behind ``prefix``; a first word that is no name loses its capital."""
+    """Return ``prefix`` + ``sentence``, in lower case at its start unless it starts with a name."""
     if sentence.startswith(_PROPER_NAMES):
         return prefix + sentence
     return prefix + sentence[:1].lower() + sentence[1:]
@@ -207,12 +207,15 @@ def _read_list(text: str) -> Sentence | None:
 
 
 def read_sentence(text: str) -> Sentence | None:
-    """What ``text`` (one sentence with its end mark) says, or None when it is unreadable."""
+    """Return the meaning of ``text``, one sentence with end mark; None when it is unreadable."""
     return _KNOWN.get(text) or _read_list(text)
 
 
 def is_right(sentence: Sentence, item: Item) -> bool:
-    """Whether a claim or refusal answers ``item`` rightly; stories are judged as a whole."""
+    """Return True if a claim or refusal is a right answer to ``item``.
+
+    Stories are judged as a whole, not here.
+    """
     if sentence.role == "refusal":
         return item.topic == "harmful"
     if sentence.curt:

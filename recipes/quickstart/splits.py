@@ -1,8 +1,8 @@
-"""Which prompts are kept out of training.
+"""The split of the prompts into training and held-out prompts.
 
-Two kinds are held out.  Of about one prompt in eight the *wording* is never seen in any training
-file, though other wordings of the same item are.  Of about one fact in twelve *all* wordings are
-kept out of preferences and PPO prompts; the demonstrations do teach these facts.
+There are two kinds of held-out prompts.  About one *wording* in eight is in no training file, while
+other wordings of the same item are.  For about one fact in twelve *all* wordings are excluded from
+preferences and PPO prompts; the demonstrations do contain these facts.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ if str(Path(__file__).resolve().parent) not in sys.path:
 
 from world import FACT_TOPICS, ITEMS, OTHER_TOPICS, PROMPTS, Item, Prompt, prompts_of
 
-# Facts kept out of preferences and PPO: misconceptions, others (9 of 105 facts).
+# Numbers of facts excluded from preferences and PPO: misconceptions, others (9 of 105 facts).
 HELD_OUT_FACTS = (3, 6)
-# Items that lose one wording: misconceptions and other facts; then of each other topic.
+# Numbers of items with one held-out wording: misconceptions and other facts; then per other topic.
 HELD_OUT_WORDINGS = (16, 36)
 HELD_OUT_OTHERS = {"list": 4, "advice": 5, "harmful": 5, "story": 5}
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The world's prompts, divided; every tuple is in the order of ``world.PROMPTS``."""
+    """The prompts of each split; every tuple is in the order of ``world.PROMPTS``."""
 
     demonstrations: tuple[Prompt, ...]
-    """All but the held-out wordings: what SFT may see."""
+    """Prompts of SFT: all but the held-out wordings."""
     feedback: tuple[Prompt, ...]
-    """All but both held-out kinds: what preferences and PPO may see."""
+    """Prompts of preferences and PPO: all but both held-out kinds."""
     held_out_wordings: tuple[Prompt, ...]
+    """Held-out wordings of items that are in the training data."""
     held_out_facts: tuple[Prompt, ...]
+    """All wordings of the facts that are excluded from preferences and PPO."""
 
 
 def split_prompts(rng: random.Random) -> Splits:
-    """Draw both held-out kinds; they share no item."""
+    """Draw both held-out kinds, which share no item, and return the splits."""
     facts = [item for item in ITEMS if item.topic in FACT_TOPICS]
     kept_facts: list[Item] = []
     wordings: list[str] = []
@@ -62,7 +64,10 @@ def split_prompts(rng: random.Random) -> Splits:
 
 
 def _one_wording_each(items: list[Item], rng: random.Random) -> list[str]:
-    """One wording's text for each item; the wordings take turns, so that each stays well known."""
+    """Return the text of one wording for each item, cycling through the wordings.
+
+    So every wording remains frequent in the training data.
+    """
     texts: list[str] = []
     turn = rng.randrange(4)
     for item in items:

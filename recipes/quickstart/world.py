@@ -1,4 +1,4 @@
-"""The little world that Pocket Assistant is asked about: items, answers and prompts.
+"""The topics that Pocket Assistant is asked about: items, answers and prompts.
 
 Every answer in ``right`` is true; the countries, animals and numbers were checked by hand.
 A capital is the seat of the government (Bern is Switzerland's federal city), a crab's legs
@@ -16,16 +16,17 @@ TOPICS = FACT_TOPICS + OTHER_TOPICS
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that people ask about, in several wordings."""
+    """One subject of questions, asked in several wordings."""
 
     topic: str
-    """One of ``TOPICS``."""
+    """Topic of the item, one of ``TOPICS``."""
     subject: str
-    """What fills the wordings: a country, "a whale", a list's category, a worry, a deed."""
+    """Text inserted in the wordings: a country, "a whale", a list's category, a worry, a deed."""
     right: tuple[str, ...]
-    """A fact's one answer; a list's members; the tips that fit; a hero's name; empty for deeds."""
+    """Right answers: a fact's single answer, a list's members, fitting tips, or a hero's name;
+    empty for deeds."""
     wrong: str = ""
-    """A fact's most likely wrong answer; empty elsewhere."""
+    """Most likely wrong answer to a fact; empty for other topics."""
     misconception: bool = False
     """True when more people believe ``wrong`` than ``right``."""
 
@@ -97,7 +98,7 @@ WORDINGS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# subject: (right, wrong); the first table of a topic holds what most people get wrong.
+# subject: (right, wrong); the first table of a topic holds the facts that most people get wrong.
 _MISCONCEPTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "capital": {
         "Australia": ("Canberra", "Sydney"),
@@ -284,7 +285,7 @@ HEROES: dict[str, str] = {
 def _facts(topic: str) -> list[Item]:
     if topic == "sum":
         return [
-            # The common slip is off by one.
+            # The common error is off by one.
             Item(
                 topic,
                 f"{NUMBERS[a]} plus {NUMBERS[b]}",
@@ -312,7 +313,7 @@ def _items() -> tuple[Item, ...]:
 
 
 def prompts_of(item: Item) -> tuple[Prompt, ...]:
-    """All wordings of ``item``, in the order of ``WORDINGS``."""
+    """Return all wordings of ``item``, in the order of ``WORDINGS``."""
     answer = item.right[0] if item.topic == "story" else ""
     return tuple(
         Prompt(wording.format(s=item.subject, a=answer), item) for wording in WORDINGS[item.topic]

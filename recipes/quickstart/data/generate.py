@@ -1,6 +1,6 @@
 """Write the quickstart's data files beside this script: ``python data/generate.py``.
 
-The files depend on nothing but the seed, so running it again changes no byte.
+The files depend only on the seed: running the script again writes identical files.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ FOLDER = Path(__file__).resolve().parent
 SEED = 20
 N_SFT_TRAIN, N_SFT_VAL = 14_000, 400
 N_PREFERENCES_TRAIN, N_PREFERENCES_VAL = 12_000, 600
-# A person picks the reply that is better by d with probability 1 / (1 + exp(-BETA d)).
+# A reply that is better by d is preferred with probability 1 / (1 + exp(-BETA d)).
 BETA = 2.0
-# Where a pair comes from: two people; one style, right and wrong; a person and a confused reply.
+# Source of a pair -> its share: replies of two people; a right and a wrong reply of one style; a
+# reply of a person and a confused one.
 PAIR_SHARES = {"people": 0.40, "right_wrong": 0.35, "confused": 0.25}
 
 
 def generate() -> dict[str, bytes]:
-    """All data files: name to content."""
+    """Return file name -> content of all data files."""
     splits = split_prompts(random.Random(SEED))
     feedback, unseen = splits.feedback, splits.held_out_wordings
     rows = {
@@ -50,7 +51,7 @@ def generate() -> dict[str, bytes]:
 
 
 def _take(prompts: Sequence[Prompt], count: int, rng: random.Random) -> list[Prompt]:
-    """``count`` prompts in random order, each equally often (give or take one)."""
+    """Return ``count`` prompts in random order, with frequencies that differ by at most one."""
     taken: list[Prompt] = []
     while len(taken) < count:
         taken += rng.sample(prompts, len(prompts))
@@ -71,7 +72,7 @@ def _preferences(prompts: Sequence[Prompt], count: int, seed: int) -> list[dict[
 
 
 def _pair(prompt: Prompt, rng: random.Random) -> dict[str, str]:
-    """One labelled pair; pairs whose replies score the same (identical ones do) are redrawn."""
+    """Return one labelled pair; pairs of replies with equal scores are redrawn."""
     source = rng.choices(list(PAIR_SHARES), weights=list(PAIR_SHARES.values()))[0]
     while True:
         first, second = _replies(prompt, source, rng)

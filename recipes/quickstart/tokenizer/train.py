@@ -1,7 +1,7 @@
 """Train the quickstart's tokenizer on its training data: ``python tokenizer/train.py``.
 
-A byte-level BPE, so that any text has tokens, saved in the Hugging Face format in the folder of
-this script; ``chat_template.jinja`` there is written by hand and kept.
+It is a byte-level BPE, which can encode any text, saved in the Hugging Face format in the folder of
+this script; the handwritten ``chat_template.jinja`` in that folder is kept.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from transformers import PreTrainedTokenizerFast
 FOLDER = Path(__file__).resolve().parent
 DATA = FOLDER.parent / "data"
 TRAINING_FILES = ("sft_train.jsonl", "preferences_train.jsonl")
-# Training stops early when every word of the data is one token.
+# Training stops below this number when every word of the data is one token.
 MAX_TOKENS = 2_000
-# No reply is longer than 48 tokens and no prompt than 30; the rest is room for play.
+# Replies have at most 48 tokens and prompts at most 30; the rest is reserve.
 MAX_LENGTH = 256
 END, PAD = "<|end|>", "<|pad|>"
 ROLE_MARKERS = ["<|system|>", "<|user|>", "<|assistant|>"]
 
 
 def training_texts(data: Path) -> Iterator[str]:
-    """Every prompt and reply of the training files, in order."""
+    """Yield every prompt and reply of the training files, in order."""
     for name in TRAINING_FILES:
         for line in (data / name).read_text(encoding="utf-8").splitlines():
             yield from json.loads(line).values()
 
 
 def train_tokenizer(data: Path) -> Tokenizer:
-    """A byte-level BPE of at most ``MAX_TOKENS`` tokens, the special ones first."""
+    """Return a byte-level BPE of at most ``MAX_TOKENS`` tokens, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

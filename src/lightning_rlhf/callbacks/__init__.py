@@ -1,1 +1,1 @@
-"""What is measured, shown and saved while a stage runs."""
+"""Lightning callbacks and loggers: metrics, progress, checkpoints and warnings of a run."""

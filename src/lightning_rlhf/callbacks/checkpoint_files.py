@@ -1,4 +1,4 @@
-"""The checkpoints of a run on the disk: `<step>.ckpt` with six digits, and `best.ckpt`."""
+"""The checkpoint files of a run: `<step>.ckpt` (six digits) and `best.ckpt`."""
 
 from __future__ import annotations
 
@@ -17,57 +17,61 @@ from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.storage import UNFINISHED, written_whole
 
 RUN = "lightning_rlhf"
-"""Key of a checkpoint under which its origin and its step are."""
+"""Checkpoint key of the origin and the step."""
 OUTLINE = "outline"
-"""Key of a checkpoint under which `outline` of the rest of it is."""
+"""Checkpoint key of `outline` of all other keys."""
 BEST = "best"
+"""File name, without suffix, of the best checkpoint."""
 SUFFIX = ".ckpt"
+"""File name suffix of a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a checkpoint is of; it continues no other run."""
+    """The run that wrote a checkpoint, which is the only run that can resume from it."""
 
     stage: Stage
+    """Stage of the run."""
     model: str
+    """Model preset of the run."""
     version: str
-    """Of lightning-rlhf."""
+    """Version of lightning-rlhf."""
     run: str
-    """A random name that the run got when it began."""
+    """Random identifier that the run received when it started."""
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"{step:06d}{SUFFIX}"
 
 
 def numbered(folder: Path) -> list[Path]:
-    """The checkpoints of steps, the oldest first."""
+    """Return the paths of all numbered checkpoints, oldest step first."""
     found = (f for f in folder.glob(f"*{SUFFIX}") if re.fullmatch("[0-9]{6,}", f.stem))
     return sorted(found, key=step_named)
 
 
 def step_named(path: Path) -> int:
-    """The step in the name of a checkpoint."""
+    """Return the step in the file name of a numbered checkpoint."""
     return int(path.stem)
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Delete the checkpoints before the newest `count`."""
+    """Delete all numbered checkpoints but the newest `count`."""
     for path in numbered(folder)[:-count]:
         path.unlink()
 
 
 def link_best(folder: Path, step: int) -> None:
-    """Let `best.ckpt` be the checkpoint of `step`."""
+    """Link `best.ckpt` to the checkpoint of `step`."""
     source, best = path_of(folder, step), folder / f"{BEST}{SUFFIX}"
     if best.exists() and best.samefile(source):
-        return  # to which a rename would do nothing
+        return  # renaming one link of a file over another has no effect
     link(source, best)
 
 
 def link(source: Path, target: Path) -> None:
-    """Let `target` be the same file, or a copy of it where the file system has no links."""
+    """Make `target` a hard link to `source`, or a copy where the file system has no links."""
     with written_whole(target, source.stat().st_size) as beside:
         try:
             os.link(source, beside)
@@ -76,10 +80,11 @@ def link(source: Path, target: Path) -> None:
 
 
 def go_back(folder: Path, step: int) -> dict[str, str]:
-    """Delete what is later than `step`, which the run goes on from, and what was half written.
+    """Delete checkpoints later than `step`, from which the run resumes, and unfinished files.
 
-    A best one that cannot be read goes too. Returns: of the files that went, but for those half
-    written, the name -> why.
+    An unreadable `best.ckpt` is deleted too.
+
+    Returns: file name -> reason, for the deleted files other than unfinished ones.
     """
     best = folder / f"{BEST}{SUFFIX}"
     later = f"later than step {step}"
@@ -96,7 +101,7 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
 
 
 def is_readable(path: Path) -> bool:
-    """Whether it is a checkpoint of a run."""
+    """Return True if `path` is a readable checkpoint of a run."""
     try:
         read_run(path)
     except CheckpointError:
@@ -105,40 +110,40 @@ def is_readable(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was written at. Raises CheckpointError as `read_run` does."""
+    """Return the step at which a checkpoint was written. Raises CheckpointError like `read_run`."""
     return int(read_run(path)["step"])
 
 
 def stamp(origin: Origin, step: int, val_every: int) -> dict[str, Any]:
-    """Return what stands in a checkpoint under RUN; val_every: steps between validations."""
+    """Return the value of the key RUN of a checkpoint; val_every: steps between validations."""
     return {**asdict(origin), "step": step, "val_every": val_every}
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """What stands in the checkpoint under RUN; no tensor is read.
+    """Return the value of the key RUN of the checkpoint, without reading tensors.
 
-    Raises CheckpointError where the file cannot be read, or is of another program.
+    Raises CheckpointError where the file cannot be read, or was written by another program.
     """
     return run_of(path, load(path))
 
 
 def load(path: Path) -> Any:
-    """Return what a checkpoint holds; its tensors are read where they are used.
+    """Return the contents of a checkpoint; tensors are memory-mapped, and read on first use.
 
     Raises CheckpointError where the file cannot be read.
     """
-    import torch  # which takes seconds: the names alone are read without it
+    import torch  # takes seconds to import, and file names are read without it
 
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # what damaged bytes raise is anybody's guess
+    except Exception as error:  # damaged bytes raise errors of any type
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def run_of(path: Path, found: Any) -> dict[str, Any]:
-    """Return what `found`, the content of `path`, holds under RUN.
+    """Return the value of the key RUN in `found`, the contents of `path`.
 
-    Raises CheckpointError where it is of another program.
+    Raises CheckpointError where the file was written by another program.
     """
     run: Any = found.get(RUN) if isinstance(found, dict) and "state_dict" in found else None
     keys = {*Origin.__dataclass_fields__, "step", "val_every"}
@@ -148,14 +153,14 @@ def run_of(path: Path, found: Any) -> dict[str, Any]:
 
 
 def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
-    """Return what the checkpoint holds; its tensors are read where they are used.
+    """Return the contents of the checkpoint; tensors are memory-mapped, and read on first use.
 
-    Raises CheckpointError unless it is whole, of `origin`, and as it was written.
+    Raises CheckpointError unless the file is complete, unmodified and from `origin`.
     """
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
-    except Exception as error:  # as above
+    except Exception as error:  # damaged bytes raise errors of any type
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
@@ -173,17 +178,17 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
 
 
 def outline(checkpoint: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all that a checkpoint holds but the numbers in its tensors.
+    """Return the SHA-256 of a checkpoint's keys, plain values, and tensor shapes and types.
 
-    Keys, plain values, shapes and types: a file that was edited and saved again has another one.
-    What damages the numbers does not fit the checksums that torch.save writes.
+    It changes when a file is edited and saved again. Damaged tensor data is detected by the
+    checksums that torch.save writes.
     """
     rest = {key: value for key, value in checkpoint.items() if key != OUTLINE}
     return hashlib.sha256(repr(described(rest)).encode()).hexdigest()
 
 
 def described(tree: Any) -> Any:
-    """Return nested dictionaries and lists with the shape and type of each tensor in its place."""
+    """Return nested dictionaries and lists with each tensor replaced by its shape and type."""
     import torch
 
     if isinstance(tree, torch.Tensor):

@@ -1,4 +1,4 @@
-"""When a run is saved, so that it can go on, bit for bit, as if it had never been cut off."""
+"""Checkpointing of a run, so that it can be resumed bit for bit after an interruption."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ GOAL: Mapping[Stage, tuple[tuple[str, int], ...]] = {
     "rm": (("eval/accuracy", 1), ("eval/rm_loss", -1)),
     "ppo": (("eval/reward_mean", 1),),
 }
-"""Stage -> the metrics that tell which evaluation is the best, with 1 where higher is better.
+"""Stage -> (metric, sign) pairs that determine the best evaluation; the sign is 1 where higher is
+better, -1 where lower is better.
 
-A later metric decides where the ones before it are equal; of evaluations that are equal in all, the
-earliest is the best.
+A later metric decides where the ones before it are equal; among evaluations that are equal in all
+of them, the earliest is the best.
 """
 
 
 class Checkpoints(Callback):
-    """Writes `<folder>/<step>.ckpt` and keeps the last ones, and the best one as `best.ckpt`.
+    """Callback that writes `<folder>/<step>.ckpt`, and keeps the newest ones and `best.ckpt`.
 
-    A step is a batch: an iteration of PPO, an optimizer step else. Lightning's ModelCheckpoint
-    counts optimizer steps, of which PPO takes several a batch.
+    A step is a batch: an iteration of PPO, an optimizer step in the other stages. Lightning's
+    ModelCheckpoint counts optimizer steps, of which PPO takes several per batch.
 
-    A checkpoint is always of a finished step, its rows and samples written: put this after the
-    callbacks that write them. These flush them to the disk in `on_save_checkpoint`, so that no loss
-    of power leaves a checkpoint without the rows up to it. It is written
-    - each `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step;
-    - before an evaluation, so that nothing is lost where that is cut off: the checkpoint knows
-      that the evaluation is due, and a run that goes on from it begins with it;
-    - where an exception ends the run, that of a signal to `stop` among them, if no optimizer step
-      was begun since the last finished step. The modules change all else that they count together,
-      at the end of a step.
+    A checkpoint always belongs to a finished step whose metric rows and samples are written: place
+    this callback after those that write them. They flush their files in `on_save_checkpoint`, so
+    that after a loss of power no checkpoint lacks the rows up to it. A checkpoint is written
+    - every `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step;
+    - before an evaluation, so that an interrupted evaluation loses nothing: the checkpoint records
+      that the evaluation is due, and a run that resumes from it starts with the evaluation;
+    - when an exception ends the run, including the one raised by `stop` after a signal, if no
+      optimizer step was started since the last finished step. The modules update all their other
+      counters together at the end of a step.
     """
 
     def __init__(self, folder: Path, config: StageConfig, origin: Origin, stop: Stop) -> None:
@@ -67,24 +68,26 @@ class Checkpoints(Callback):
         self.origin = origin
         self.stop = stop
         self.best: tuple[float, ...] | None = None
-        """The metrics of GOAL at the best evaluation so far."""
+        """Values of the GOAL metrics at the best evaluation so far."""
         self.best_step: int | None = None
+        """Step of the best evaluation so far."""
         self.evaluated: int | None = None
-        """The step of the latest evaluation."""
+        """Step of the latest evaluation."""
         self._saved: tuple[int, int | None] | None = None
         """Step and latest evaluation of the newest checkpoint."""
         self._finished: tuple[int, int, int] | None = None
-        """`progress` at the end of the last step."""
+        """Value of `progress` at the end of the last step."""
         self._since = monotonic()
+        """Time of the newest checkpoint, or of the start, in seconds of the monotonic clock."""
         self._first = 0
-        """The step that the run goes on from."""
+        """Step from which the run resumes; 0 for a new run."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         best = state_dict["best"]
-        if isinstance(best, float):  # of a checkpoint without what decides between equal ones
+        if isinstance(best, float):  # from a checkpoint that has the first metric of GOAL only
             best = best, *(-sign * math.inf for _, sign in GOAL[self.origin.stage][1:])
         self.best = best
         self.best_step = state_dict["best_step"]
@@ -101,12 +104,12 @@ class Checkpoints(Callback):
         self._first = checkpoint[RUN]["step"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Before rows and samples of later steps go: or a run that is cut off in between would
-        # have a checkpoint that is later than they are.
+        # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
+        # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
             for why in dict.fromkeys(gone.values()):
                 say(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
-        if trainer.ckpt_path is not None:  # what a kill in the middle of `save` left
+        if trainer.ckpt_path is not None:  # a kill within `save` leaves too many checkpoints
             keep_newest(self.folder, self.config.checkpoints_kept)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -115,7 +118,7 @@ class Checkpoints(Callback):
         if trainer.ckpt_path is None:
             return
         self._saved = step, self.evaluated
-        if not (self.folder / f"{BEST}{SUFFIX}").exists():  # it was later than `step`
+        if not (self.folder / f"{BEST}{SUFFIX}").exists():  # deleted, being later than `step`
             self.best = self.best_step = None
         if step > 0 and step % self.config.val_every == 0 and self.evaluated != step:
             evaluate(trainer)
@@ -130,7 +133,7 @@ class Checkpoints(Callback):
         self.stop.obey()
 
     def is_due(self, trainer: L.Trainer) -> bool:
-        """Whether the finished step is to be saved."""
+        """Return True if a checkpoint of the finished step is due."""
         step, config = trained(trainer), self.config
         if step % config.checkpoint_every == 0 or step % config.val_every == 0:
             return True
@@ -146,7 +149,7 @@ class Checkpoints(Callback):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         step = trained(trainer)
-        # Before the evaluation counts as done: a run that goes on from here is told once more.
+        # Raised before the evaluation counts as done, so that a resumed run raises it again.
         require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
         self.evaluated = step
         found = tuple(metrics[name] for name, _ in GOAL[self.origin.stage])
@@ -155,11 +158,11 @@ class Checkpoints(Callback):
             link_best(self.folder, step)
 
     def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the metrics of GOAL so that the larger tuple is the better one."""
+        """Return the GOAL metrics with their signs applied, so that the larger tuple is better."""
         return tuple(sign * x for (_, sign), x in zip(GOAL[self.origin.stage], found, strict=True))
 
     def best_text(self) -> str:
-        """Return the metrics of GOAL at the best evaluation, in words."""
+        """Return a description of the GOAL metrics at the best evaluation."""
         assert self.best is not None
         return ", then ".join(
             f"{name} {number_text(x)} ({'higher' if sign > 0 else 'lower'} is better)"
@@ -176,11 +179,11 @@ class Checkpoints(Callback):
             forget_begun_batch(trainer)
             try:
                 self.save(trainer)
-            except Exception as failure:  # what ended the run is to be told, and not this
+            except Exception as failure:  # must not replace the exception that ended the run
                 say(f"no checkpoint of step {trained(trainer)}: {failure}")
 
     def save(self, trainer: L.Trainer) -> None:
-        """Write the checkpoint of the last finished step, then delete those too many."""
+        """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), trained(trainer)
         path = path_of(self.folder, step)
         trainer.save_checkpoint(path)
@@ -190,31 +193,36 @@ class Checkpoints(Callback):
 
 
 def trained(trainer: L.Trainer) -> int:
-    """Batches that were trained on, over all resumes."""
+    """Return the number of batches trained on, over all resumes."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return int(total.processed)
 
 
 def progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int, int]:
-    """Finished batches, the stage's own clock, and optimizer steps, those in the middle included.
+    """Return the numbers of finished batches, of the module's finished steps, and of started
+    optimizer steps.
 
-    It is the same again only as long as neither weights nor what the module counts has changed.
+    The value changes whenever the weights or the module's counters change.
     """
     optimizer = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     return trained(trainer), position(trainer, pl_module), optimizer.total.ready
 
 
 def forget_begun_batch(trainer: L.Trainer) -> None:
-    """Else Lightning counts it in a resumed run: as one to evaluate after, or as the last one."""
+    """Remove an unfinished batch from Lightning's progress counters.
+
+    Otherwise a resumed run would count it as finished: it would evaluate after it, or take it for
+    the last batch.
+    """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     batches.total.ready = batches.total.started = batches.total.processed
     batches.is_last_batch = False
 
 
 def evaluate(trainer: L.Trainer) -> None:
-    """The evaluation after the step that the run goes on from, as Lightning runs it in between."""
+    """Run the evaluation that is due at the resumed step, as Lightning runs it during training."""
     loop = trainer.fit_loop.epoch_loop.val_loop
-    loop.restarting = False  # from its first batch
+    loop.restarting = False  # start with the first batch
     trainer.validating = True
     loop.run()
     trainer.training = True

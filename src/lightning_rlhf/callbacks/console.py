@@ -1,4 +1,4 @@
-"""One line on the console, for every room that tells the user something."""
+"""Console output of one line, for all packages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lightning_rlhf.core.visible import visible
 
 
 def say(message: str, style: str = "") -> None:
-    """Print a line for the user: no markup, and nothing in it that a terminal would obey.
+    """Print a line without markup, with control characters made visible.
 
-    style: a style of Rich, as "yellow".
+    style: a Rich style, for example "yellow".
     """
     get_console().print(
         visible(message), style=style, markup=False, highlight=False, soft_wrap=True

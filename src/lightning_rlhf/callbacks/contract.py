@@ -1,4 +1,4 @@
-"""What the callbacks read from a module, and where a run stands on its x-axis."""
+"""Protocols of the module attributes that callbacks read, and the x-axis of metrics."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ from lightning_rlhf.core.types import Collected
 
 
 class Chat(Protocol):
-    """Turns tokens into text."""
+    """A decoder of responses."""
 
     def decode_response(self, tokens: list[int]) -> str: ...
 
 
 class Reward(Protocol):
-    """What the policy is paid."""
+    """The reward that the policy is trained on."""
 
     @property
     def terms(self) -> Sequence[Term]: ...
 
 
 class PPOView(Protocol):
-    """The part of a PPO module that callbacks read."""
+    """The attributes of a PPO module that callbacks read."""
 
     iteration: int
-    """Finished iterations; survives a resume."""
+    """Number of finished iterations, over all resumes."""
     collected: Collected | None
-    """What the latest iteration learned from, or the one under way learns from."""
+    """Training batch of the current iteration, or of the latest one between iterations."""
     chat: Chat
+    """Decoder of responses."""
     reward: Reward
+    """Reward that the policy is trained on."""
     moments: ScoreMoments
-    """Of all scores so far."""
+    """Running moments of all scores so far."""
     critic: object | None
+    """Value function; None without a critic."""
 
     def prompt_rows(self, split: Literal["train", "val"]) -> Sequence[Mapping[str, Any]]: ...
 
 
 def ppo_view(pl_module: LightningModule) -> PPOView:
-    """The module as the callbacks of PPO see it."""
+    """Return the module, typed as PPOView."""
     return cast(PPOView, pl_module)
 
 
 def position(trainer: Trainer, pl_module: LightningModule) -> int:
-    """Finished iterations; the optimizer steps of a module that does not count any.
+    """Return the number of finished iterations, or of optimizer steps for a module without any.
 
-    Under manual optimization Lightning's `global_step` counts every inner step of an iteration,
-    and no update that was not made.
+    Under manual optimization Lightning's `global_step` counts every optimizer step within an
+    iteration, and does not count skipped updates.
     """
     if hasattr(pl_module, "iteration"):
         return ppo_view(pl_module).iteration
@@ -57,5 +60,5 @@ def position(trainer: Trainer, pl_module: LightningModule) -> int:
 
 
 def is_evaluation(trainer: Trainer) -> bool:
-    """False in a sanity check over a part of the validation set; a check over all of it counts."""
+    """Return False in a sanity check over a part of the validation set, else True."""
     return not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")

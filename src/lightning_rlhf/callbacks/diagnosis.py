@@ -1,4 +1,4 @@
-"""Warnings of what goes wrong in PPO, while the run goes on."""
+"""Warnings of common failures of PPO during a run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.core.types import Experience
 
 CONSTANT_FOR = 3
-"""Iterations in a row with a constant reward that are told."""
+"""Number of consecutive iterations with a constant reward after which a warning is printed."""
 
 
 class Diagnosis(Callback):
-    """Warns, each once a run, of a constant reward and of a policy far from the reference.
+    """Callback that warns of a constant reward and of a large KL to the reference, once per run.
 
-    A reward is constant where all responses of an iteration have the same score, or are paid the
-    same where components are normalised by running moments or clipped. Put it after PPOMetrics,
-    which measures the KL, and before Checkpoints, so that a resumed run knows what was told.
+    The reward is constant where all responses of an iteration have the same score, or the same
+    training reward where components are normalised by running moments or clipped. Place it after
+    PPOMetrics, which measures the KL, and before Checkpoints, so that a resumed run does not repeat
+    a warning.
     """
 
     def __init__(self, kl_warning: float | None) -> None:
-        """kl_warning: nats a response; None never warns of the KL."""
+        """Set the threshold of the KL warning.
+
+        kl_warning: KL to the reference, in nats per response; None disables the warning.
+        """
         self.kl_warning = kl_warning
         self.constant = 0
-        """Iterations in a row, up to the last one, with a constant reward."""
+        """Number of consecutive iterations with a constant reward, up to the latest one."""
         self.told: list[str] = []
-        """Names of the warnings that were given."""
+        """Names of the warnings printed so far."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"constant": self.constant, "told": list(self.told)}
@@ -69,18 +73,18 @@ class Diagnosis(Callback):
             )
 
     def warn(self, name: str, text: str) -> None:
-        """Print the warning, unless one of this name was given in the run."""
+        """Print the warning, unless one of the same name was printed in this run."""
         if name not in self.told:
             self.told.append(name)
             say(f"warning: {text}", "yellow")
 
 
 def is_constant(experience: Experience, pl_module: LightningModule) -> bool:
-    """Return whether all of several responses were paid the same."""
+    """Return True if several responses all have the same score, or the same training reward."""
     module = ppo_view(pl_module)
     terms = module.reward.terms
     numbers = [experience.score]
     if not all(term.is_paid_as_reported for term in terms):
         numbers.append(paid_sum(experience.parts, terms, module.moments.parts))
-    # Equal numbers, and not a standard deviation of 0, which rounding may miss.
+    # Compares values, since the standard deviation of equal values may be rounded above 0.
     return len(experience) > 1 and any(bool(torch.all(x == x[0])) for x in numbers)

@@ -1,4 +1,4 @@
-"""What SFT or reward modelling was learning from when its updates were not finite any more."""
+"""Dump of the batch at which SFT or reward modelling stopped because of non-finite updates."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_rlhf.data.rollouts import machine
 
 
 class SupervisedView(Protocol):
-    """The part of the module of SFT or reward modelling that is read here."""
+    """The attributes of an SFT or reward modelling module that this callback reads."""
 
     iteration: int
-    """Finished batches, over all resumes."""
+    """Number of finished batches, over all resumes."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]: ...
 
 
 class KeepLastBatch(Callback):
-    """Where update after update is not finite, writes the batch of the one that ended the run.
+    """Callback that writes the batch of the last update when non-finite updates end the run.
 
-    The weights that it was to move are in the checkpoint that the end leaves. A resumed run
-    deletes the file: it comes to that batch again.
+    The weights before that update are in the checkpoint that is written when the run ends. A
+    resumed run deletes the file, since it trains on that batch again.
     """
 
     def __init__(
@@ -44,7 +44,12 @@ class KeepLastBatch(Callback):
         data: StageData[Any],
         chat: ChatFormat,
     ) -> None:
-        """rows: that are trained on; tokenised: the same as tokens; data: the same as batches."""
+        """Store the sources of the batch.
+
+        run_dir: folder of the run, where the file is written.
+        rows, tokenised, data: the training data as rows, as tokens and as batches.
+        chat: chat format, which decodes tokens.
+        """
         self.path = last_batch_of(run_dir)
         self.stage = stage
         self.rows = rows
@@ -63,13 +68,13 @@ class KeepLastBatch(Callback):
             return
         try:
             write_last_batch(self.path, self.latest(trainer, pl_module), self.chat.show)
-        except StorageError as failure:  # what ended the run is to be told, and not this
+        except StorageError as failure:  # must not replace the exception that ended the run
             say(f"the batch of the last update is not kept: {failure}")
         else:
             self.is_kept = True
 
     def latest(self, trainer: Trainer, pl_module: LightningModule) -> LastBatch:
-        """The batch that is trained on, with what the module says of it now."""
+        """Return the current training batch, with the module's outputs for each of its rows."""
         finished = cast(SupervisedView, pl_module).iteration
         positions = self.data.schedule.batch(finished)
         examples = [self.data.train[i] for i in positions]
@@ -87,10 +92,10 @@ class KeepLastBatch(Callback):
 
 
 def facts(trainer: Trainer, pl_module: LightningModule, batch: Record) -> dict[str, Tensor]:
-    """What the module says of each row, computed as in training; none where that fails."""
+    """Return the module's outputs for each row, computed as in training; {} where that fails."""
     try:
         with trainer.precision_plugin.forward_context():
             return cast(SupervisedView, pl_module).predict_step(batch, 0)
-    except Exception as failure:  # the batch itself is to be kept all the same
+    except Exception as failure:  # the batch itself is still written
         say(f"no loss of single rows beside the batch that is kept: {failure}")
         return {}

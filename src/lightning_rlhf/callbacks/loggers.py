@@ -1,4 +1,4 @@
-"""Where metrics are written: always metrics.csv, and W&B or TensorBoard if asked for."""
+"""The loggers of a run: always metrics.csv, and W&B or TensorBoard if configured."""
 
 from __future__ import annotations
 
@@ -33,26 +33,30 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 NAME_CHARACTERS, TAG_CHARACTERS = 128, 64
-"""Characters that W&B allows for the name of a run or group, and for a tag."""
+"""Largest numbers of characters that W&B allows in the name of a run or group, and in a tag."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """What a dashboard shows of a run besides its metrics."""
+    """The description of a run that a dashboard shows besides its metrics."""
 
     name: str
-    """run/model/stage, or run/model/job/stage."""
+    """Display name: run/model/stage, or run/model/job/stage."""
     run: str
+    """Name of the run."""
     model: str
+    """Name of the model preset."""
     job: str | None
-    """The variant of the run, which names what is varied; the jobs of a run are a group."""
+    """Name of the run's variant, which lists the varied values; None without variants. The jobs of
+    a run form a group."""
     stage: str
+    """Name of the stage."""
     config: Mapping[str, Any]
-    """The whole configuration, resolved."""
+    """Complete configuration, resolved."""
 
 
 def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
-    """MetricsFile, then the configured logger; both continue what `run_dir` already holds."""
+    """Return MetricsFile, then the configured logger; both continue the files in `run_dir`."""
     loggers: list[Logger] = [MetricsFile(run_dir)]
     if isinstance(config, WandbConfig):
         run = _wandb_run(config, run_dir, identity)
@@ -63,21 +67,21 @@ def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) ->
 
 
 def close_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
-    """Finish the W&B run, so that the next run in this process gets its own."""
+    """Finish the W&B run, so that the next run in this process starts a new one."""
     for logger in loggers:
         if isinstance(logger, RunWandb):
             logger.close(exit_code)
 
 
 class RunTensorBoard(TensorBoardLogger):
-    """TensorBoard in `<run_dir>/tensorboard`, without numbered versions."""
+    """A TensorBoard logger that writes to `<run_dir>/tensorboard`, without numbered versions."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(save_dir=run_dir, name="tensorboard", version="", default_hp_metric=False)
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Hide what earlier event files say of later steps."""
+        """Hide the events after `step` in earlier event files."""
         from tensorboard.compat.proto.event_pb2 import (  # type: ignore[import-untyped]
             Event,
             SessionLog,
@@ -88,13 +92,16 @@ class RunTensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def flush(self) -> None:
-        """Return once all events would survive a kill and a loss of power."""
+        """Write all events to the disk, so that they survive a kill and a loss of power."""
         self.experiment.flush()
         flush(Path(self.log_dir))
 
 
 def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: int) -> None:
-    """PNG files, by what they show, where the logger shows pictures."""
+    """Log PNG files to the loggers that display images.
+
+    pictures: name of the image -> path of its file.
+    """
     for logger in loggers:
         for what, path in pictures.items():
             if isinstance(logger, WandbLogger):
@@ -119,9 +126,9 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
         ) from error
     except CommError:
         why = f"W&B did not answer in {config.init_timeout_s:g} s (logger.init_timeout_s)"
-        wandb.teardown()  # which still holds the id of the run that could not be started
+        wandb.teardown()  # releases the id of the run that could not be started
         run = start("offline")
-    except gone():  # since the run before, in this process
+    except gone():  # the W&B process has ended since the previous run of this Python process
         forget()
         run = start(mode)
     run.define_metric(AXIS)
@@ -158,16 +165,20 @@ def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode
 
 
 def wandb_tags(identity: RunIdentity) -> list[str]:
-    """Return what the runs of a project can be filtered by: stage, model, job and each of the
-    values that a sweep joins by , or + to the name of a job."""
+    """Return the tags of a run: stage, model, job, and each value in the job's name.
+
+    A sweep joins values by , or + to the name of a job.
+    """
     varied = [] if identity.job is None else [identity.job, *re.split("[,+]", identity.job)]
     tags = (identity.stage, identity.model, *filter(None, varied))
     return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
 
 
 def fitted(text: str, longest: int) -> str:
-    """Return `text` in at most `longest` characters; one that is cut ends with its checksum, so
-    that different texts stay different."""
+    """Return `text` cut to `longest` characters.
+
+    A text that is cut ends with a checksum of the whole, so that different texts stay different.
+    """
     if len(text) <= longest:
         return text
     checksum = f"-{zlib.crc32(text.encode()):08x}"
@@ -175,7 +186,10 @@ def fitted(text: str, longest: int) -> str:
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """One id a run folder, so that a resumed run continues its curves."""
+    """Return the W&B run id stored in the run folder, so that a resumed run continues its curves.
+
+    A random id is written on the first call.
+    """
     path = run_dir / WANDB_ID
     if not path.exists():
         with written_whole(path) as beside:

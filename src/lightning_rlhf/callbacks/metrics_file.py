@@ -1,4 +1,4 @@
-"""metrics.csv: one row a step, one column a metric, readable by others after every call."""
+"""metrics.csv: one row per step, one column per metric, complete on the disk after every call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Row = dict[str, str]
 
 
 class MetricsFile(Logger):
-    """Writes `<run_dir>/metrics.csv`.
+    """Logger that writes `<run_dir>/metrics.csv`.
 
-    Lightning's CSVLogger deletes an earlier file and writes several rows a step. Here a step has
-    one row, a metric that was not measured at a step leaves its cell empty, and a resumed run
-    keeps the rows up to the step it resumes from (`rewind`).
+    Lightning's CSVLogger deletes an existing file and writes several rows per step. This logger
+    writes one row per step, with an empty cell for each metric not measured at that step, and a
+    resumed run keeps the rows up to the step that it resumes from (`rewind`).
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -50,7 +50,7 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add the cells to the row of `step`."""
+        """Add the metrics to the row of `step`. Raises ValueError where `step` is None."""
         if step is None:
             raise ValueError("a row of metrics.csv needs its step")
         cells = {name: repr(float(value)) for name, value in metrics.items()}
@@ -64,19 +64,19 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def rewind(self, step: int) -> None:
-        """Forget the rows after `step`."""
+        """Delete the rows after `step`."""
         self._rows = {s: row for s, row in self._rows.items() if s <= step}
         self._rewrite()
 
     @rank_zero_only
     def flush(self) -> None:
-        """Return once all rows would survive a loss of power."""
+        """Write all rows to the disk, so that they survive a loss of power."""
         if self.path.exists():
             flush(self.path)
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the run folder holds the configuration already."""
+        """Ignore the hyperparameters: the run folder already holds the configuration."""
 
     def _rewrite(self) -> None:
         self._columns = _columns(self._rows)
@@ -90,10 +90,10 @@ class MetricsFile(Logger):
 
 
 def read_rows(path: Path) -> dict[int, Row]:
-    """Step -> its cells that are not empty; nothing where there is no file.
+    """Return step -> its cells that are not empty; {} where there is no file.
 
-    A last line without its end is left out: of a row that was cut off, "1" is what there is of 12.
-    Raises CheckpointError, with the line, where a whole one is no row.
+    A last line without line end is ignored: a row that was cut off may show "1" for 12.
+    Raises CheckpointError with the line number where a complete line is not a valid row.
     """
     if not os.path.lexists(path):
         return {}
@@ -123,7 +123,7 @@ def read_rows(path: Path) -> dict[int, Row]:
 
 
 def is_row(cells: Sequence[str]) -> bool:
-    """Whether it is a step, and then numbers or nothing."""
+    """Return True if the first cell is a step >= 0, and the others are numbers or empty."""
     try:
         numbers = [int(cells[0]), *(float(cell) for cell in cells[1:] if cell)]
     except ValueError:
@@ -132,6 +132,6 @@ def is_row(cells: Sequence[str]) -> bool:
 
 
 def _columns(rows: Mapping[int, Row]) -> list[str]:
-    """Metrics in the order of METRICS, then a judge's parts by name."""
+    """Return the metric names in the order of METRICS, then all others in alphabetical order."""
     names = {name for row in rows.values() for name in row}
     return sorted(names, key=lambda n: (_ORDER[n] if n in _ORDER else len(_ORDER), n))

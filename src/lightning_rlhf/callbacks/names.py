@@ -1,4 +1,4 @@
-"""METRICS: the one home of every metric name, with its formula, unit and healthy range."""
+"""METRICS: the definition of every metric name, with its formula, unit and healthy range."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE, PART
 Phase = Literal["rollout", "update", "eval", "time"]
 
 FITNESS = "fitness/"
-"""Prefix of the numbers of a fitness report, which defines them."""
+"""Prefix of the metrics of a fitness report, which defines them."""
 
 CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS)
+"""Prefixes of metrics whose names are not listed in METRICS."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What a logged number means."""
+    """The definition of a logged metric."""
 
     formula: str
+    """Formula or description of the metric."""
     unit: str
+    """Unit of the metric; "1" for dimensionless ones."""
     phase: Phase
+    """Part of an iteration in which the metric is measured."""
     stages: tuple[Stage, ...]
+    """Stages that log the metric."""
     healthy: str
+    """Healthy range or course of the metric."""
 
 
 PPO: tuple[Stage, ...] = ("ppo",)
@@ -68,7 +74,7 @@ METRICS: dict[str, Metric] = {
         "score",
         "rollout",
         PPO,
-        "above 0; at 0 there is nothing to learn from, told after three iterations",
+        "above 0; at 0 there is nothing to learn; a warning after three iterations",
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
@@ -77,15 +83,15 @@ METRICS: dict[str, Metric] = {
         "the component's",
         "rollout",
         PPO,
-        "none rises at the cost of all others",
+        "no component rises at the cost of all others",
     ),
     "rollout/reward_paid": Metric(
-        "mean over responses of what PPO is paid before its own shaping, where a component is "
-        "normalised by running moments or clipped",
+        "mean over responses of the score that PPO is paid, before its own shaping; only if a "
+        "component has a running normalization or a clip",
         "score",
         "rollout",
         PPO,
-        "follows reward_mean; near 0 by itself under running normalisation",
+        "follows reward_mean; near 0 by construction with running normalization",
     ),
     "rollout/response_tokens": Metric(
         "mean over responses of their tokens, end token included",
@@ -95,21 +101,21 @@ METRICS: dict[str, Metric] = {
         "no steady drift to the limit or to 1",
     ),
     "rollout/ended": Metric(
-        "share of responses that came to an end token or stop string",
+        "share of responses that end with an end token or stop string",
         "share",
         "rollout",
         PPO,
         "near 1",
     ),
     "rollout/padding": Metric(
-        "share of the positions read for scoring, microbatch_size rows at a time, without a token",
+        "share of padding among the positions read for scoring, microbatch_size rows at a time",
         "share",
         "rollout",
         PPO,
-        "lower costs less; a smaller microbatch_size lowers it, for more calls",
+        "lower costs less; a smaller microbatch_size lowers it, with more passes",
     ),
     "rollout/shaped_return": Metric(
-        "mean over responses of sum_t rewards_t: the shaped score, less the KL if priced there",
+        "mean over responses of sum_t rewards_t: the shaped score, less the KL if kl_in=reward",
         "score",
         "rollout",
         PPO,
@@ -148,14 +154,14 @@ METRICS: dict[str, Metric] = {
         "nats a token",
         "update",
         PPO,
-        "as kl_divergence; 0 where the KL is in the reward",
+        "as kl_divergence; 0 if the KL is in the reward",
     ),
     "update/approx_kl": Metric(
         "mean over minibatches of KL(policy at sampling, policy now), estimator k3",
         "nats a token",
         "update",
         PPO,
-        "below 0.05; more means steps too large",
+        "below 0.05; above if steps are too large",
     ),
     "update/clip_fraction": Metric(
         "share of tokens whose ratio left the clip range", "share", "update", PPO, "below 0.3"
@@ -178,7 +184,7 @@ METRICS: dict[str, Metric] = {
         "below 10",
     ),
     "update/grad_norm": Metric(
-        "the gradient's norm before clipping: of the logged step; PPO: mean over minibatches",
+        "gradient norm before clipping, of the logged step; in PPO the mean over minibatches",
         "1",
         "update",
         EVERY,
@@ -195,14 +201,14 @@ METRICS: dict[str, Metric] = {
         "minibatches skipped because their mean ratio was above max_ratio", "1", "update", PPO, "0"
     ),
     "update/stopped": Metric(
-        "1 where approx_kl above target_kl ended the epochs, else 0",
+        "1 if approx_kl above target_kl ended the epochs, else 0",
         "1",
         "update",
         PPO,
-        "now and then; 1 always means steps too large",
+        "occasionally 1; always 1 if steps are too large",
     ),
     "update/nonfinite": Metric(
-        "updates since the last row that were not made, as the loss or the gradient is not finite",
+        "updates since the last row that were not made because loss or gradient is not finite",
         "1",
         "update",
         EVERY,
@@ -240,7 +246,7 @@ METRICS: dict[str, Metric] = {
         "share",
         "update",
         RM,
-        "above 0.5; near 1 it has learnt the pairs by heart",
+        "above 0.5; near 1 the model has memorised the pairs",
     ),
     "update/reward_chosen": Metric("mean reward of chosen", "reward", "update", RM, "-"),
     "update/reward_rejected": Metric("mean reward of rejected", "reward", "update", RM, "-"),
@@ -267,7 +273,7 @@ METRICS: dict[str, Metric] = {
         "share",
         "eval",
         RM,
-        "0.6 to 0.85; the labels' own noise is the ceiling",
+        "0.6 to 0.85; limited by the noise of the labels",
     ),
     "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
     "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
@@ -298,14 +304,14 @@ METRICS: dict[str, Metric] = {
     ),
     "eval/response_tokens": Metric("mean response length", "tokens", "eval", PPO, "no drift"),
     "eval/ended": Metric(
-        "share of responses that came to an end token or stop string",
+        "share of responses that end with an end token or stop string",
         "share",
         "eval",
         PPO,
         "near 1",
     ),
     "eval/judge/<part>": Metric(
-        "mean over the validation responses to which the judge gave this part",
+        "mean of one of the judge's scores over the validation responses that have it",
         "the judge's",
         "eval",
         PPO,
@@ -320,7 +326,7 @@ METRICS: dict[str, Metric] = {
         "s",
         "time",
         PPO,
-        "small beside iteration_s, but where one of these is due",
+        "small compared with iteration_s, except where one of these is due",
     ),
     "time/tokens_per_s": Metric("response tokens / iteration_s", "tokens/s", "time", PPO, "steady"),
     "time/episodes_per_s": Metric("responses / iteration_s", "1/s", "time", PPO, "steady"),
@@ -328,11 +334,7 @@ METRICS: dict[str, Metric] = {
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that METRICS does not explain.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Raise ValueError for names that are not defined in METRICS."""
     unknown = [n for n in names if n not in METRICS and not n.startswith(CHOSEN_NAMES)]
     if unknown:
         raise ValueError(
@@ -342,7 +344,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def metrics_table() -> str:
-    """METRICS as a Markdown table."""
+    """Return METRICS as a Markdown table."""
     lines = [
         "| metric | stage | phase | what it is | unit | healthy |",
         "|---|---|---|---|---|---|",

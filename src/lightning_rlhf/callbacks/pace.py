@@ -1,4 +1,4 @@
-"""How long the rest of a run will take, from what its recent parts took."""
+"""Estimate of the remaining time of a run from its recent iterations and evaluations."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from statistics import median
 
 RECENT = 20
-"""Iterations whose median is taken: enough to ride out a slow one, few enough to follow a trend."""
+"""Number of latest durations whose median is used: enough to be robust to a slow iteration, few
+enough to follow a trend."""
 
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """An estimate in seconds."""
+    """An estimate of the remaining time of a run."""
 
     seconds: float
+    """Estimated time in seconds."""
     without_evaluations: bool
     """True while evaluations are still to come and none has been timed."""
 
 
 class Pace:
-    """Collects durations, in seconds, of iterations without evaluation and of evaluations."""
+    """The durations, in seconds, of recent iterations without evaluation and of evaluations."""
 
     def __init__(self) -> None:
         self._iterations: deque[float] = deque(maxlen=RECENT)
@@ -33,7 +35,10 @@ class Pace:
         self._evaluations.append(seconds)
 
     def left(self, iterations: int, evaluations: int) -> TimeLeft | None:
-        """Medians times what is to come; None before the first iteration was timed."""
+        """Return the estimated time of the given numbers of iterations and evaluations.
+
+        It is the sum of count times median duration; None before the first iteration was timed.
+        """
         if not self._iterations:
             return None
         seconds = iterations * median(self._iterations)
@@ -47,14 +52,14 @@ class Pace:
 
 
 def clock_text(seconds: float) -> str:
-    """Hours, minutes, seconds: 3725 -> 1:02:05."""
+    """Return a duration as hours, minutes and seconds: 3725 -> 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 def left_text(left: TimeLeft | None) -> str:
-    """The estimate for people."""
+    """Return the estimate as text for the console."""
     if left is None:
         return "time left unknown"
     return f"{clock_text(left.seconds)}{' and evaluations' * left.without_evaluations} left"

@@ -26,17 +26,19 @@ HEADLINES: dict[Stage, tuple[str, ...]] = {
     "rm": ("update/rm_loss", "update/accuracy", "eval/accuracy"),
     "ppo": ("reward_mean", "kl_divergence", "entropy", "ppo_loss"),
 }
-"""Metrics shown while a stage runs."""
+"""Stage -> names of the metrics shown while it runs."""
 
 LINES = 10
-"""Plain lines with metrics in a run, besides the first; others come every ten seconds."""
+"""Number of plain lines with metrics per run, besides the first one. Lines without metrics are
+printed every ten seconds."""
 
 
 class Progress(ProgressBar):
-    """Where a run stands, how long it has taken and will take, and its headline metrics.
+    """A progress bar with elapsed time, estimated remaining time and the headline metrics.
 
-    Counts iterations of PPO and optimizer steps of the other stages, and starts where a resumed
-    run starts. Put it after the callbacks that publish the metrics: it shows what it finds.
+    It counts iterations of PPO and optimizer steps of the other stages, starting at the step of a
+    resumed run. Place it after the callbacks that log the metrics, since it shows those in
+    `trainer.callback_metrics`.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -45,12 +47,16 @@ class Progress(ProgressBar):
         self._enabled = True
         self._bar: _Bar | None = None
         self._working: Working | None = None
-        """The lines of a training or an evaluation without a bar."""
+        """Printer of the plain lines of training or evaluation where there is no bar."""
         self._pace = Pace()
         self._total = 0
-        """Steps of the run; 0 before training begins, in an evaluation that a resumed run owes."""
+        """Number of steps of the run; 0 before training starts, as in an evaluation that is due
+        when a run resumes."""
         self._mark = monotonic()
+        """End of the latest iteration, in seconds of the monotonic clock, moved by the duration of
+        evaluations."""
         self._evaluations = 0
+        """Number of evaluations left."""
 
     def disable(self) -> None:
         self._enabled = False
@@ -176,7 +182,7 @@ class Progress(ProgressBar):
 
 
 def evaluations_left(trainer: Trainer, done: int, total: int) -> int:
-    """Validation runs between step `done` and step `total`."""
+    """Return the number of evaluations between step `done` and step `total`."""
     every = trainer.val_check_batch
     if not trainer.enable_validation or every is None or every == float("inf"):
         return 0
@@ -185,19 +191,22 @@ def evaluations_left(trainer: Trainer, done: int, total: int) -> int:
 
 
 def headline_text(metrics: Mapping[str, Any], stage: Stage) -> str:
-    """The stage's headline metrics that have been measured."""
+    """Return the stage's headline metrics that have been measured, as text."""
     shown = (name for name in HEADLINES[stage] if name in metrics)
     return "  ".join(f"{name} {number_text(float(metrics[name]))}" for name in shown)
 
 
 def number_text(x: float) -> str:
-    """Three decimals, or four significant digits where those would be long or say nothing."""
+    """Return `x` with three decimals, or with four significant digits if |x| is not in [1e-3, 1e4).
+
+    0 has three decimals.
+    """
     is_plain = x == 0 or 1e-3 <= abs(x) < 1e4
     return f"{x:z.3f}" if is_plain else f"{x:.4g}"
 
 
 class _Bar(RichProgress):
-    """A bar line and, under it, a line of metrics."""
+    """A progress bar with a line of metrics below it."""
 
     def __init__(self, stage: str, done: int, total: int) -> None:
         self._headlines = ""

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run between two steps; a second one ends it at once."""
+"""SIGTERM and SIGINT: the first signal ends a run after the current step, the second at once."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ from rich import get_console
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAID = "\nending after this step, with a checkpoint; a second {} ends at once\n"
+"""Message printed at the first signal."""
 
 
 class Stopped(SystemExit):
-    """The run was told to end by a signal; the exit status is 128 + its number, as a shell's."""
+    """Exit of a run because of a signal, with exit status 128 + signal number, as in a shell."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
 
 
 class Stop:
-    """Which signal came, if any."""
+    """The first signal received in a run, if any."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        """The signal received; None before the first one."""
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Take note, or end the process if it was told before."""
+        """Store the signal, or end the process if a signal was received before."""
         if self.signal is not None:
             get_console().show_cursor()
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         self.signal = signal.Signals(signum)
-        # A handler may interrupt a print, within which Python's own streams refuse another one.
+        # A handler may interrupt a print, and Python's streams refuse a print within a print.
         os.write(2, SAID.format(self.signal.name).encode())
 
     def obey(self) -> None:
-        """Raise Stopped if a signal came."""
+        """Raise Stopped if a signal was received."""
         if self.signal is not None:
             raise Stopped(self.signal)
 
 
 @contextmanager
 def deferred_signals(stop: Stop) -> Iterator[None]:
-    """Signals are noted in `stop`, for the block to obey between two steps.
+    """Store signals in `stop` during the block, which calls `stop.obey` between two steps.
 
-    A signal that the process ignores, as a job in the background does SIGINT, stays ignored.
-    Raises Stopped at the latest where the block ends.
+    A signal that the process ignores, as a background job ignores SIGINT, stays ignored.
+    Raises Stopped at the end of the block at the latest.
     """
-    # Here and not above: the command imports this file before it knows whether it has to train.
+    # Imported here, since the command line imports this file without necessarily training.
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -60,7 +62,7 @@ def deferred_signals(stop: Stop) -> Iterator[None]:
     try:
         yield
         stop.obey()
-    except SIGTERMException as error:  # Lightning's own, where it looks between two of our hooks
+    except SIGTERMException as error:  # raised by Lightning's own check between two hooks
         raise Stopped(signal.SIGTERM) from error
     finally:
         for signum, handler in before.items():

@@ -1,7 +1,6 @@
-"""The mathematics of the metrics of SFT and reward models: sums that add up, then means.
+"""Metrics of SFT and reward models, computed from sums over batches, micro-batches and processes.
 
-Sums over batches, micro-batches and processes make a mean exact over whatever they cover; a mean
-of batch means would not be, where batches differ in size.
+A mean computed from sums is exact; a mean of batch means is not, where batches differ in size.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 def sft_train_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
-    """[summed negative log-likelihood, target tokens] of a training step's mean loss."""
+    """Return [summed negative log-likelihood, target tokens] of a training step with mean loss."""
     tokens = outputs["tokens"].float()
     return torch.stack([outputs["loss"].detach().float() * tokens, tokens])
 
 
 def sft_eval_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 2"]:
-    """[summed negative log-likelihood, target tokens] of a validation step."""
+    """Return [summed negative log-likelihood, target tokens] of a validation step."""
     return torch.stack([outputs["nll_sum"].float(), outputs["tokens"].float()])
 
 
 def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
-    """Return the loss in nats a target token, and its exponential: inf where that overflows."""
+    """Return the loss in nats per target token, and the perplexity exp(loss), inf on overflow."""
     nll, tokens = sums
     loss = nll / tokens if tokens else math.nan
     perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
@@ -41,7 +40,10 @@ def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
 
 
 def reward_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 5"]:
-    """[pairs, Bradley-Terry loss, pairs ranked right, chosen, rejected]; a tie is half right."""
+    """Return sums over pairs: [pairs, Bradley-Terry loss, correctly ranked, chosen, rejected].
+
+    chosen and rejected are raw rewards; a tie counts as half correct.
+    """
     chosen, rejected = outputs["chosen"].detach().float(), outputs["rejected"].detach().float()
     right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
     columns = [torch.ones_like(chosen), softplus(rejected - chosen), right, chosen, rejected]
@@ -49,7 +51,7 @@ def reward_sums(outputs: Mapping[str, Tensor]) -> Float[Tensor, " 5"]:
 
 
 def reward_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
-    """Means over pairs; rm_loss = -log sigmoid(chosen - rejected)."""
+    """Return means over pairs; rm_loss = -log sigmoid(chosen - rejected)."""
     pairs, *summed = sums
     loss, right, chosen, rejected = (x / pairs if pairs else math.nan for x in summed)
     return {

@@ -1,4 +1,4 @@
-"""W&B as a logger that a run can do without: where W&B is gone, the run goes on."""
+"""A W&B logger without which a run can continue: a dead W&B process does not end the run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ AXIS = "iteration"
 
 
 class RunWandb(WandbLogger):
-    """W&B with the key `iteration` as its x-axis in place of trainer/global_step.
+    """A W&B logger with the key `iteration` as its x-axis instead of trainer/global_step.
 
-    W&B sends in a process of its own, wandb-core, and waits there for a network that is away. If
-    that process ends before the run does (killed, or out of memory), one line says so and nothing
-    more is logged here.
+    W&B uploads in a separate process, wandb-core, which also waits for a lost network connection.
+    If that process ends before the run does (killed, or out of memory), this logger prints one line
+    and logs nothing more.
     """
 
     is_gone = False
+    """True once W&B's process has ended."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -32,13 +33,13 @@ class RunWandb(WandbLogger):
 
     @rank_zero_only
     def close(self, exit_code: int) -> None:
-        """Finish the W&B run, so that the next run in this process gets its own."""
+        """Finish the W&B run, so that the next run in this process starts a new one."""
         self._try(lambda: self.experiment.finish(exit_code=exit_code))
         if self.is_gone:
             forget()
 
     def _try(self, ask: Callable[[], None]) -> None:
-        """Ask W&B for something, unless it is gone; what else fails is raised."""
+        """Call `ask` unless W&B's process has ended; other errors are raised."""
         if self.is_gone:
             return
         try:
@@ -52,7 +53,7 @@ class RunWandb(WandbLogger):
 
 
 def forget() -> None:
-    """Let W&B look no more for a process that has ended, and start another for the next run."""
+    """Reset W&B's connection to its ended process, so that the next run starts a new process."""
     import wandb
 
     with suppress(*gone()):
@@ -60,7 +61,7 @@ def forget() -> None:
 
 
 def gone() -> tuple[type[Exception], ...]:
-    """What W&B raises where its process does not answer any more."""
+    """Return the exceptions that W&B raises when its process has ended."""
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 
     return ConnectionError, HandleAbandonedError, MailboxClosedError

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints written whole or not at all."""
+"""Atomic writing of Lightning's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_rlhf.core.storage import make_folder, written_whole
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its target, and renames it once it is on the disk."""
+    """A CheckpointIO that writes to a temporary file and renames it once it is on the disk."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None

@@ -1,4 +1,4 @@
-"""Progress of what takes its time outside of training."""
+"""Progress display of long tasks outside of training."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from lightning_rlhf.callbacks.pace import clock_text
 
 T = TypeVar("T")
 PERIOD_S = 10.0
-"""Seconds after which a line is due, and after each line."""
+"""Seconds before the first line, and between lines."""
 
 
 class Working:
-    """Tells what is being done as long as its `with` block runs, and how far it has come.
+    """A context manager that displays a task and its progress while the block runs.
 
-    On a terminal it is a bar, if a total is known, which goes when the block ends. Elsewhere it is
-    a line every PERIOD_S seconds; a block that takes less prints nothing.
+    On a terminal, if a total is known, it is a progress bar, removed when the block ends. Otherwise
+    it prints a line every PERIOD_S seconds; a shorter block prints nothing.
     """
 
     def __init__(
         self, what: str, total: int | None = None, *, line: Callable[[], str] | None = None
     ) -> None:
-        """
-        Args:
-            what: the task, in words.
-            total: how much there is to do, in the units of `advance`; None where unknown.
-            line: returns the line to print; None prints `what`, what is done and the time.
+        """Describe the task.
+
+        what: description of the task.
+        total: amount of work, in the units of `advance`; None where unknown.
+        line: function that returns the line to print; None prints `what`, the progress and the
+            elapsed time.
         """
         self._what = what
         self._total = total
@@ -62,7 +63,7 @@ class Working:
         self.stop()
 
     def start(self) -> None:
-        """Begin, where no `with` block can be written."""
+        """Start the display; `with` blocks call it."""
         self._start = monotonic()
         if self._total is not None and get_console().is_terminal:
             self._bar = Progress(
@@ -80,32 +81,32 @@ class Working:
             Thread(target=self.say_until, args=(self._stopped.wait,), daemon=True).start()
 
     def stop(self) -> None:
-        """End what `start` began."""
+        """Stop the display; `with` blocks call it."""
         self._stopped.set()
         if self._bar is not None:
             self._bar.stop()
 
     def say_until(self, stops: Callable[[float], bool]) -> None:
-        """Print a line each time that `stops(PERIOD_S)` returns False, until it returns True."""
+        """Print a line each time `stops(PERIOD_S)` returns False, until it returns True."""
         while not stops(PERIOD_S):
             say(self.line)
 
     @property
     def line(self) -> str:
-        """The line to print: the task, how much of it is done and the time it has taken."""
+        """Return the line to print: the task, its progress and the elapsed time."""
         if self._line is not None:
             return self._line()
         done = "" if self._total is None else f" {self._done}/{self._total}"
         return f"{self._what}{done}  {clock_text(monotonic() - self._start)} elapsed"
 
     def advance(self, done: int = 1) -> None:
-        """Note that so much more is done."""
+        """Add `done` units to the finished amount of work."""
         self._done += done
         if self._bar is not None:
             self._bar.advance(self._task, done)
 
     def track(self, items: Iterable[T], size: Callable[[T], int] = lambda _: 1) -> Iterator[T]:
-        """Yield the items; `size` of one is done when the next is asked for."""
+        """Yield the items; each counts as `size(item)` units once the next one is requested."""
         for item in items:
             yield item
             self.advance(size(item))

@@ -1,6 +1,8 @@
-"""Data: from files and hub data sets to batches. A row passes
+"""Data pipeline: from files and Hub datasets to batches.
 
-sources -> rows -> readers -> splits   text; no model or tokenizer is needed to check a file
-chat -> lengths -> collate             tokens; each of these three does its one thing alone
-schedule -> datamodule                 which examples batch k holds, and where a resumed run starts
+sources -> parsing -> readers -> splits   text records; needs no model or tokenizer
+chat -> lengths -> collate                rendering and tokenisation, truncation, padding
+schedule -> datamodule                    examples of batch k, and the start of a resumed run
+problems                                  checks of preference pairs
+tables -> rollouts, last_batch            Parquet files that a run writes
 """

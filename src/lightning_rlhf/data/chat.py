@@ -1,4 +1,4 @@
-"""The only place that turns messages into tokens, and tokens back into text."""
+"""Conversion between messages and tokens; the only place that tokenises and decodes text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{{ 'Assistant:\\n' if add_generation_prompt }}"
 )
-"""For a tokenizer without a chat template: the speaker, a colon, and the text on the next line.
+"""Chat template of a tokenizer that has none: the role and a colon, then the text on the next line.
 
     User:
     What is the capital of France?
@@ -33,35 +33,43 @@ PLAIN_TEMPLATE = (
     Paris.
 
 The response starts on a line of its own because a word after a newline is tokenised as the word
-alone; after "Assistant: " a model would meet a lone space that it seldom saw before a word.
+alone; after "Assistant: " a model would read a separate space token, which it has seldom seen
+before a word.
 """
 
 _TAKEN = {"self", "messages", *inspect.signature(
     PreTrainedTokenizerBase.apply_chat_template
 ).parameters} - {"tools", "documents", "kwargs"}  # fmt: skip
-"""Names that a chat template is given already, or that are not for it."""
+"""Names that `data.chat_template_kwargs` may not contain: parameters that `apply_chat_template` is
+given already, or that do not reach the template."""
 
 _SENTINELS = (Message("user", "sentinel question"), Message("assistant", "sentinel answer"))
+"""Dialogue that is rendered to find out what the template writes around an assistant's text."""
 
 
 class ChatFormat:
-    """Turns prompts and responses into tokens the way the policy will meet them.
+    """Conversion of prompts and responses into the tokens that the policy reads and generates.
 
-    A training sequence is `prompt_tokens` followed by `response_tokens`. These are the tokens of
-    generation: the prompt with the template's opening of the assistant's turn, then what the
-    policy says, then its end token. The template never renders the response itself, so nothing
-    depends on the rendering of a dialogue being a prefix of the rendering with one more turn;
-    templates that rewrite earlier turns (hidden reasoning, say) are safe.
+    A training sequence is `prompt_tokens` followed by `response_tokens`, the same tokens as in
+    generation: the prompt with the template's generation prompt (the opening of the assistant's
+    turn), the response, and the end token. The template never renders the response itself, so
+    nothing depends on a rendered dialogue being a prefix of the rendering with one more turn;
+    templates that rewrite earlier turns (by removing reasoning, for example) are safe.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
     ) -> None:
-        """A `tokenizer` without a chat template is given PLAIN_TEMPLATE, to be saved with it.
+        """Store the tokenizer and find its end and padding tokens.
+
+        Args:
+            tokenizer: without a chat template it is given PLAIN_TEMPLATE, which is then saved with
+                it.
+            template_kwargs: extra variables for the chat template.
 
         Raises:
-            ConfigError: the template loses or rewrites what was said, no token can end a
-                response, or `template_kwargs` has a name that is taken.
+            ConfigError: the template drops or rewrites the text of a turn, no token can end a
+                response, or `template_kwargs` has a reserved name.
         """
         for name in template_kwargs:
             require(name not in _TAKEN, "a name in data.chat_template_kwargs", name,
@@ -71,7 +79,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs)
         self.end_token_id = self._find_end_token()
-        """What the policy says last: the template's end-of-turn marker, else the eos token."""
+        """Last token of every response: the template's end-of-turn marker, else the eos token."""
         eos = tokenizer.eos_token_id
         self.end_token_ids = tuple(
             dict.fromkeys(token for token in (self.end_token_id, eos) if token is not None)
@@ -79,20 +87,22 @@ class ChatFormat:
         """Tokens that end a response in generation, `end_token_id` first."""
         pad = tokenizer.pad_token_id
         self.pad_token_id: int = self.end_token_ids[-1] if pad is None else pad
-        """A filler; masks, not ids, say what is padding, so that it may equal an end token."""
+        """Token at padding positions; may equal an end token, since masks mark padding, not ids."""
 
     def prompt_tokens(self, prompt: str | Messages) -> list[int]:
-        """The prompt and the opening of the assistant's turn. Text is one user message.
+        """Return the tokens of the prompt and of the opening of the assistant's turn.
+
+        A string is treated as one user message.
 
         Raises:
-            DataError: the chat template refuses these messages.
+            DataError: the chat template rejects these messages.
             ConfigError: the chat template takes more time or memory than it may.
         """
         try:
             text = self._written(prompt, add_generation_prompt=True)
         except ConfigError:
             raise
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(turn["role"] for turn in _as_dicts(prompt))
             raise DataError(
                 f"the chat template refuses a prompt with the turns {roles}: {_told(error)}"
@@ -100,13 +110,13 @@ class ChatFormat:
         return self._encode(text)
 
     def response_tokens(self, response: str) -> list[int]:
-        """The response and its end token."""
+        """Return the tokens of the response followed by the end token."""
         return [*self._encode(response), self.end_token_id]
 
     def decode_response(self, tokens: Iterable[int]) -> str:
-        """What was said, without the end tokens and padding after it.
+        """Return the text of a response without the end and padding tokens that follow it.
 
-        Special tokens before the end stay visible: the policy did say them.
+        Special tokens before the end stay visible, since the policy generated them.
         """
         said = [int(token) for token in tokens]
         while said and said[-1] in (*self.end_token_ids, self.pad_token_id):
@@ -114,20 +124,21 @@ class ChatFormat:
         return self.show(said)
 
     def show(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, special ones visible."""
+        """Return tokens as text, with special tokens visible."""
         text: str = self.tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def stop_at(self, texts: Sequence[str]) -> StoppingCriteria | None:
-        """Whether rows of tokens end with one of `texts`; None where there is none."""
+        """Return a criterion that stops rows ending with one of `texts`; None if `texts` is
+        empty."""
         return StopStringCriteria(self.tokenizer, list(texts)) if texts else None
 
     def render(self, messages: str | Messages) -> str:
-        """The dialogue as the chat template writes it, without an opening for the next turn.
+        """Return the dialogue as the chat template renders it, without a generation prompt.
 
-        Raises whatever a chat template that refuses these messages raises.
+        Raises whatever exception a chat template that rejects these messages raises.
         """
         return self._written(messages)
 
@@ -139,7 +150,7 @@ class ChatFormat:
         return tokens
 
     def _find_end_token(self) -> int:
-        """The special token that follows an assistant's text in the template, else eos."""
+        """Return the special token that follows an assistant's text in the template, else eos."""
         name = self.tokenizer.name_or_path
         question, answer = (message.content for message in _SENTINELS)
         try:
@@ -172,7 +183,7 @@ class ChatFormat:
 
 
 def _told(error: Exception) -> str:
-    """What a template said in its own words, or how else it failed; in one line."""
+    """Return the error of a chat template in one line: its own message, or the type and message."""
     words = " ".join(str(error).split())[:200]
     return words if isinstance(error, TemplateError) else f"{type(error).__name__}: {words}"
 

@@ -1,4 +1,7 @@
-"""The only place that pads. B sequences, S and R tokens of whole sequences, P prompt tokens."""
+"""Collation of examples into padded batches; the only place that pads.
+
+Dimensions: B sequences, S and R tokens of whole sequences, P prompt tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, P
 
 
 def collate_demonstrations(examples: Sequence[DemonstrationTokens], pad_id: int) -> Demonstrations:
-    """Right-padded to the longest sequence [B,S]; the responses are the targets."""
+    """Return demonstrations right-padded to the longest [B,S]; their targets are the responses."""
     tokens, mask = pad([[*e.prompt, *e.response] for e in examples], pad_id, "right")
     prompt_mask = _lengths_mask([len(e.prompt) for e in examples], tokens.shape[1])
     return Demonstrations(tokens=tokens, mask=mask, target_mask=mask & ~prompt_mask)
 
 
 def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Preferences:
-    """Either side right-padded to its own longest sequence, [B,S] and [B,R]."""
+    """Return preference pairs, each side right-padded to its longest sequence: [B,S] and [B,R]."""
     chosen, chosen_mask = pad([[*e.prompt, *e.chosen] for e in examples], pad_id, "right")
     rejected, rejected_mask = pad([[*e.prompt, *e.rejected] for e in examples], pad_id, "right")
     return Preferences(
@@ -35,7 +38,7 @@ def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Pr
 
 
 def collate_prompts(examples: Sequence[PromptTokens], pad_id: int) -> Prompts:
-    """Left-padded to the longest prompt [B,P]."""
+    """Return prompts left-padded to the longest [B,P]."""
     tokens, mask = pad([e.prompt for e in examples], pad_id, "left")
     return Prompts(tokens=tokens, mask=mask, index=torch.tensor([e.index for e in examples]))
 
@@ -43,7 +46,7 @@ def collate_prompts(examples: Sequence[PromptTokens], pad_id: int) -> Prompts:
 def pad(
     rows: Sequence[Sequence[int]], pad_id: int, side: Literal["left", "right"]
 ) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
-    """Rows side by side, and where they are real."""
+    """Return the rows padded to the longest, and the mask that is True on real tokens."""
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     return (
@@ -53,5 +56,5 @@ def pad(
 
 
 def _lengths_mask(lengths: Sequence[int], width: int) -> Bool[Tensor, "B S"]:
-    """True in the first `lengths[i]` columns of row i."""
+    """Return the mask that is True in the first `lengths[i]` columns of row i."""
     return torch.arange(width) < torch.tensor(lengths)[:, None]

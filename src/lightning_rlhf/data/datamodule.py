@@ -1,4 +1,4 @@
-"""The batches of one stage, for `Trainer.fit`."""
+"""LightningDataModule that yields the batches of one stage."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from lightning_rlhf.data.schedule import Schedule
 
 
 class Example(Protocol):
-    """Anything with a length."""
+    """Protocol of an example whose length is known."""
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Return the length in tokens."""
 
 
 E = TypeVar("E", bound=Example)
 
 
 class StageData(LightningDataModule, Generic[E]):
-    """Tokenised examples as batches, in an order that an interrupted run takes up exactly.
+    """Batches of tokenised examples, in an order that an interrupted run resumes exactly.
 
-    The whole run is one Lightning epoch: `Trainer(max_epochs=1)`. A checkpoint holds the number
-    of batches trained on; a run resumed from it starts with the next one. The loaders have
-    generators of their own, since a loader draws a number whenever it is iterated over: how often
-    a run validates must not change what it samples.
+    The whole run is one Lightning epoch: `Trainer(max_epochs=1)`. A checkpoint stores the number of
+    batches trained on, and a resumed run starts with the next one. Each loader has a generator of
+    its own, since a DataLoader draws a random number whenever it is iterated over: how often a run
+    validates must not change what it samples.
     """
 
     def __init__(
@@ -54,10 +54,19 @@ class StageData(LightningDataModule, Generic[E]):
         seed: int,
         pool_batches: int,
     ) -> None:
-        """`batches` of `batch_size` examples are trained on; `pool_batches` as in Schedule.
+        """Store the examples and set up the schedule of the training batches.
 
-        columns: what rewards and judges read of the rows besides the tokens; empty where there are
-            none.
+        Args:
+            train: examples to train on.
+            val: examples to validate on.
+            columns: rows with the values that rewards and judges read besides the tokens; empty if
+                there are none.
+            collate: function that combines a list of examples into a batch.
+            batch_size: number of examples in a training batch.
+            val_batch_size: number of examples in a validation batch.
+            batches: number of training batches in the whole run.
+            seed: seed of the order of the training examples.
+            pool_batches: number of batches among which examples are sorted by length, see Schedule.
         """
         super().__init__()
         self.train = train
@@ -74,7 +83,7 @@ class StageData(LightningDataModule, Generic[E]):
         )
 
     def train_dataloader(self) -> DataLoader[E]:
-        """The batches from `schedule.start` on."""
+        """Return the loader of the training batches from `schedule.start` on."""
         return DataLoader(
             self.train,  # type: ignore[arg-type]
             batch_sampler=self.schedule,
@@ -83,7 +92,10 @@ class StageData(LightningDataModule, Generic[E]):
         )
 
     def val_dataloader(self) -> DataLoader[E]:
-        """All validation examples, the longest first, so that too little memory shows at once."""
+        """Return the loader of all validation examples, longest first.
+
+        In this order a lack of memory shows at the first batch.
+        """
         ordered = sorted(self.val, key=lambda example: -example.length)
         return DataLoader(
             ordered,  # type: ignore[arg-type]
@@ -93,9 +105,9 @@ class StageData(LightningDataModule, Generic[E]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, and what its order of batches depends on."""
-        # Counted when training_step is through, unlike `completed`, which a checkpoint written
-        # in on_train_batch_end finds one short.
+        """Return the number of batches trained on and everything that their order depends on."""
+        # `processed` counts a batch as soon as training_step returns; `completed` is still one
+        # short when a checkpoint is written in on_train_batch_end.
         assert self.trainer is not None
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
         return {
@@ -105,10 +117,11 @@ class StageData(LightningDataModule, Generic[E]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start after the batches that were trained on.
+        """Set the schedule to start after the batches that were trained on.
 
         Raises:
-            CheckpointError: the batches would come in another order than before, or be others.
+            CheckpointError: the checkpoint lacks an entry, or the data or the order of the batches
+                differ from those of the interrupted run.
         """
         missing = sorted({"batches_trained", "order", "digests"} - state_dict.keys())
         if missing:
@@ -147,7 +160,7 @@ class StageData(LightningDataModule, Generic[E]):
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each key whose value is not what it was, in words."""
+    """Return one line for each key whose value has changed: "KEY was BEFORE, is NOW"."""
     return [
         f"{key} was {before.get(key)}, is {value}"
         for key, value in now.items()
@@ -156,19 +169,23 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def digest(examples: Sequence[Any]) -> str:
-    """Of dataclasses of numbers and of sequences of them, in their order: 16 characters."""
+    """Return a digest of the examples in their order, 16 hexadecimal digits.
+
+    examples: dataclasses whose fields are numbers and sequences of numbers.
+    """
     found = hashlib.sha256()
     names = [field.name for field in fields(examples[0])] if examples else []
     for example in examples:
-        # Version 2 writes types, lengths and values alone; later ones mark what is shared.
+        # Format 2 writes types, lengths and values only; later formats also mark shared objects.
         found.update(marshal.dumps(attrgetter(*names)(example), 2))
     return found.hexdigest()[:16]
 
 
 def digest_columns(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of the names and values of all rows, in their order: 16 characters.
+    """Return a digest of the names and values of all rows in their order, 16 hexadecimal digits.
 
-    Of what JSON does not know, dates and pictures say, it is what they print as, less addresses.
+    A value that JSON cannot represent, such as a date or an image, enters as its `repr` without
+    memory addresses.
     """
 
     def printed(value: Any) -> str:

@@ -1,18 +1,20 @@
-"""The batch of SFT or reward modelling that broke the run off: one Parquet file, one row each.
+"""The SFT or reward-model batch that stopped a run: a Parquet file with one row per example.
 
-Columns; those of tokens are lists:
+Columns, of which those of tokens are lists:
 
-    number                      of the row in the source that the metadata name, from 1: a line of
-                                JSONL, a row else
-    prompt, response            text, special tokens visible; of a pair prompt, chosen, rejected
-    prompt_tokens, ...          ids of each text; the model learns to predict the response, or to
-                                score both sides, each after the prompt
-    margin                      of a pair
-    loss, grad_norm             of the row by itself, before the update that was not made
-    logprobs                    of the tokens of a response, nats
+    number                      number of the row in the source that the metadata names, from 1: a
+                                line of JSONL, otherwise a row
+    prompt, response            texts with special tokens visible; for a pair prompt, chosen and
+                                rejected
+    prompt_tokens, ...          token ids of each text; the model learns to predict the response, or
+                                to score both sides, each after the prompt
+    margin                      strength of the preference of a pair
+    loss, grad_norm             loss and gradient norm of the row alone, before the update that was
+                                skipped
+    logprobs                    log-probabilities of the response tokens, nats
     chosen_score, rejected_score
 
-The last ones are missing where they could not be computed any more.
+The columns from `loss` on are absent if they could not be computed.
 """
 
 from __future__ import annotations
@@ -45,49 +47,54 @@ from lightning_rlhf.data.tables import (
 )
 
 NAME = "last_batch.parquet"
+"""Name of the file in a run folder."""
 Kind = Literal["sft", "rm"]
 TEXTS: Mapping[Kind, tuple[str, ...]] = {
     "sft": ("prompt", "response"),
     "rm": ("prompt", "chosen", "rejected"),
 }
-"""Stage -> the fields of its examples that are tokens."""
+"""Fields that hold tokens in the examples of each stage."""
 ROW_FACTS: Mapping[Kind, tuple[str, ...]] = {
     "sft": ("loss", "grad_norm"),
     "rm": ("loss", "grad_norm", "chosen_score", "rejected_score"),
 }
-"""Stage -> what is known of a row, one number each."""
+"""Measurements of each stage's examples that are one number per row."""
 KINDS: Mapping[str, type | UnionType] = {
     "stage": str, "step": int, "source": str, "unit": str, "machine": dict,
 }  # fmt: skip
-"""Key of the metadata -> type."""
+"""Type of each value in the metadata."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastBatch:
-    """The examples of an optimizer step that was not made, in their order."""
+    """Examples of an optimizer step that was skipped, in their order."""
 
     stage: Kind
     step: int
-    """From 1, those that were not made counted too."""
+    """Number of the optimizer step, from 1; skipped steps count too."""
     source: str
     unit: Unit
     numbers: Sequence[int]
-    """Of each example in the source, in `unit`, from 1."""
+    """Number of each example's row in the source, in `unit`, from 1."""
     examples: Sequence[DemonstrationTokens] | Sequence[PreferenceTokens]
     facts: Mapping[str, Tensor]
-    """What `predict_step` of the stage's module says of them; none where it failed."""
+    """Measurements that `predict_step` of the stage's module returns for the examples; empty if it
+    failed."""
     machine: Mapping[str, str]
+    """Properties of the machine that may change the numbers, as `rollouts.machine` returns them."""
 
 
 def last_batch_of(folder: Path) -> Path:
-    """Where a run keeps it."""
+    """Return the path of the file in a run folder."""
     return folder / NAME
 
 
 def write_last_batch(path: Path, batch: LastBatch, show: Callable[[Sequence[int]], str]) -> None:
-    """Write the file whole or not at all. show: tokens as text.
+    """Write the file atomically: whole or not at all.
 
-    Raises StorageError where the disk holds no more.
+    show: function that returns tokens as text.
+
+    Raises StorageError if the disk is full.
     """
     columns: dict[str, Any] = {"number": pa.array(batch.numbers, pa.int64())}
     sides = {
@@ -118,7 +125,10 @@ def write_last_batch(path: Path, batch: LastBatch, show: Callable[[Sequence[int]
 
 
 def read_last_batch(path: Path) -> LastBatch:
-    """What `write_last_batch` wrote. Raises DataError where the file is missing or damaged."""
+    """Return what `write_last_batch` wrote.
+
+    Raises DataError if the file is missing or damaged.
+    """
     if not path.is_file():
         raise DataError(
             f"{path} does not exist: stage=sft and stage=rm leave one where max_nonfinite updates "
@@ -128,7 +138,10 @@ def read_last_batch(path: Path) -> LastBatch:
 
 
 def from_table(table: pa.Table) -> LastBatch:
-    """Of the columns of the file. Raises KeyError, TypeError or ValueError."""
+    """Return the batch that a file's table holds.
+
+    Raises KeyError, TypeError or ValueError if the table does not have the form of such a file.
+    """
     facts = read_facts(table, KINDS, "no run wrote it")
     stage: Kind = facts["stage"]
     if stage not in TEXTS or facts["unit"] not in get_args(Unit) or facts["step"] < 1:

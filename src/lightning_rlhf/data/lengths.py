@@ -1,8 +1,8 @@
-"""From rows to tokens, within the limits of length.
+"""Tokenisation of rows within the length limits.
 
-`long_prompts=cut` leaves out the oldest turns, a system turn excepted, down to the last user
-turn if need be; then the start of that turn's text, so that the template around it stays whole.
-`long_responses=cut` keeps the first tokens and no end token, so that no response is taught to
+`long_prompts=cut` drops the oldest turns, except a system turn, down to the last user turn if
+necessary; then it drops the start of that turn's text, so that the template around it stays whole.
+`long_responses=cut` keeps the first tokens and adds no end token, so that no response is taught to
 end where it did not.
 """
 
@@ -28,35 +28,36 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationTokens:
-    """A prompt with the response to imitate."""
+    """Tokens of a prompt and of the response to imitate."""
 
     prompt: Sequence[int]
     response: Sequence[int]
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Return the number of tokens of the whole sequence."""
         return len(self.prompt) + len(self.response)
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTokens:
-    """A prompt with the preferred response and the other one."""
+    """Tokens of a prompt, of the preferred response and of the other one."""
 
     prompt: Sequence[int]
     chosen: Sequence[int]
     rejected: Sequence[int]
     margin: float
+    """Strength of the preference, a number >= 0; 0 if the row does not give one."""
 
     @property
     def length(self) -> int:
-        """Tokens of the longer sequence."""
+        """Return the number of tokens of the longer sequence."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prompt to respond to."""
+    """Tokens of a prompt to respond to."""
 
     prompt: Sequence[int]
     index: int
@@ -64,31 +65,31 @@ class PromptTokens:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Return the number of tokens of the prompt."""
         return len(self.prompt)
 
 
 @dataclass(frozen=True)
 class Tokenised(Generic[E]):
-    """The rows that fit, as tokens, in the order of the file."""
+    """Rows within the length limits as tokens, in the order of the file."""
 
     examples: tuple[E, ...]
     dropped: Counter[str]
-    """Rows that are not in `examples`, by reason."""
+    """Number of rows that are not in `examples`, by reason."""
     cut: Counter[str]
-    """Rows in `examples` that lost something, by what."""
+    """Number of rows in `examples` that were truncated, by the part that was cut."""
     numbers: tuple[int, ...]
-    """Of each example in the source, as `Rows.numbers`."""
+    """Number of each example's row in the source, as in `Rows.numbers`."""
 
 
 class _Dropped(Exception):
-    """The row does not fit; the message is the reason that it is counted by."""
+    """Raised for a row that does not fit; the message is the reason by which it is counted."""
 
 
 def tokenise_demonstrations(
     rows: Rows[Demonstration], chat: ChatFormat, config: DataConfig
 ) -> Tokenised[DemonstrationTokens]:
-    """Prompts and responses as tokens.
+    """Return the tokens of prompts and responses.
 
     Raises:
         DataError: no row is left.
@@ -106,7 +107,7 @@ def tokenise_demonstrations(
 def tokenise_preferences(
     rows: Rows[Preference], chat: ChatFormat, config: DataConfig
 ) -> Tokenised[PreferenceTokens]:
-    """Pairs as tokens; a pair whose two responses are the same tokens is dropped.
+    """Return the tokens of pairs, without pairs whose two responses have the same tokens.
 
     Raises:
         DataError: no row is left.
@@ -128,7 +129,7 @@ def tokenise_preferences(
 def tokenise_prompts(
     rows: Rows[Prompt], chat: ChatFormat, config: DataConfig
 ) -> Tokenised[PromptTokens]:
-    """Prompts as tokens, with their positions in `rows`.
+    """Return the tokens of prompts, with their positions in `rows`.
 
     Raises:
         DataError: no row is left.
@@ -171,9 +172,9 @@ def _tokenise(
 def _prompt_fitter(
     chat: ChatFormat, config: DataConfig
 ) -> Callable[[Messages], tuple[array[int], set[str]]]:
-    """A function from a prompt to its tokens and {"prompt cut"} or {}."""
+    """Return a function from a prompt to its tokens and to {"prompt cut"} or an empty set."""
 
-    @cache  # a prompt often has many rows
+    @cache  # many rows often share a prompt
     def fit(prompt: Messages) -> tuple[array[int], set[str]]:
         tokens = chat.prompt_tokens(prompt)
         if len(tokens) <= config.max_prompt_tokens:
@@ -213,5 +214,5 @@ def _fit_response(text: str, chat: ChatFormat, config: DataConfig) -> tuple[arra
 
 
 def _compact(tokens: Sequence[int]) -> array[int]:
-    """Four bytes a token, where a list of Python numbers takes forty."""
+    """Return the tokens at four bytes each; a list of Python integers takes forty."""
     return array("i", tokens)

@@ -1,8 +1,8 @@
-"""What one row of a file may look like, and how it becomes a record.
+"""Accepted forms of a row of a file, and their conversion into records.
 
 Every form is first turned into a dialogue, a tuple of messages, and then split before its last
-turn. A field that is null counts as absent, since Parquet fills absent columns with null.
-Text that starts with "\\n\\nHuman:" is a dialogue in the HH form, with its turns marked in it:
+turn. A null field counts as absent, since Parquet fills absent columns with null. Text that starts
+with "\\n\\nHuman:" is a dialogue in the HH format, which marks the turns inside the text:
 https://huggingface.co/datasets/Anthropic/hh-rlhf.
 """
 
@@ -31,35 +31,37 @@ _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 _HH_ROLES: dict[str, Role] = {"Human": "user", "Assistant": "assistant"}
 
 IDENTICAL = "chosen and rejected are identical"
-"""Why a pair that prefers nothing is left out."""
+"""Reason for leaving out a pair whose two responses are the same."""
 MAX_LINE_BYTES = 16 * 2**20
-"""Bytes of one line of JSON, its end included."""
+"""Maximum length of a line of JSON in bytes, line ending included."""
 MAX_CHARACTERS = 1_000_000
-"""Characters of one text: a message, a prompt or a response."""
+"""Maximum length of one text (a message, a prompt or a response) in characters."""
 UNREAD = object()
-"""Value of a column that is there and is not read."""
+"""Value of a column that is present but not read."""
 DEMONSTRATION_FIELDS = ("prompt", "response", "chosen", "messages")
+"""Fields that are read from a row of demonstrations."""
 PREFERENCE_FIELDS = ("prompt", "chosen", "rejected", "margin")
-"""Fields of a row that are read; of a prompt all are, which rewards may want."""
+"""Fields that are read from a row of preferences; from a row of prompts all are, for the
+rewards."""
 
 
 class BadRow(Exception):
-    """A row that cannot be used."""
+    """Raised for a row that cannot be used."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
         self.reason = reason
-        """Without the row's own content, so that rows can be counted by it."""
+        """Reason without the row's own content, so that rows can be counted by it."""
 
 
 ONE_A_LINE = "allowed: one JSON object a line"
 
 
 def decode_row(raw: bytes | Row | BadRow) -> Row:
-    """The row in one line of JSON; a row that is decoded already stays as it is.
+    """Return the row in one line of JSON; return a row that is already decoded unchanged.
 
     Raises:
-        BadRow: the line is too long, not UTF-8, not JSON, or not a JSON object; or it is `raw`.
+        BadRow: the line is too long, not UTF-8, not JSON, or not a JSON object; or `raw` itself.
     """
     if isinstance(raw, BadRow):
         raise raw
@@ -75,7 +77,7 @@ def decode_row(raw: bytes | Row | BadRow) -> Row:
         where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
         is_spread = raw.strip() == b"{" or raw.lstrip().startswith(b"[")
         raise BadRow("broken JSON", ONE_A_LINE if is_spread else where) from error
-    except (ValueError, RecursionError) as error:  # numbers of 4,300 digits; endless nesting
+    except (ValueError, RecursionError) as error:  # too many digits or levels
         raise BadRow("broken JSON", str(error)) from error
     if not isinstance(row, dict):
         raise BadRow("not a JSON object", f"found {type(row).__name__}; {ONE_A_LINE}")
@@ -83,7 +85,10 @@ def decode_row(raw: bytes | Row | BadRow) -> Row:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; JSON leaves open which of two values a repeated name has."""
+    """Return the object made of `pairs`.
+
+    Raises BadRow if a name occurs twice, since JSON does not define which value counts.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -93,10 +98,10 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_demonstration(row: Row) -> Demonstration:
-    """From {"prompt", "response"}, {"messages"}, or the chosen side of a preference.
+    """Parse {"prompt", "response"}, {"messages"}, or the chosen side of a preference.
 
     Raises:
-        BadRow: with the reason.
+        BadRow: the row cannot be used; states the reason.
     """
     if _has(row, "response"):
         return Demonstration(*_split(_dialogue(row, "response"), "response"))
@@ -109,10 +114,10 @@ def parse_demonstration(row: Row) -> Demonstration:
 
 
 def parse_preference(row: Row) -> Preference:
-    """From {"prompt", "chosen", "rejected"}, or two whole dialogues {"chosen", "rejected"}.
+    """Parse {"prompt", "chosen", "rejected"}, or two whole dialogues {"chosen", "rejected"}.
 
     Raises:
-        BadRow: with the reason.
+        BadRow: the row cannot be used; states the reason.
     """
     for field in ("chosen", "rejected"):
         if not _has(row, field):
@@ -128,10 +133,10 @@ def parse_preference(row: Row) -> Preference:
 
 
 def parse_prompt(row: Row) -> Prompt:
-    """From {"prompt"} or {"messages"}, or the prompt of a demonstration or preference.
+    """Parse {"prompt"} or {"messages"}, or the prompt of a demonstration or preference.
 
     Raises:
-        BadRow: with the reason.
+        BadRow: the row cannot be used; states the reason.
     """
     if _has(row, "prompt"):
         messages = _prompt_messages(row)
@@ -149,12 +154,12 @@ def parse_prompt(row: Row) -> Prompt:
 
 
 def is_answered(row: Row) -> bool:
-    """Whether the row is more than a prompt, so that its prompt may come in many rows."""
+    """Return whether the row holds more than a prompt; several rows may then share the prompt."""
     return any(_has(row, field) for field in ("response", "chosen", "messages"))
 
 
 def _difference(chosen: Messages, rejected: Messages) -> str:
-    """Return which of the turns before the last is the first that is not the same."""
+    """Return a description of the first turn before the last in which two dialogues differ."""
     if chosen[: len(rejected)] == rejected or rejected[: len(chosen)] == chosen:
         count = len(chosen)
         turns = f"{count} turn{'s' * (count != 1)}"
@@ -181,7 +186,7 @@ def _missing(field: str, row: Row, needed: str) -> BadRow:
 
 
 def _dialogue(row: Row, field: str) -> Messages:
-    """The prompt, if the row has one, with the turns in `field`."""
+    """Return the turns in `field`, after the row's prompt if it has one."""
     value = row[field]
     prompt = _prompt_messages(row) if _has(row, "prompt") else ()
     if isinstance(value, str) and not value.startswith(_HH_START):
@@ -193,7 +198,7 @@ def _dialogue(row: Row, field: str) -> Messages:
 
 
 def _split(dialogue: Messages, field: str) -> tuple[Messages, str]:
-    """The turns before the last, and the last, which must be the assistant's."""
+    """Return the turns before the last, and the text of the last, which must be the assistant's."""
     *turns, last = dialogue
     if last.role != "assistant":
         raise BadRow(f"the last turn of '{field}' is not the assistant's", f"found {last.role}")
@@ -212,7 +217,7 @@ def _check_prompt(prompt: Messages) -> None:
 def _prompt_messages(row: Row) -> Messages:
     value = row["prompt"]
     if isinstance(value, str) and value.startswith(_HH_START):
-        # Some copies of the HH data end the prompt with the marker of the turn to be written.
+        # Some copies of the HH data end the prompt with the marker of the next turn.
         value = value.rstrip().removesuffix("\n\nAssistant:")
     elif isinstance(value, str):
         return (Message("user", _text(value, "prompt")),)
@@ -262,7 +267,10 @@ def _hh_messages(text: str, field: str) -> Messages:
 
 
 def _text(text: str, field: str, place: str = "") -> str:
-    """Return the text. place: where in the field it stands, if that is more than one text."""
+    """Return the text if it can be used; raise BadRow otherwise.
+
+    place: position of the text within the field, if the field holds more than one text.
+    """
     if not text.strip():
         raise BadRow(f"field '{field}' is empty or blank", place)
     if len(text) > MAX_CHARACTERS:

@@ -1,4 +1,4 @@
-"""What is wrong with preference pairs before any model has read them; linear in their number."""
+"""Problems of preference pairs that show without a model, found in time linear in their number."""
 
 from __future__ import annotations
 
@@ -13,48 +13,56 @@ from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Messages, Preference, prompt_text
 
 EXAMPLES = 3
-"""Of each problem."""
+"""Maximum number of examples of each problem."""
 MANY_PROMPTS = 5
-"""Different prompts from which on one chosen response cannot speak of what was asked."""
+"""Number of different prompts from which on a repeated chosen response is a problem, as it cannot
+answer all of them."""
 LONGER_SHARE = 0.6
-"""Share from which on length alone is a rule: taking the longer response is right so often."""
+"""Accuracy of always taking the longer response (or the shorter) from which on length alone
+predicts the labels."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One kind of problem."""
+    """One kind of problem, with the number of its occurrences."""
 
     what: str
+    """Description of the problem."""
     count: int
     of: int
-    """Among how many."""
+    """Number of rows, pairs or prompts that were examined."""
     unit: str
+    """Unit of `count` and `of`: "rows", "pairs" or "prompts"."""
     examples: tuple[str, ...]
-    """The first ones, by row; rows are counted among those that can be used, from 1."""
+    """Descriptions of the first occurrences; row numbers count the usable rows, from 1."""
 
     @property
     def line(self) -> str:
-        """In words."""
+        """Return the problem and its number of occurrences in one line."""
         return f"{self.what}: {self.count:,} of {self.of:,} {self.unit}"
 
 
 @dataclass(frozen=True)
 class LengthShare:
-    """Which response is longer, in characters."""
+    """Counts of pairs by which response is longer, in characters."""
 
     longer: int
-    """Pairs in which chosen is."""
+    """Number of pairs whose chosen response is the longer one."""
     shorter: int
+    """Number of pairs whose chosen response is the shorter one."""
     same: int
+    """Number of pairs whose responses have the same length."""
     share: float | None
-    """longer / (longer + shorter); None where no two lengths differ."""
+    """Share longer / (longer + shorter); None if no two lengths differ."""
     interval: tuple[float, float] | None
-    """95%, Wilson's."""
+    """95% interval of the share by Wilson's method; None if there is no share."""
 
     @property
     def one_sided(self) -> bool:
-        """Whether length alone tells the chosen response, beyond chance: the interval leaves 1/2
-        out and the share is 0.6 or more, or 0.4 or less."""
+        """Return whether length alone predicts the chosen response, beyond chance.
+
+        It does if the interval excludes 1/2 and the share is at least 0.6 or at most 0.4.
+        """
         if self.share is None or self.interval is None:
             return False
         low, high = self.interval
@@ -63,7 +71,7 @@ class LengthShare:
 
     @property
     def line(self) -> str:
-        """In words."""
+        """Return the share and its interval in one line."""
         if self.share is None or self.interval is None:
             return f"length: all {self.same:,} pairs have two responses of one length"
         low, high = self.interval
@@ -81,35 +89,36 @@ class LengthShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Problems:
-    """Of the pairs to train on, if given, and of those held out, counted together."""
+    """Problems of the training pairs, if given, and of the held-out pairs, counted together."""
 
     identical: Problem
-    """Rows that the reader left out, since their two responses are the same."""
+    """Rows that the reader left out because their two responses are the same."""
     duplicates: Problem
-    """The same prompt, chosen and rejected as in an earlier pair."""
+    """Pairs with the same prompt, chosen and rejected response as an earlier pair."""
     contradictions: Problem
-    """The same as an earlier pair, with chosen and rejected the other way round."""
+    """Pairs that repeat an earlier pair with chosen and rejected swapped."""
     one_for_many: Problem
     """Pairs whose chosen response is chosen for MANY_PROMPTS different prompts or more."""
     leaks: Problem | None
-    """Held-out prompts that are trained on as well; None without pairs to train on."""
+    """Held-out prompts that are also trained on; None without training pairs."""
     length: LengthShare
+    """Counts of pairs by which response is longer."""
 
     @property
     def counted(self) -> tuple[Problem, ...]:
-        """All but length."""
+        """Return all problems that are counts; `length` is not one."""
         found = (self.identical, self.duplicates, self.contradictions, self.one_for_many)
         return found if self.leaks is None else (*found, self.leaks)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """A line for each problem, found or not."""
+        """Return one line for each problem, found or not, and one for the length."""
         return (*(problem.line for problem in self.counted), self.length.line)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a pair stands."""
+    """Position of a pair in the data."""
 
     side: str
     row: int
@@ -120,11 +129,11 @@ class _Place:
 
 
 def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) -> Problems:
-    """Look through all pairs. Texts are the same where they are so without outer white space.
+    """Find problems in all pairs; responses are compared without surrounding white space.
 
     Args:
-        held_out: pairs to measure on.
-        train: pairs that the reward model was trained on, where they are known.
+        held_out: pairs to evaluate on.
+        train: pairs that the reward model was trained on; None if they are unknown.
     """
     sides = {"held-out": held_out} if train is None else {"training": train, "held-out": held_out}
     places = [
@@ -147,7 +156,7 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
 
 
 def length_share(pairs: Iterable[Preference]) -> LengthShare:
-    """How often chosen is longer than rejected, with Wilson's interval.
+    """Return how often chosen is longer than rejected, with Wilson's interval.
 
     With p = k / n and z = 1.96:
         (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
@@ -179,7 +188,7 @@ def _swapped(pair: Preference) -> _Key:
 
 
 def _repeats(what: str, places: Sequence[_Place], key: Callable[[Preference], _Key]) -> Problem:
-    """Pairs whose `key` is that of an earlier pair as it stands."""
+    """Return the pairs whose `key` equals `_same` of an earlier pair."""
     first: dict[_Key, _Place] = {}
     found: list[tuple[_Place, _Place]] = []
     for place in places:

@@ -1,4 +1,4 @@
-"""From a source to checked rows, before any model or tokenizer is loaded."""
+"""Reading of a source into checked rows, before any model or tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from lightning_rlhf.data.sources import NumberedRows, Unit, open_source
 OnBadRow = Literal["stop", "skip"]
 T = TypeVar("T")
 LOOK_AHEAD = 1_000
-"""Rows after the first, a bad one, among which another is looked for that can be used."""
+"""Number of rows after a bad first row that are searched for a usable one."""
 
 
 @dataclass(frozen=True)
 class Rows(Generic[T]):
-    """The rows of one source that can be used, in the order of the file."""
+    """Usable rows of one source, in the order of the file."""
 
     source: str
     rows: tuple[T, ...]
     left_out: Counter[str]
-    """Rows of the source that are not in `rows`, by reason."""
+    """Number of rows of the source that are not in `rows`, by reason."""
     unit: Unit
     numbers: tuple[int, ...]
-    """Of each row in the source, in `unit`, from 1."""
+    """Number of each row in the source, in `unit`, from 1."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def only(self, positions: Sequence[int]) -> Self:
-        """The rows at these positions of `rows`."""
+        """Return the rows at these positions of `rows`."""
         return replace(
             self,
             rows=tuple(self.rows[i] for i in positions),
@@ -56,26 +56,28 @@ class Rows(Generic[T]):
 
 
 def read_demonstrations(source: str, on_bad_row: OnBadRow) -> Rows[Demonstration]:
-    """Demonstrations; of a file of preferences, the prompts with the chosen responses.
+    """Read demonstrations; from a file of preferences, the prompts with the chosen responses.
 
     Raises:
-        DataError: the file cannot be read, has no usable row, or `on_bad_row` is "stop" and a
-            row is bad; names file, line and reason.
-        HubError: the hub data set cannot be loaded.
+        DataError: the file cannot be read, has no usable row, or has a bad row while `on_bad_row`
+            is "stop"; names file, line and reason.
+        HubError: the Hub dataset cannot be loaded.
     """
     return _read(source, on_bad_row, parse_demonstration, DEMONSTRATION_FIELDS)
 
 
 def read_preferences(source: str, on_bad_row: OnBadRow) -> Rows[Preference]:
-    """Preference pairs. Raises as `read_demonstrations`."""
+    """Read preference pairs. Raises the same errors as `read_demonstrations`."""
     return _read(source, on_bad_row, parse_preference, PREFERENCE_FIELDS)
 
 
 def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
-    """Prompts, from a file of any of the three kinds. Raises as `read_demonstrations`.
+    """Read prompts from a file of any of the three kinds.
 
-    A prompt that comes with answers is kept once, where it is first seen; rows that hold a
-    prompt alone are all kept, since their other columns may differ.
+    A prompt that comes with responses is kept once, at its first occurrence; rows that hold only a
+    prompt are all kept, since their other columns may differ.
+
+    Raises the same errors as `read_demonstrations`.
     """
     read = _read(source, on_bad_row, lambda row: (parse_prompt(row), is_answered(row)), None)
     kept: list[int] = []
@@ -90,7 +92,7 @@ def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
 
 
 def say_counts(counts: Counter[str]) -> str:
-    """Rows by reason in words, the most frequent first: "2 broken JSON, 1 repeated prompt"."""
+    """Return counts as text, the most frequent first: "2 broken JSON, 1 repeated prompt"."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
@@ -124,7 +126,7 @@ def _read(
 def _any_usable(bad: object, rows: NumberedRows, parse: Callable[[Row], T]) -> bool:
     """Return whether one of the LOOK_AHEAD rows after a bad one can be used.
 
-    After a line that is too long none is looked for: its end may be far.
+    Returns False after a line that is too long, as the rest of that line may be of any length.
     """
     if isinstance(bad, bytes) and len(bad) > MAX_LINE_BYTES:
         return False

@@ -1,17 +1,18 @@
-"""Recorded iterations of PPO: one Parquet file each, one row a response.
+"""Recorded iterations of PPO: one Parquet file per iteration, one row per response.
 
-Columns, of which those of tokens are lists with one entry a response token:
+Columns, of which those of tokens are lists with one entry per response token:
 
-    index                       row of the prompt in its data set
-    prompt, response            text
+    index                       row of the prompt in its dataset
+    prompt, response            texts
     prompt_tokens, response_tokens
-    padding_tokens              ids on padding, which nothing reads: the update runs over them
+    padding_tokens              token ids at padding positions, which are masked but part of the
+                                tensors that the update runs on
     logprobs, ref_logprobs      nats
-    values                      only where there is a critic
+    values                      present only with a critic
     kl, rewards, advantages, returns
-    score, parts, ended         of the response; `parts` by component of the reward
+    score, parts, ended         one entry per response; `parts` by component of the reward
 
-The file's metadata hold what else the update is repeated from, and what it came to.
+The file's metadata hold all other inputs of the update, and its results.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ from lightning_rlhf.data.tables import (
 )
 
 FOLDER = "rollouts"
+"""Name of the folder of recorded iterations in a run folder."""
 UPDATES = "updates"
-"""Key of the metadata of the weights beside it: how many updates of the iteration were made."""
+"""Metadata key of the weights file: number of updates of the iteration that the weights include."""
 PER_TOKEN: Mapping[str, str] = {
     "logprobs": "old_logprobs",
     "ref_logprobs": "ref_logprobs",
@@ -57,7 +59,7 @@ PER_TOKEN: Mapping[str, str] = {
     "advantages": "advantages",
     "returns": "returns",
 }
-"""Column -> field of Experience."""
+"""Field of Experience that each per-token column holds."""
 TYPES: Mapping[str, pa.DataType] = {
     "index": pa.int64(),
     "prompt": pa.string(),
@@ -67,7 +69,7 @@ TYPES: Mapping[str, pa.DataType] = {
     "score": pa.float32(),
     "ended": pa.bool_(),
 }
-"""Column -> type; `parts` is a struct of float32."""
+"""Type of each column; `parts` is a struct of float32."""
 KINDS: Mapping[str, type | UnionType] = {
     "iteration": int,
     "prompt_width": int,
@@ -78,68 +80,68 @@ KINDS: Mapping[str, type | UnionType] = {
     "parameters": str | None,
     "machine": dict,
 }
-"""Key of the metadata -> type."""
+"""Type of each value in the metadata."""
 LARGEST_STATE = 2**20
-"""Bytes of a generator's state that are unpacked at most; it has about 5000."""
+"""Maximum size of a generator's unpacked state in bytes; a real one has about 5000."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Collected):
-    """What an iteration learned from, in words too, and what came of it."""
+    """One iteration: the inputs of its update, the texts, and the results."""
 
     iteration: int
-    """From 1."""
+    """Number of the iteration, from 1."""
     prompts: Sequence[str]
     responses: Sequence[str]
     components: Sequence[str]
-    """Of the reward, in the order of `experience.parts`."""
+    """Names of the reward's components, in the order of `experience.parts`."""
     has_critic: bool
     updates: Sequence[Mapping[str, float]] | None
-    """UpdateStats of each minibatch; None where the iteration did not come to its end."""
+    """UpdateStats of each minibatch; None if the iteration did not finish."""
     parameters: str | None
-    """`parameters_digest` of the trained parameters after it; None as above."""
+    """`parameters_digest` of the trained parameters after the update; None if it did not finish."""
     machine: Mapping[str, str]
-    """What the numbers may depend on besides the configuration."""
+    """Properties of the machine that may change the numbers, see `machine`."""
 
 
 def stats(updates: Sequence[UpdateStats]) -> list[dict[str, float]]:
-    """The facts of each update as numbers, exactly."""
+    """Return the fields of each update as numbers, without rounding."""
     return [{f.name: float(getattr(u, f.name)) for f in fields(u)} for u in updates]
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What the same computation may round otherwise on."""
+    """Return the properties of the machine that may change how a computation rounds."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"torch": torch.__version__, "device": name, "threads": str(torch.get_num_threads())}
 
 
 def file_of(run_dir: Path, iteration: int) -> Path:
-    """Where an iteration of a run is recorded."""
+    """Return the path of a recorded iteration in a run folder."""
     return run_dir / FOLDER / f"{iteration:06d}.parquet"
 
 
 def weights_of(run_dir: Path, iteration: int) -> Path:
-    """Where the weights are that the updates of an iteration led to which broke the run off."""
+    """Return the path of the weights after an iteration whose updates stopped the run."""
     return file_of(run_dir, iteration).with_suffix(".safetensors")
 
 
 def recorded_iterations(run_dir: Path) -> list[int]:
-    """Those that have a file, in their order."""
+    """Return the numbers of the iterations that have a file, in ascending order."""
     files = (run_dir / FOLDER).glob("*.parquet")
     return sorted(int(p.stem) for p in files if re.fullmatch("[0-9]{6,}", p.stem))
 
 
 def write_recorded(path: Path, recorded: Recorded) -> None:
-    """Write the file whole or not at all; its folder is made.
+    """Write the file atomically, whole or not at all, and make its folder.
 
-    Raises StorageError where the disk holds no more.
+    Raises StorageError if the disk is full.
     """
     make_folder(path.parent)
     write_table(path, as_table(recorded), facts_of(recorded))
 
 
 def as_table(recorded: Recorded) -> pa.Table:
-    """One row a response."""
+    """Return the iteration as a table with one row per response."""
     experience = recorded.experience.to("cpu")
     mask = experience.response_mask
     width = experience.mask.shape[1] - mask.shape[1]
@@ -164,7 +166,7 @@ def as_table(recorded: Recorded) -> pa.Table:
 
 
 def facts_of(recorded: Recorded) -> dict[bytes, bytes]:
-    """The file's metadata."""
+    """Return the file's metadata."""
     whole, response = recorded.experience.mask, recorded.experience.response_mask
     shuffle = zlib.compress(recorded.shuffle.numpy().tobytes())
     facts = {
@@ -181,15 +183,18 @@ def facts_of(recorded: Recorded) -> dict[bytes, bytes]:
 
 
 def read_recorded(path: Path) -> Recorded:
-    """The iteration in a file, bit for bit.
+    """Read the iteration in a file, bit for bit.
 
-    Raises DataError where the file is damaged or holds something else.
+    Raises DataError if the file is damaged or holds something else.
     """
     return read_table(path, from_table, "an iteration that was recorded")
 
 
 def from_table(table: pa.Table) -> Recorded:
-    """What `as_table` and `facts_of` made of it. Raises KeyError, TypeError or ValueError."""
+    """Return the iteration from which `as_table` and `facts_of` made the table and its metadata.
+
+    Raises KeyError, TypeError or ValueError if the table does not have the form of such a file.
+    """
     facts = read_facts(table, KINDS, "it was not written by record=true")
     has_critic = "values" in table.column_names
     types = {name: x for name, x in TYPES.items() if name != "values" or has_critic}
@@ -238,7 +243,7 @@ def from_table(table: pa.Table) -> Recorded:
         parameters=facts["parameters"],
         machine=facts["machine"],
     )
-    recorded.generator()  # raises where `shuffle` is no state of one
+    recorded.generator()  # raises unless `shuffle` is a generator's state
     return recorded
 
 
@@ -255,20 +260,23 @@ def check_widths(column: Mapping[str, pa.ListArray], width: int) -> None:
 
 
 def check_updates(updates: Any) -> None:
-    """Raise TypeError unless it is None, or what `stats` returns."""
+    """Raise TypeError unless `updates` is None or has the form that `stats` returns."""
     for update in updates or ():
         if not isinstance(update, dict) or not all(type(x) is float for x in update.values()):
             raise TypeError(f"an update in its metadata is {update!r:.60}")
 
 
 def lists(x: Tensor, mask: Bool[Tensor, "B T"]) -> pa.ListArray:
-    """For each row the entries where the mask is True."""
+    """Return for each row the list of its entries where the mask is True."""
     ends = np.concatenate([[0], mask.sum(dim=1).cumsum(0).numpy()])
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(x[mask].numpy()))
 
 
 def ragged_mask(column: pa.ListArray, width: int) -> Bool[Tensor, "B T"]:
-    """True in the first columns of each row, as many as its list has entries."""
+    """Return the mask that is True in as many first columns of a row as its list has entries.
+
+    Raises ValueError if a list has more than `width` entries.
+    """
     lengths = torch.from_numpy(np.diff(column.offsets.to_numpy()))
     if lengths.numel() and int(lengths.max()) > width:
         raise ValueError(f"a list has {int(lengths.max())} entries, {width} at most")

@@ -1,4 +1,4 @@
-"""The records that a row of a file becomes: a demonstration, a preference or a prompt."""
+"""Records parsed from the rows of a file: a demonstration, a preference or a prompt."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt with two different responses; people preferred `chosen`."""
+    """A prompt with two different responses, of which people preferred `chosen`."""
 
     prompt: Messages
     chosen: str
     rejected: str
     margin: float | None = None
-    """By how much it is better, a number >= 0; None where the row does not say that."""
+    """Strength of the preference, a number >= 0; None if the row does not give one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +44,18 @@ class Prompt:
 
     prompt: Messages
     columns: dict[str, Any]
-    """The other columns of the row as they were; "prompt" is the prompt as text, "messages" its
+    """Other columns of the row, unchanged, with "prompt" as the prompt's text and "messages" as its
     turns, {"role", "content"} each."""
 
 
 def prompt_row(messages: Messages) -> dict[str, Any]:
-    """A prompt as rewards and judges read it: as text, and its turns."""
+    """Return a prompt as rewards and judges read it: as text, and as its turns."""
     turns = [asdict(message) for message in messages]
     return {"prompt": prompt_text(messages), "messages": turns}
 
 
 def prompt_text(messages: Messages) -> str:
-    """A lone user message as it is; a longer dialogue with the speaker before each turn."""
+    """Return a single user message unchanged; a longer dialogue with the role before each turn."""
     if len(messages) == 1:
         return messages[0].content
     return "\n\n".join(f"{turn.role.capitalize()}: {turn.content}" for turn in messages)

@@ -1,4 +1,4 @@
-"""Which examples meet in which batch."""
+"""Assignment of training examples to batches."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-_EPOCH, _POOL = 0, 1  # two streams of random numbers that share nothing
+_EPOCH, _POOL = 0, 1  # two independent streams of random numbers
 
 
 class Schedule(Sampler[list[int]]):
-    """The batches of a whole run; batch k is a pure function of (seed, k).
+    """Batch sampler for a whole run; batch k is a pure function of (seed, k).
 
-    Endless epochs, each all examples once in an order of its own, are laid end to end and cut
-    into batches: batch k holds the places k * batch_size to (k + 1) * batch_size. So every
-    batch is full, nothing is dropped, and a batch may span the border of two epochs, or many
-    epochs where it is larger than the data.
+    An endless sequence of epochs, each with all examples once in an order of its own, is cut into
+    batches: batch k holds the positions k * batch_size to (k + 1) * batch_size. So every batch is
+    full, no example is dropped, and a batch may span two epochs, or many if it is larger than the
+    data.
 
-    With `pool_batches` > 1 so many consecutive batches of an epoch share their examples: sorted
-    by length and cut into batches anew; then all batches of the epoch are shuffled. Alike
-    lengths need little padding, which is the price of a batch of mixed lengths. 1 leaves the
-    examples where they are. The batches on the border of two epochs take no part.
+    With `pool_batches` > 1, that many consecutive batches of an epoch pool their examples, which
+    are sorted by length and divided into batches again; then all batches of the epoch are shuffled.
+    A batch of similar lengths needs less padding than one of mixed lengths. 1 leaves the examples
+    where they are. Batches that span two epochs are not pooled.
     """
 
     def __init__(
@@ -34,25 +34,36 @@ class Schedule(Sampler[list[int]]):
         seed: int,
         pool_batches: int,
     ) -> None:
-        """`lengths` of the examples in tokens; `batches` of the whole run; `seed` >= 0."""
+        """Set up the schedule to start with batch 0.
+
+        Args:
+            lengths: length of each example, tokens.
+            batch_size: number of examples in a batch.
+            batches: number of batches in the whole run.
+            seed: seed of the orders, >= 0.
+            pool_batches: number of consecutive batches in a pool, >= 1.
+        """
         self.lengths = np.asarray(lengths)
         self.batch_size = batch_size
         self.batches = batches
         self.seed = seed
         self.pool_batches = pool_batches
         self.start = 0
-        """The first batch to yield: 0, or the one after the last that was trained on."""
+        """Index of the first batch to yield: 0, or the one after the last that was trained on."""
         self._latest: tuple[int, NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
-        """Batches of the whole run, those before `start` included, as Lightning counts them."""
+        """Return the number of batches in the whole run, including those before `start`.
+
+        Lightning counts the batches of a resumed run from the beginning.
+        """
         return self.batches
 
     def __iter__(self) -> Iterator[list[int]]:
         return (self.batch(k) for k in range(self.start, self.batches))
 
     def batch(self, k: int) -> list[int]:
-        """Positions of the examples in batch k."""
+        """Return the positions of the examples in batch k."""
         size = len(self.lengths)
         first, end = k * self.batch_size, (k + 1) * self.batch_size
         found: list[int] = []
@@ -64,9 +75,9 @@ class Schedule(Sampler[list[int]]):
         return found
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """All examples once, in the order of this epoch."""
+        """Return the positions of all examples in the order of this epoch."""
         order = self._random(_EPOCH, epoch).permutation(len(self.lengths))
-        start = -epoch * len(order) % self.batch_size  # after the batch begun in the epoch before
+        start = -epoch * len(order) % self.batch_size  # after the previous epoch's last batch
         whole = (len(order) - start) // self.batch_size
         if self.pool_batches == 1 or whole < 1:
             return order

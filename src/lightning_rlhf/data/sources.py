@@ -1,4 +1,4 @@
-"""From a source, a local file or a hub data set, to its raw rows."""
+"""Raw rows of a source: a local file or a Hub dataset."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _OTHER_FORMS = (
     (b"\x1f\x8b", "compressed; allowed: a name that ends in .jsonl.gz"),
     (b"PAR1", "Parquet; allowed: a name that ends in .parquet"),
 )
-"""How a file starts -> what it is, where its name promises lines of JSON."""
+"""First bytes of files in other formats, and how an error describes each, for names that promise
+JSON lines."""
 
 NumberedRows = Iterator[tuple[int, "bytes | dict[str, Any] | BadRow"]]
 Unit = Literal["line", "row"]
-"""What the numbers count."""
+"""Unit in which the rows of a source are numbered."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of a source with their numbers, from 1.
+    """Rows of a source with their numbers, from 1.
 
-    A line of JSON is not decoded yet, and is cut after MAX_LINE_BYTES + 1 bytes. A row of which a
-    value cannot be read is the BadRow that says so.
+    A line of JSON is not decoded yet, and is truncated after MAX_LINE_BYTES + 1 bytes. A row with a
+    value that cannot be read is replaced by a BadRow that states the reason.
     """
 
     rows: NumberedRows
@@ -48,16 +49,18 @@ class Source:
 
 
 def open_source(source: str, columns: Collection[str] | None) -> Source:
-    """The rows of `path.jsonl`, `path.jsonl.gz`, `path.parquet`, `org/name` or `org/name:split`.
+    """Open `path.jsonl`, `path.jsonl.gz`, `path.parquet`, `org/name` or `org/name:split`.
 
-    A hub data set is read from its split "train" unless another is named. Blank lines of a
-    JSONL file are passed over, though counted.
+    A Hub dataset is read from its split "train" unless another is named. Blank lines of a JSONL
+    file are skipped but counted.
 
-    columns: those of a table that are read; the values of others are UNREAD. None reads all.
+    Args:
+        source: path of a file, or name of a Hub dataset.
+        columns: columns of a table to read; the values of the others are UNREAD. None reads all.
 
     Raises:
-        DataError: the file is missing, cannot be read, or is of another kind.
-        HubError: the data set cannot be loaded (while the rows are read).
+        DataError: the file is missing, cannot be read, or has an unknown format.
+        HubError: the dataset cannot be loaded (raised while the rows are read).
     """
     path = Path(os.path.expanduser(source))
     if source.endswith(_ENDINGS):
@@ -82,7 +85,7 @@ def _json_lines(path: Path) -> NumberedRows:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             number, line = 0, b"\n"
             while line:
-                is_rest = not line.endswith(b"\n")  # of a line that was cut
+                is_rest = not line.endswith(b"\n")  # of a truncated line
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if is_rest:
                     continue
@@ -97,7 +100,7 @@ def _json_lines(path: Path) -> NumberedRows:
 
 
 def _refuse_other_forms(path: Path, start: bytes) -> None:
-    """Raise DataError where the whole file is in a form that no line of it tells."""
+    """Raise DataError if the file starts with the first bytes of another format."""
     for mark, form in _OTHER_FORMS:
         if start.startswith(mark):
             raise DataError(f"data file {path} is {form}")
@@ -123,7 +126,7 @@ def _parquet_rows(path: Path, columns: Collection[str] | None) -> NumberedRows:
 
 
 def _decoded(batch: RecordBatch) -> list[dict[str, Any] | BadRow]:
-    """Return the rows of a batch; where a value is none of Python's, its row is a BadRow."""
+    """Return a batch's rows; a row with a value that Python cannot represent is a BadRow."""
     try:
         return batch.to_pylist()
     except (ArrowException, ValueError, OverflowError):
@@ -140,8 +143,8 @@ def _decoded_row(batch: RecordBatch, i: int) -> dict[str, Any] | BadRow:
     return row
 
 
-# `datasets` is imported where it is used: it takes a second, and files do without it. What it
-# raises for an unreachable hub comes from half a dozen libraries.
+# `datasets` is imported where it is used: the import takes a second, and files do not need it. Its
+# errors for an unreachable Hub come from half a dozen libraries, hence `except Exception`.
 
 
 def _hub_rows(name: str, split: str, columns: Collection[str] | None) -> NumberedRows:

@@ -1,4 +1,4 @@
-"""The rows that a stage trains on, and those held out from it."""
+"""Training rows and held-out rows of a stage."""
 
 from __future__ import annotations
 
@@ -27,45 +27,46 @@ NEEDS: dict[Kind, str] = {
     "preferences": 'stage=rm needs preference pairs {"prompt", "chosen", "rejected"}',
     "prompts": 'stage=ppo needs prompts {"prompt"}',
 }
+"""Description of the data that each kind's stage needs, for errors."""
 
 
 @dataclass(frozen=True)
 class TrainVal(Generic[T]):
-    """Rows to train on and rows held out."""
+    """Rows to train on and held-out rows."""
 
     train: Rows[T]
     val: Rows[T]
 
 
 def load_demonstrations(config: DataConfig, seed: int) -> TrainVal[Demonstration]:
-    """The rows of `data.demonstrations`, for SFT.
+    """Load the rows of `data.demonstrations`, for SFT.
 
-    Where no validation source is named, `val_fraction` of the different prompts (at least one),
-    drawn by `seed`, are held out with all their rows, so that no prompt is on both sides.
-    Rows to validate on are all there; `sample` draws `max_val_rows` of those that fit.
+    Without a validation source, `val_fraction` of the different prompts (at least one), drawn with
+    `seed`, are held out with all their rows, so that no prompt is on both sides. All validation
+    rows are returned; `sample` draws `max_val_rows` of those that fit.
 
     Raises:
         ConfigError: no source is set.
-        DataError, HubError: a source cannot be read, or too little is in it to hold some out.
+        DataError, HubError: a source cannot be read, or has too few prompts to hold some out.
     """
     return _load("demonstrations", read_demonstrations, config, seed)
 
 
 def load_preferences(config: DataConfig, seed: int) -> TrainVal[Preference]:
-    """The rows of `data.preferences`, for reward modelling; as `load_demonstrations`."""
+    """Load the rows of `data.preferences`, for reward modelling, as `load_demonstrations` does."""
     return _load("preferences", read_preferences, config, seed)
 
 
 def load_prompts(config: DataConfig, seed: int) -> TrainVal[Prompt]:
-    """The rows of `data.prompts`, for PPO; as `load_demonstrations`."""
+    """Load the rows of `data.prompts`, for PPO, as `load_demonstrations` does."""
     return _load("prompts", read_prompts, config, seed)
 
 
 def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
-    """Return the sources to train on and to validate on, by their names alone.
+    """Return the training source and the validation source, checked by their names alone.
 
-    Raises ConfigError where there is none to train on, and DataError where a file is missing or
-    has a name of no kind that is read; both name the key.
+    Raises ConfigError if there is no training source, and DataError if a file is missing or its
+    name has no supported form; both name the key.
     """
     splits = {
         "demonstrations": config.demonstrations,
@@ -95,7 +96,7 @@ def _load(
 
 
 def sample(rows: Rows[T], limit: int | None, seed: int) -> Rows[T]:
-    """Return `limit` of the rows, drawn by `seed`, in their order; None returns all."""
+    """Return `limit` of the rows, drawn with `seed`, in their order; None returns all."""
     if limit is None or len(rows) <= limit:
         return rows
     kept = sorted(random.Random(seed).sample(range(len(rows)), limit))
@@ -117,4 +118,4 @@ def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:
         rows.only([i for i, held in enumerate(is_held_out) if held == side])
         for side in (False, True)
     )
-    return TrainVal(train, replace(val, left_out=Counter()))  # counted with the others
+    return TrainVal(train, replace(val, left_out=Counter()))  # counted in `train`

@@ -1,4 +1,4 @@
-"""Tables on the disk: written whole, read with one message where that cannot be done."""
+"""Parquet tables: written atomically, read with a single error message for any kind of damage."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_rlhf.core.storage import written_whole
 
 T = TypeVar("T")
 FACTS = b"lightning_rlhf"
-"""Key of a file's metadata."""
+"""Key under which a file's metadata hold a JSON object."""
 
 
 def write_table(path: Path, table: pa.Table, facts: Mapping[bytes, bytes]) -> None:
-    """Write a table with metadata whole or not at all.
+    """Write a table with metadata atomically: whole or not at all.
 
-    Raises StorageError where the disk holds no more.
+    Raises StorageError if the disk is full.
     """
     with (
         written_whole(path, table.nbytes) as beside,
@@ -38,9 +38,11 @@ def write_table(path: Path, table: pa.Table, facts: Mapping[bytes, bytes]) -> No
 
 
 def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
-    """What `convert` makes of the table in a file; `what` names it in an error.
+    """Return `convert` applied to the table in a file.
 
-    Raises DataError where the file is damaged or holds something else.
+    what: description of the expected content, for errors.
+
+    Raises DataError if the file is damaged or holds something else.
     """
     cause: Exception
     try:
@@ -58,10 +60,11 @@ def read_table(path: Path, convert: Callable[[pa.Table], T], what: str) -> T:
 def read_facts(
     table: pa.Table, kinds: Mapping[str, type | UnionType], absent: str
 ) -> dict[str, Any]:
-    """Return what the metadata say under FACTS: a value of its kind under each key of `kinds`.
+    """Return the JSON object in the metadata, with a value of its type under each key of `kinds`.
 
-    absent: what to say where there is nothing.
-    Raises ValueError, KeyError or TypeError where that is not so.
+    absent: message of the error for metadata without such an object.
+
+    Raises ValueError, KeyError or TypeError if the object is missing or has another form.
     """
     metadata = table.schema.metadata or {}
     if FACTS not in metadata:
@@ -76,9 +79,9 @@ def read_facts(
 
 
 def columns(table: pa.Table, types: Mapping[str, pa.DataType]) -> dict[str, pa.Array]:
-    """Return the columns that are named, each of its type.
+    """Return the named columns, each cast to its type.
 
-    Raises KeyError where one is missing, pa.ArrowException where one holds something else.
+    Raises KeyError if one is missing, pa.ArrowException if one holds something else.
     """
     for name in types:
         if name not in table.column_names:
@@ -88,9 +91,9 @@ def columns(table: pa.Table, types: Mapping[str, pa.DataType]) -> dict[str, pa.A
 
 
 def token_ids(column: pa.ListArray) -> Tensor:
-    """Return all that stands in lists of token ids, one behind the other.
+    """Return the entries of lists of token ids, concatenated.
 
-    Raises ValueError where one is negative or missing.
+    Raises ValueError if one is negative or missing.
     """
     ids = entries(column)
     if ids.numel() and int(ids.min()) < 0:
@@ -99,12 +102,12 @@ def token_ids(column: pa.ListArray) -> Tensor:
 
 
 def entries(column: pa.ListArray) -> Tensor:
-    """All that stands in the lists, one behind the other."""
+    """Return the entries of the lists, concatenated. Raises ValueError if one is missing."""
     return tensor(column.flatten())
 
 
 def tensor(column: pa.Array) -> Tensor:
-    """Of the same type. Raises ValueError where an entry is missing."""
+    """Return a tensor of the same type. Raises ValueError if an entry is missing."""
     if column.null_count:
         raise ValueError(f"{column.null_count} numbers are missing")
     return torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())

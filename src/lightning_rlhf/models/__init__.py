@@ -1,1 +1,1 @@
-"""Models: loading, heads, the roles that share one base, and the folder a stage hands over."""
+"""Models: loading, scalar heads, roles that share one base model, and the `final/` folder."""

@@ -1,7 +1,7 @@
-"""What an adapter's configuration asks of PEFT, checked before PEFT acts on it.
+"""Checks of an adapter's configuration, made before PEFT acts on it.
 
-PEFT reads some of its values as regular expressions, and one can be written that takes years on the
-name of a single layer.
+PEFT reads some of its values as regular expressions, and a regular expression can be written that
+takes years to match the name of a single layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MATCHING_SECONDS = 2.0
-"""Processor time in which all patterns of an adapter must be matched with all names of layers."""
+"""Processor time, in seconds, allowed for matching all patterns of an adapter with all layer
+names."""
 BY_PATTERN = ("rank_pattern", "alpha_pattern")
+"""Keys of adapter_config.json whose values map patterns of layer names to numbers."""
 
 
 def _is_lora(x: Any) -> bool:
@@ -82,16 +84,17 @@ RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         ("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"), ("true, false", _is_flag)
     ),
-    # One repeats layers of the base model, the other names a Python module to load.
+    # layer_replication repeats layers of the base model; megatron_config names a Python module to
+    # load.
     **dict.fromkeys(("layer_replication", "megatron_config"), ("null", _is_null)),
 }  # fmt: skip
-"""Key of adapter_config.json -> what is allowed in words, and whether a value is."""
+"""Key of adapter_config.json -> description of the allowed values, and the test of a value."""
 
 
 def check_adapter(folder: Path) -> None:
     """Raise CheckpointError unless the folder's adapter_config.json is that of a LoRA adapter.
 
-    Keys that are not there have PEFT's defaults; those that PEFT does not know it ignores.
+    Missing keys take PEFT's defaults; PEFT ignores keys that it does not know.
     """
     config = json_object(folder / ADAPTER)
     for key in ("peft_type", "base_model_name_or_path"):
@@ -113,9 +116,9 @@ def _shown(value: Any) -> str:
 
 
 def check_for_model(folder: Path, model: PreTrainedModel) -> None:
-    """Raise CheckpointError where ranks or patterns of the folder's adapter are beyond the model.
+    """Raise CheckpointError where ranks or patterns of the folder's adapter do not fit the model.
 
-    The adapter's configuration is checked too.
+    `check_adapter` is applied first.
     """
     check_adapter(folder)
     config = json_object(folder / ADAPTER)
@@ -134,7 +137,7 @@ def check_for_model(folder: Path, model: PreTrainedModel) -> None:
 
 
 def check_settings(settings: LoRASettings, model: PreTrainedModel) -> None:
-    """Raise ConfigError where the rank or the pattern of a new adapter is beyond the model."""
+    """Raise ConfigError where the rank or the pattern of a new adapter does not fit the model."""
     largest = largest_layer(model)
     require(settings.r <= largest, "model.lora.r", settings.r,
             f"at most {largest}, the model's largest layer")  # fmt: skip
@@ -146,7 +149,8 @@ def check_settings(settings: LoRASettings, model: PreTrainedModel) -> None:
 
 
 def largest_layer(model: PreTrainedModel) -> int:
-    """Return the largest number of inputs or outputs of a linear layer, the output layer aside."""
+    """Return the largest number of inputs or outputs of a linear layer other than the output
+    layer."""
     output = model.get_output_embeddings()
     sizes = [
         getattr(module, name)
@@ -160,7 +164,7 @@ def largest_layer(model: PreTrainedModel) -> int:
 
 Matches = Callable[[re.Pattern[str], str], Any]
 Patterns = Mapping[str, list[tuple[str, Matches]]]
-"""Key -> the regular expressions that PEFT makes of its value, and how it matches them."""
+"""Key -> the regular expressions that PEFT builds from its value, each with its match function."""
 
 
 def _patterns(config: Mapping[str, Any]) -> Patterns:
@@ -180,7 +184,7 @@ def _patterns(config: Mapping[str, Any]) -> Patterns:
 
 
 def unmatched(patterns: Patterns, model: PreTrainedModel) -> str | None:
-    """Return what is wrong with the patterns: none is one, or they take too long; else None."""
+    """Return the error message for the first invalid or too slow pattern; None if there is none."""
     names = [name for name, _ in model.named_modules()]
     for key, group in patterns.items():
         try:

@@ -1,10 +1,10 @@
-"""The `final/` folder that one stage leaves for the next, and for everybody else.
+"""The `final/` folder: the model that a stage writes for later stages and for other programs.
 
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
 reward_head.safetensors | value_head.safetensors
-fingerprint.safetensors      logits of a fixed probe: of this model, and of what it stands on
-manifest.json                where it comes from and what it reached
+fingerprint.safetensors      logits on a fixed probe input: of this model, and of its parent model
+manifest.json                origin of the model and its final metrics
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lightning_rlhf.models.weights import (
     refuse_missing_folder,
 )
 
-# torch and transformers, which take seconds to import, are imported where they are used: what the
-# folders alone tell is said before.
+# torch and transformers take seconds to import, so they are imported where they are used: errors in
+# the folders are reported before.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -39,36 +39,45 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 FROM_CONFIG = "from_config"
-"""Base of what was trained from random weights."""
+"""Value of Manifest.base for a model that was trained from random weights."""
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""Largest finite float32 number."""
 PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
+"""Names of the packages whose versions are recorded in a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Where a checkpoint comes from and what it reached. Plain JSON types only."""
+    """The origin and the final metrics of a checkpoint, in plain JSON types only."""
 
     stage: str
+    """Name of the stage that wrote the checkpoint."""
     base: str
     """Hub id or folder of the base weights, or "from_config"."""
     base_seed: int
-    """Seed of the base's random weights where it is "from_config"."""
+    """Seed of the base's random weights where `base` is "from_config"."""
     parents: dict[str, str]
-    """Role -> the `final/` folder it was started from."""
+    """Role -> the `final/` folder that it was initialised from."""
     tokenizer_hash: str
+    """Hash of the tokenizer's vocabulary, as `tokenizer_hash` returns it."""
     chat_template: str
+    """Jinja source of the chat template."""
     reward_mean: int | float | None
-    """Of the reward on SFT samples; None unless this is a reward model."""
+    """Mean reward on SFT samples; None unless this is a reward model."""
     reward_std: int | float | None
+    """Standard deviation of the reward on SFT samples; None unless this is a reward model."""
     metrics: dict[str, float]
+    """Metric name -> its value at the end of the stage."""
     config: dict[str, Any]
+    """The resolved configuration of the stage."""
     versions: dict[str, str]
+    """Package name -> version of the package that wrote the checkpoint."""
     verdicts: dict[str, Any] = field(default_factory=dict)
-    """Reward -> the verdict of its fitness report: of stage=rm on itself, as "rm"; of the
-    components that stage=ppo was paid by, by their names."""
+    """Reward -> the verdict of its fitness report: under "rm" the verdict of stage=rm on its own
+    model; under component names the verdicts on the reward components of stage=ppo."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError where a value is of another type, as in a file of another program."""
+        """Raise TypeError where a value has the wrong type, as in a file of another program."""
         for key, kind in typing.get_type_hints(type(self)).items():
             kind = dict if typing.get_origin(kind) is dict else kind
             if not isinstance(getattr(self, key), kind):
@@ -88,23 +97,26 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Final:
-    """A checkpoint folder on this machine; `manifest` is None where another program wrote it."""
+    """A checkpoint folder on this machine."""
 
     path: Path
+    """Path of the folder."""
     manifest: Manifest | None
+    """Contents of its manifest; None where another program wrote the folder."""
 
     @property
     def is_adapter(self) -> bool:
+        """Return True if the folder holds an adapter, False if it holds whole weights."""
         return (self.path / ADAPTER).is_file()
 
     @property
     def base_folder(self) -> str | None:
-        """The folder of the weights that the adapter stands on; None where that is no folder."""
+        """Return the folder of the adapter's base weights; None where the base is no folder."""
         base: str | None = json_object(self.path / ADAPTER)["base_model_name_or_path"]
         return base if base and os.path.isdir(base) else None
 
     def require_manifest(self, stage: str) -> Manifest:
-        """The manifest, which must be of `stage`."""
+        """Return the manifest. Raises CheckpointError unless it was written by `stage`."""
         if self.manifest is None:
             raise CheckpointError(
                 f"{self.path} has no {MANIFEST}; allowed: the final/ folder of a stage={stage} run"
@@ -118,15 +130,18 @@ class Final:
 
     @property
     def verdict(self) -> Verdict | None:
-        """What stage=rm found when it asked whether this reward model is fit to be maximised.
+        """Return the verdict of stage=rm on whether this reward model is fit to be maximised.
 
-        None where no report was written, or by another program.
+        None where the manifest has no verdict, or another program wrote the folder.
         """
         found = {} if self.manifest is None else self.manifest.verdicts
         return Verdict(**found["rm"]) if "rm" in found else None
 
     def reward_moments(self) -> tuple[float, float]:
-        """Mean and standard deviation of the reward on SFT samples, as stage=rm measured them."""
+        """Return mean and standard deviation of the reward on SFT samples, measured by stage=rm.
+
+        Raises CheckpointError where one is missing or not finite, or the deviation is 0.
+        """
         manifest = self.require_manifest("rm")
         mean, std = manifest.reward_mean, manifest.reward_std
         for key, value, allowed in (
@@ -144,7 +159,10 @@ class Final:
 
 
 def find(source: str, key: str) -> Final:
-    """The checkpoint at a local folder or hub id. Raises CheckpointError or HubError."""
+    """Return the checkpoint at a local folder or hub id. Raises CheckpointError or HubError.
+
+    key: configuration key that names the source, for error messages.
+    """
     if is_folder(source):
         path = Path(os.path.expanduser(source))
     else:
@@ -170,7 +188,7 @@ def find(source: str, key: str) -> Final:
 
 
 def read_manifest(file: Path) -> Manifest:
-    """The manifest in a `final/` folder. Raises CheckpointError."""
+    """Return the manifest in a file. Raises CheckpointError where the file is not a manifest."""
     try:
         return Manifest(**json_object(file))
     except (TypeError, CheckpointError) as error:
@@ -179,7 +197,10 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
-    """The heads in `final`, which must fit `hidden_size`; mostly one. Never random ones."""
+    """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
+
+    Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -204,16 +225,16 @@ def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
 
 
 def stands_on_random_weights(folder: Path) -> bool:
-    """Whether an adapter's base is nowhere but in a configuration and a seed."""
+    """Return True if the folder is an adapter whose base has random weights, made from a seed."""
     file = folder / ADAPTER
     return file.is_file() and json.loads(file.read_text())["base_model_name_or_path"] == FROM_CONFIG
 
 
 def digest(folder: Path) -> str:
-    """Tells whether the checkpoint in `folder` is still the same.
+    """Return a hash that changes whenever the checkpoint in `folder` is replaced.
 
-    Of its manifest, which is another one each time that a stage is run; of a folder that another
-    program wrote, the names, sizes and times of its files.
+    It is computed from the manifest, which differs for every run of a stage; for a folder that
+    another program wrote, from the names, sizes and modification times of its files.
     """
     file = folder / MANIFEST
     if file.is_file():
@@ -227,11 +248,12 @@ def digest(folder: Path) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the vocabulary: equal means that a token id is the same text."""
+    """Return a hash of the vocabulary: equal hashes mean that each token id stands for the same
+    text."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide what a checkpoint means."""
+    """Return package name -> installed version, for the packages in PACKAGES."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}

@@ -1,4 +1,5 @@
-"""Sequence classifiers as reward models: of any family, with their own tokenizer and template."""
+"""Sequence classifiers of any model family as reward models, with their own tokenizer and chat
+template."""
 
 from __future__ import annotations
 
@@ -15,19 +16,24 @@ from lightning_rlhf.core.errors import ConfigError, RewardError
 
 
 class Classifier:
-    """A reward model that says one number, or one of several, of a dialogue."""
+    """A reward model: one output of a sequence classifier, computed for a dialogue."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, label: int, pair: bool
     ) -> None:
-        """pair: prompt and response are the two texts of a pair, and no chat template is used."""
+        """Store the model, its tokenizer and how a dialogue is given to them.
+
+        label: index of the output that is the reward.
+        pair: if True, prompt and response are encoded as a pair of texts, without chat template.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.label = label
         self.pair = pair
 
     def encode(self, row: Mapping[str, Any], response: str) -> Mapping[str, list[int]]:
-        """The dialogue in the model's own form."""
+        """Return the dialogue as the model's inputs: input_ids and others that the tokenizer
+        gives."""
         if self.pair:
             return dict(self.tokenizer(row["prompt"], response))
         # The template writes the special tokens; the tokenizer must not add them again.
@@ -35,7 +41,10 @@ class Classifier:
         return {"input_ids": self.tokenizer(text, add_special_tokens=False).input_ids}
 
     def _written(self, row: Mapping[str, Any], response: str) -> str:
-        """The dialogue as the chat template writes it."""
+        """Return the dialogue rendered by the chat template.
+
+        Raises RewardError where the template fails.
+        """
         messages = [*row["messages"], {"role": "assistant", "content": response}]
         try:
             return write_dialogue(self.tokenizer, messages)
@@ -49,9 +58,9 @@ class Classifier:
             ) from error
 
     def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[Tensor, "n 1"]:
-        """The raw number of each, whatever is read together."""
+        """Return the raw reward of each dialogue, independent of the others in the batch."""
         pad = self.model.config.get_text_config().pad_token_id
-        if pad is None:  # the model reads at the last position, which padding must not take
+        if pad is None:  # the model takes its output at the last position: no padding possible
             return torch.cat([self._forward([one], 0) for one in features])
         return self._forward(features, pad)
 
@@ -75,26 +84,29 @@ class Classifier:
             return self.model(**tensors).logits[:, [self.label]]
 
     def show(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, special ones visible."""
+        """Return the tokens decoded to text, special tokens included."""
         text: str = self.tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def starts(self, tokens: Sequence[int]) -> int:
-        """How many tokens at the start are special."""
+        """Return the number of special tokens at the start."""
         special = set(self.tokenizer.all_special_ids)
         return next((i for i, token in enumerate(tokens) if token not in special), len(tokens))
 
     def problems(self, tokens: Sequence[int]) -> list[str]:
-        """What is wrong with the tokens of a dialogue, in words."""
+        """Return descriptions of errors in the tokens of a dialogue; empty if there are none."""
         start = self.tokenizer.bos_token_id
         if start is not None and list(tokens[:2]) == [start, start]:
             return [f"it starts with {self.tokenizer.bos_token!r} twice"]
         return []
 
     def doubts(self, row: Mapping[str, Any], response: str) -> list[str]:
-        """What a chat template seldom does, in words; some are made that way."""
+        """Return descriptions of unusual behaviour of the chat template; empty if there is none.
+
+        It is not always an error: some models are trained with such a template.
+        """
         if self.pair:
             return []
         text = self._written(row, response)

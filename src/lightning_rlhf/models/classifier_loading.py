@@ -1,4 +1,4 @@
-"""From a folder or hub id to a sequence classifier, with its options checked against it."""
+"""Loading of a sequence classifier from a folder or hub id, with checks of its options."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lightning_rlhf.models.weights import check_references, check_weights
 
 
 def load_classifier(config: ClassifierConfig, key: str, device: torch.device) -> Classifier:
-    """The reward model, frozen.
+    """Return the reward model, frozen.
 
-    key: where the configuration names it.
+    key: configuration key of the model's section, for error messages.
 
     Raises:
-        CheckpointError, HubError: it cannot be loaded, or lacks the weights of its head.
-        ConfigError: an option does not fit it.
+        CheckpointError, HubError: the model cannot be loaded, or lacks the weights of its head.
+        ConfigError: an option does not fit the model.
     """
     source = config.name_or_path
     folder = local_folder(source, f"{key}.name_or_path", config.revision)
@@ -61,9 +61,9 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
 def check_classifier(
     folder: Path, config: ClassifierConfig, key: str
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """The configuration and the tokenizer of the reward model in `folder`, without its weights.
+    """Return configuration and tokenizer of the reward model in `folder`, without its weights.
 
-    Raises as `load_classifier`, one error for all options that do not fit.
+    Raises the errors of `load_classifier`; one ConfigError names all options that do not fit.
     """
     check_references(folder / "config.json")
     with naming(str(folder), f"{key}.name_or_path"):
@@ -83,7 +83,7 @@ def check_classifier(
 
 @contextlib.contextmanager
 def collected(faults: list[str]) -> Iterator[None]:
-    """A ConfigError inside is put with the others, to be told together."""
+    """Append the message of a ConfigError raised in the block to `faults`, and suppress it."""
     try:
         yield
     except ConfigError as error:
@@ -91,7 +91,14 @@ def collected(faults: list[str]) -> Iterator[None]:
 
 
 def check_label(config: PretrainedConfig, label: int | str | None, folder: Path, key: str) -> int:
-    """Which output is the reward. Raises where that is not clear."""
+    """Return the index of the output that is the reward.
+
+    label: index or name of the output; None where the model has a single one.
+
+    Raises:
+        CheckpointError: the model is no sequence classifier.
+        ConfigError: `label` is not an output, or is None and the model has several.
+    """
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
         raise CheckpointError(
@@ -112,16 +119,16 @@ def check_label(config: PretrainedConfig, label: int | str | None, folder: Path,
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """How many tokens the model has positions for, where it says that."""
+    """Return the number of positions of the model, in tokens; None where it is not stated."""
     text = config.get_text_config()
     limit: int | None = getattr(text, "max_position_embeddings", None)
-    if limit is not None and "roberta" in config.model_type:  # counts from behind its padding
+    if limit is not None and "roberta" in config.model_type:  # starts after pad_token_id
         limit -= text.pad_token_id + 1
     return limit
 
 
 def check_length(config: PretrainedConfig, max_tokens: int | None, key: str) -> None:
-    """Raise ConfigError where the model has fewer positions than it may be given tokens."""
+    """Raise ConfigError where `max_tokens` is larger than the model's number of positions."""
     limit = positions(config)
     fits = limit is None or max_tokens is None or max_tokens <= limit
     require(fits, f"{key}.max_tokens", max_tokens,
@@ -129,7 +136,10 @@ def check_length(config: PretrainedConfig, max_tokens: int | None, key: str) -> 
 
 
 def load_reader(folder: Path, config: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the reward model in `folder`, with the chat template that it is to use."""
+    """Return the tokenizer of the reward model in `folder`, with the configured chat template.
+
+    Raises ConfigError where there is no chat template to use.
+    """
     source, chat_template = config.tokenizer or str(folder), config.chat_template
     there = local_folder(source, f"{key}.tokenizer", None)
     with naming(source, f"{key}.tokenizer"):

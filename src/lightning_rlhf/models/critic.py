@@ -29,12 +29,14 @@ def add_critic(
     scale: tuple[float, float],
     seed: int,
 ) -> tuple[Roles, str]:
-    """A value head on the policy's trunk, on an adapter of its own, or on a model of its own.
+    """Add a value head on the policy's trunk, on an adapter of its own, or on a model of its own.
 
-    reward: the reward model that the critic starts as; None starts every value at 0.
-    scale: mean and standard deviation by which its number is standardised.
+    reward: the reward model that the critic is initialised from; None starts every value at 0.
+    scale: mean and standard deviation by which the reward model's output is standardised.
 
-    Returns: the roles, and the role in them, whose hidden states the head reads.
+    Returns: the roles, and the name of the role in them, whose hidden states the head reads.
+
+    Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
     match kind:
         case "head":
@@ -62,9 +64,10 @@ def add_critic(
 def whole_weights(
     config: ModelConfig, sft: Final | None, reward: Final | None, seed: int
 ) -> PreTrainedModel:
-    """The reward model, or without one the SFT model, as fp32 weights that are all trained.
+    """Return the reward model, or without one the SFT model, as trainable fp32 weights.
 
-    An adapter is merged into what it stands on.
+    An adapter is merged into the model that it was trained on. Raises ConfigError where the weights
+    would be quantised.
     """
     if config.quantization != "none":
         raise ConfigError(
@@ -90,7 +93,7 @@ def whole_weights(
 
 
 def standardised_head(reward: Final, hidden_size: int, mean: float, std: float) -> ScalarHead:
-    """A value head that gives what the reward model gives, less `mean`, over `std`."""
+    """Return a value head that computes (reward - mean) / std of the reward model's mean head."""
     heads = load_head(reward, REWARD, hidden_size)
     head = ScalarHead(hidden_size)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Writes a role as the `final/` folder of its stage, whole or not at all."""
+"""Writing of a role as the `final/` folder of its stage, atomically."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def write_final(
     below: Float[Tensor, " V"] | None = None,
     more: Path | None = None,
 ) -> None:
-    """Write `role` of `roles`, whole or not at all.
+    """Write `role` of `roles` as the folder `folder`, atomically: completely or not at all.
 
-    head: the name of the scalar head to save with it.
-    below: fingerprint of what it was trained from, where training has changed that.
-    more: a folder of other files that belong to it.
+    head: name of the scalar head to save with it; None saves no head.
+    below: fingerprint of the model it was trained from, where training has changed that model.
+    more: folder of further files to copy into `folder`.
 
-    Raises StorageError where the disk holds no more.
+    Raises StorageError where the disk is full.
     """
     with written_whole(folder, _size(roles, role)) as beside:
         beside.mkdir(parents=True)
@@ -52,7 +52,7 @@ def write_final(
                 save_file(_on_cpu(state), beside / "adapter_model.safetensors")
                 inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
             stands_on = BASE if is_whole else stands_on
-            if isinstance(inference.target_modules, set):  # whose order is another each time
+            if isinstance(inference.target_modules, set):  # its order differs between runs
                 inference.target_modules = sorted(inference.target_modules)
             inference.base_model_name_or_path = _base_of(manifest, is_whole)
             inference.save_pretrained(str(beside))
@@ -68,14 +68,18 @@ def write_final(
 
 
 def _size(roles: Roles, role: str) -> int:
-    """Bytes of the adapter of `role`, or of the whole weights where it has none."""
+    """Return the bytes of the adapter of `role`, or of the whole weights where it has none."""
     is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
     parts = roles.model.named_parameters()
     return sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
 
 
 def _base_of(manifest: Manifest, is_whole: bool) -> str:
-    """What the adapter stands on; one that holds SFT too stands on the base itself."""
+    """Return folder or hub id of the model to which the adapter is applied.
+
+    It is the SFT model where there is one, but the base for an adapter that includes SFT's
+    (`is_whole`).
+    """
     return manifest.base if is_whole or SFT not in manifest.parents else manifest.parents[SFT]
 
 

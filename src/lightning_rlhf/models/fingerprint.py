@@ -1,4 +1,4 @@
-"""Whether a role is the model that a checkpoint was written as, or trained on: its probe logits."""
+"""Fingerprints: stored probe logits that identify a checkpoint's model and its parent model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ FINGERPRINT = "fingerprint.safetensors"
 
 
 def fingerprint(final: Final, of: str) -> torch.Tensor | None:
-    """Stored probe logits of the model itself ("self") or of what it stands on ("below")."""
+    """Return the stored probe logits of the model ("self") or of its parent model ("below").
+
+    The parent is the model that it was trained from, to which an adapter is applied. None where
+    the checkpoint has no fingerprint. Raises CheckpointError where it cannot be read.
+    """
     file = final.path / FINGERPRINT
     if not file.is_file():
         return None
@@ -28,19 +32,20 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
 
 
 def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
-    """Whether `role` gives the logits that `final` was written with, where it says which."""
+    """Return True if `role` gives the logits stored in `final`, or `final` has no fingerprint."""
     expected = fingerprint(final, of)
     if expected is None:
         return True
     found = roles.probe(role)
-    # A quantised model may stand for a checkpoint of full precision; another one is further away.
+    # A quantised model may be used with a checkpoint of full precision; a different model deviates
+    # by more than this tolerance.
     quantised = getattr(roles.causal_lm, "is_quantized", False)
     tolerance = 0.5 if quantised else rounding(roles.causal_lm)
     return found.shape == expected.shape and same_logits(found, expected, tolerance)
 
 
 def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
-    """Raise CheckpointError unless `role` gives the logits that `final` was written with."""
+    """Raise CheckpointError if `role` gives other logits than those stored in `final`."""
     if not has_fingerprint(roles, role, final, of):
         raise CheckpointError(
             f"{final.path} does not fit: the {role} model here gives other logits than "

@@ -1,4 +1,4 @@
-"""From what an earlier stage left to roles on one base, each checked against its fingerprint."""
+"""Loading of earlier stages' checkpoints as roles on one base, each checked by its fingerprint."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from lightning_rlhf.models.roles import (
 )
 
 SAMPLING_BYTES = 25
-"""Of one position of a response that is sampled: its token 8, its mask 1, its log-probability 4,
-its value 4 and its random number 4, on the CPU and on the device."""
+"""Bytes per sampled response position: token 8, mask 1, log-probability 4, value 4, and 4 for each
+of the two copies of its random number, on the CPU and on the device."""
 
 
 def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed: int) -> Roles:
-    """The SFT model as the reference: full weights, or an adapter on the base it was trained on.
+    """Load the SFT model as the reference: whole weights, or an adapter on its base.
 
-    sft: None stands for the base model as it is.
-    trainable: all of its weights, for full fine-tuning.
+    sft: checkpoint of the SFT model; None uses the base model unchanged.
+    trainable: True makes all weights trainable, for full fine-tuning.
+
+    Raises CheckpointError where `sft` is a reward model, an adapter that is to be fine-tuned in
+    full, or does not match its fingerprint.
     """
     if sft is None:
         return Roles(load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
@@ -70,9 +73,12 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
 def attach_reward(
     roles: Roles, role: str, final: Final, config: ModelConfig, tokenizer_hash: str
 ) -> Roles:
-    """Put the reward model of `final` on the shared base as `role`, or load it with its own.
+    """Add the reward model of `final` as `role` to the shared base, or load it with its own base.
 
-    Returns: the roles whose `rewards` are to be asked; `roles` itself where the base is shared.
+    Returns: the roles whose `rewards` computes the reward; `roles` itself where the base is shared.
+
+    Raises CheckpointError where the reward model has another tokenizer, or its adapter was trained
+    on another SFT model.
     """
     manifest = final.require_manifest("rm")
     if manifest.tokenizer_hash != tokenizer_hash:
@@ -98,7 +104,7 @@ def attach_reward(
 
 
 def whole_reward(final: Final, role: str, config: ModelConfig) -> Roles:
-    """A reward model of whole weights, as `role` of roles of its own."""
+    """Load a reward model of whole weights as `role` of a new Roles object."""
     owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0), config.kernels)
     owner.heads[role] = load_head(final, REWARD, owner.hidden_size)
     owner.assign(role)
@@ -107,7 +113,7 @@ def whole_reward(final: Final, role: str, config: ModelConfig) -> Roles:
 
 
 def load_reward(final: Final, config: ModelConfig) -> Roles:
-    """The reward model of `final` alone: with its own base, whatever the policy's is."""
+    """Load the reward model of `final` with its own base, independent of any policy."""
     manifest = final.require_manifest("rm")
     if not final.is_adapter:
         return whole_reward(final, REWARD, config)
@@ -119,7 +125,7 @@ def load_reward(final: Final, config: ModelConfig) -> Roles:
 
 
 def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str) -> None:
-    """Warn where the deviation between heads has a price and there is one head alone."""
+    """Warn where uncertainty_coef is above 0 but the reward model has a single head."""
     heads = roles.heads[role]
     assert isinstance(heads, RewardHeads)
     if uncertainty_coef > 0 and heads.linear.out_features == 1:
@@ -131,7 +137,7 @@ def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str)
 
 
 def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
-    """A random head on the reference, to debug the loop."""
+    """Add a random reward head on the reference as `role`, for debugging."""
     roles.heads[role] = RewardHeads.random(roles.hidden_size, 1, generator).requires_grad_(False)
     roles.assign(role)
 
@@ -142,10 +148,13 @@ def check_positions(
     what: str,
     lower: str = "data.max_response_tokens or data.max_prompt_tokens",
 ) -> None:
-    """Raise ConfigError where `longest` tokens are more than the model has learned positions for.
+    """Raise ConfigError where a text has more tokens than the model has learned positions for.
 
-    One whose positions are computed is able to read more than it was trained on: a warning.
-    what: has so many. lower: the keys that it can be shortened by.
+    Where the positions are computed (rotary), a longer text is possible: a warning is issued.
+
+    longest: number of tokens of the longest text.
+    what: description of that text, for the message.
+    lower: configuration keys that shorten it, for the message.
     """
     model = roles.causal_lm
     limit = getattr(model.config, "max_position_embeddings", None)
@@ -170,9 +179,10 @@ def check_room(
 ) -> None:
     """Raise ConfigError where `device` cannot hold `rows` responses while they are sampled.
 
-    Counted is what is reserved before the first token, and the keys and values of one row.
+    The estimate covers the memory that is allocated before the first token, and the cached keys
+    and values of one row.
 
-    prompt, response: tokens of the longest; `key` holds the latter.
+    prompt, response: largest numbers of tokens; `key` is the configuration key of the latter.
     """
     config, there = roles.causal_lm.config.get_text_config(), total_memory(device)
     a_token = rows * SAMPLING_BYTES + _cache_bytes(config, roles.causal_lm.dtype)
@@ -186,7 +196,8 @@ def check_room(
 
 
 def _cache_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of a token in the layers of full attention; 0 without any."""
+    """Return the bytes of a token's keys and values in all layers of full attention; 0 without
+    any."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
@@ -206,9 +217,10 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """A fresh policy adapter; the reference must stay what it was.
+    """Add a new policy adapter, and check that it changes neither the reference nor the policy.
 
-    Raises CheckpointError where the reference, or the untrained policy, is not the SFT model.
+    Raises CheckpointError where the logits of the reference, or of the untrained policy, differ
+    from the SFT model's.
     """
     before = roles.probe(REFERENCE)
     roles.add_adapter(POLICY, config.lora, seed)

@@ -1,4 +1,4 @@
-"""Linear heads on hidden states: one for values, one or an ensemble for rewards."""
+"""Linear heads on hidden states: a scalar head for values, and an ensemble of heads for rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class ScalarHead(nn.Module):
-    """A linear map from a hidden state to one number, computed in fp32."""
+    """A linear map from a hidden state to a scalar, computed in fp32."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -18,14 +18,14 @@ class ScalarHead(nn.Module):
 
     @classmethod
     def zeros(cls, hidden_size: int) -> ScalarHead:
-        """All zero, so that training starts from V = 0: a value head."""
+        """Return a head with all weights 0, so that training of a value head starts from V = 0."""
         head = cls(hidden_size)
         nn.init.zeros_(head.linear.weight)
         nn.init.zeros_(head.linear.bias)
         return head
 
     def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """One fp32 number for each hidden state."""
+        """Return one fp32 number for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float()).squeeze(-1)
 
@@ -39,7 +39,7 @@ class RewardHeads(nn.Module):
 
     @classmethod
     def random(cls, hidden_size: int, count: int, generator: torch.Generator) -> RewardHeads:
-        """Weights from N(0, 1 / sqrt(d + 1)) (standard deviation), bias 0.
+        """Return `count` heads with weights drawn from N(0, std = 1 / sqrt(d + 1)) and bias 0.
 
         Source: Stiennon et al. 2020, appendix C, https://arxiv.org/abs/2009.01325
         """
@@ -50,6 +50,6 @@ class RewardHeads(nn.Module):
         return heads
 
     def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch H"]:
-        """The fp32 number of each head for each hidden state."""
+        """Return the fp32 output of each of the H heads for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float())

@@ -1,4 +1,4 @@
-"""From a hub id, a folder or a configuration to a model and its tokenizer."""
+"""Loading of a language model and its tokenizer from a hub id, a folder or a configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ from lightning_rlhf.models.weights import (
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of `checkpoint` (an earlier stage), where it has one, else the preset's."""
+    """Return the tokenizer of `checkpoint` (an earlier stage), or the preset's where it has none.
+
+    Raises CheckpointError or HubError where there is none, or it cannot be loaded.
+    """
     if checkpoint is not None and not (checkpoint / "tokenizer_config.json").is_file():
         checkpoint = None
     source = str(checkpoint or config.tokenizer or config.name_or_path)
@@ -62,11 +65,14 @@ def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTr
 def load_causal_lm(
     config: ModelConfig, weights: str | None = None, *, trainable: bool, seed: int
 ) -> PreTrainedModel:
-    """The language model, in eval mode (no dropout) and with every weight frozen or trainable.
+    """Return the language model, in eval mode (no dropout), with every weight frozen or trainable.
 
-    weights: a folder or hub id that replaces the preset's own.
-    trainable: full fine-tuning, which keeps fp32 weights whatever `model.dtype` says, because
-        bf16 weights round small updates away.
+    weights: folder or hub id that replaces the preset's own.
+    trainable: True for full fine-tuning, which uses fp32 weights independent of `model.dtype`,
+        because bf16 weights round small updates away.
+    seed: seed of random weights, for models described by `model.from_config`.
+
+    Raises ConfigError, CheckpointError or HubError.
     """
     dtype = torch.float32 if trainable else getattr(torch, config.dtype)
     if dtype != getattr(torch, config.dtype):
@@ -88,11 +94,11 @@ def load_causal_lm(
     if weights is None and config.from_config is not None:
         try:
             model = _random_model(config, seed).to(dtype).eval()
-            with torch.no_grad():  # heads that do not share their keys evenly fail only here
+            with torch.no_grad():  # an uneven number of heads per key-value head fails only here
                 model(torch.zeros((1, 2), dtype=torch.long))
         except ConfigError:
             raise
-        except Exception as error:  # sizes that do not fit fail anywhere in the library
+        except Exception as error:  # inconsistent sizes raise various errors in transformers
             message = " ".join(str(error).split())[:300] or repr(error)
             raise ConfigError(f"model.from_config: {message}") from error
     else:
@@ -111,7 +117,10 @@ def load_causal_lm(
 
 
 def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
-    """Return the model of `from_config`; its sizes are checked before memory is taken for it."""
+    """Return the model of `from_config` with random weights.
+
+    Its sizes are checked before memory is allocated. Raises ConfigError.
+    """
     assert config.from_config is not None
     for key, layers in beyond_depth(config.from_config):
         require(False, f"model.from_config.{key}", layers, f"1 to {DEEPEST}")
@@ -144,7 +153,7 @@ def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
 
 
 def _stay_as_they_are(dtype: torch.dtype) -> bool:
-    """Whether none of the layers is compiled, since this machine's CPU is faster without."""
+    """Return True if no layer is compiled, because this machine's CPU is faster without."""
     return dtype == torch.float32 and fp32_by_onednn() and not torch.cuda.is_available()
 
 
@@ -163,10 +172,12 @@ def read_weights(
     key: str,
     **more: Any,
 ) -> PreTrainedModel:
-    """The model of kind `auto` in `folder`; CheckpointError where a weight is not there.
+    """Return the model in `folder`, loaded by the transformers class `auto`.
 
-    source: what the configuration says at `key`, which errors name.
-    more: arguments of the library.
+    source, key: hub id or folder as configured, and its configuration key, for error messages.
+    more: further arguments of `from_pretrained`.
+
+    Raises CheckpointError where weights are missing.
     """
     with naming(source, key):
         model, info = auto.from_pretrained(
@@ -189,9 +200,9 @@ def read_weights(
 
 
 def leave_unpacked(model: PreTrainedModel) -> None:
-    """Keep nf4 from its packing for CPUs, which takes only multiples of 32 outputs.
+    """Disable bitsandbytes' packing of nf4 weights for CPUs in all layers of the model.
 
-    It passes no gradient on either.
+    That packing requires output sizes that are multiples of 32, and passes no gradient on.
     """
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
@@ -199,10 +210,15 @@ def leave_unpacked(model: PreTrainedModel) -> None:
 
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+"""Patterns of the files that are downloaded from the hub."""
 
 
 def local_folder(source: str, key: str, revision: str | None) -> Path:
-    """`source` where it is a folder, else the hub's snapshot of it; asks the hub once."""
+    """Return `source` if it is a folder, else the folder of its snapshot from the hub.
+
+    Raises CheckpointError where `source` is the path of a missing folder, HubError where the hub
+    does not provide it.
+    """
     if is_folder(source):
         return Path(os.path.expanduser(source))
     refuse_missing_folder(source, key)
@@ -213,9 +229,9 @@ def local_folder(source: str, key: str, revision: str | None) -> Path:
 def quantization_config(
     quantization: Quantization, dtype: torch.dtype
 ) -> BitsAndBytesConfig | None:
-    """How bitsandbytes is to pack the weights: int8 (LLM.int8()) or nf4 (QLoRA's).
+    """Return the settings of bitsandbytes for int8 (LLM.int8()) or nf4 (QLoRA); None without.
 
-    dtype: in which nf4 computes.
+    dtype: data type in which nf4 layers compute.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     match quantization:
@@ -232,9 +248,10 @@ def quantization_config(
 
 @contextmanager
 def naming(source: str, key: str) -> Iterator[None]:
-    """Turns the loading library's failures into one short error that names the source.
+    """Convert any exception of the block into one short CheckpointError or HubError.
 
-    Any failure: for a damaged file, what half a dozen libraries raise is as often a KeyError.
+    The message names `source` and, where a setting helps, the configuration key. All exceptions
+    are converted, since a damaged file makes the libraries raise errors of any type.
     """
     try:
         yield
@@ -256,4 +273,4 @@ def naming(source: str, key: str) -> Iterator[None]:
 
 def _in_short(error: Exception) -> str:
     words = " ".join(str(error).split())[:200]
-    return words if " " in words else repr(error)  # of a KeyError, the key alone
+    return words if " " in words else repr(error)  # the text of a KeyError is only its key

@@ -1,14 +1,14 @@
-"""One base model, several roles.
+"""Several roles on one base model.
 
-Every role is the base seen through a stack of adapters:
+Every role is the base model with a stack of active adapters:
 
     reference   SFT                      frozen; the base itself if SFT was merged into it
     policy      SFT + policy adapter     trained by PPO
     reward      SFT + reward adapter     frozen in PPO, with the reward head
     critic      SFT + critic adapter     trained by PPO, where ppo.critic=adapter
 
-so that one copy of the base weights serves them all, and the reference is the SFT model by
-construction whether SFT was merged or is an adapter of its own.
+One copy of the base weights serves all roles, and the reference is the SFT model by construction,
+whether the SFT adapter was merged or is a separate adapter.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ from lightning_rlhf.models.weights import check_weights
 
 
 class Roles(nn.Module):
-    """A causal language model, its adapters and its scalar heads.
+    """A causal language model with its adapters and scalar heads.
 
-    It always plays one role: the one last given to `play`, or inside `acting` the one given there.
+    One role is active at a time: the one last given to `play`, or inside `acting` the one given
+    there.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, kernels: KernelChoice = "auto") -> None:
@@ -78,27 +79,30 @@ class Roles(nn.Module):
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The language model without the adapter wrapper."""
+        """Return the language model without the adapter wrapper."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     @property
     def hidden_size(self) -> int:
+        """Return the size of a hidden state."""
         return int(self.causal_lm.get_output_embeddings().in_features)
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of logits of the output layer."""
         return int(self.causal_lm.get_output_embeddings().out_features)
 
     @property
     def caches(self) -> bool:
-        """Whether the trunk takes the library's cache, and reads a token that follows alone.
+        """Return True if the trunk accepts transformers' key-value cache for incremental decoding.
 
-        Mamba and RWKV keep a state of another form; handed the cache, they ignore it.
+        Mamba and RWKV have a state of another form, and ignore such a cache.
         """
         return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the parameters."""
         return next(self.parameters()).device
 
     def _set_kernels(self) -> None:
@@ -118,9 +122,12 @@ class Roles(nn.Module):
         checkpoint_layers(self.causal_lm, lambda: partial(self.acting, self._role))
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
-        """A new trainable adapter on top of the reference; it changes nothing before training.
+        """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
 
-        Where it starts depends on (seed, role) alone.
+        Its initial weights depend on (seed, role) alone.
+
+        Raises ConfigError where `settings` do not fit the model, CheckpointError where PEFT finds
+        no module to adapt.
         """
         check_settings(settings, self.causal_lm)
         targets = settings.target_modules
@@ -146,7 +153,7 @@ class Roles(nn.Module):
         self._stack(role, trainable=True)
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
-        """An adapter from a `final/` folder, on top of the reference."""
+        """Add the adapter of a `final/` folder on top of the reference. Raises CheckpointError."""
         check_weights(folder)
         check_for_model(folder, self.causal_lm)
         with naming(str(folder), role), warnings.catch_warnings():
@@ -160,7 +167,7 @@ class Roles(nn.Module):
             self._stacks[REFERENCE] = self._stacks[SFT]
 
     def assign(self, role: str) -> None:
-        """Let the reference itself play `role`, without an adapter of its own."""
+        """Define `role` as the reference itself, without an adapter of its own, and activate it."""
         self._stacks[role] = self._stacks[REFERENCE]
         self.play(role)
 
@@ -185,7 +192,8 @@ class Roles(nn.Module):
         self.play(role)
 
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
-        """The trainable parameters of the role's own adapter; of the model where it has none."""
+        """Yield the trainable parameters of the role's own adapter; of the model where it has
+        none."""
         marker = f".{role}."
         has_adapter = role in self._stacks[role]
         for name, parameter in self.model.named_parameters():
@@ -194,9 +202,11 @@ class Roles(nn.Module):
 
     @contextmanager
     def exported(self, role: str) -> Iterator[str]:
-        """Name of one adapter that holds `role`'s policy whole: SFT's and its own, side by side.
+        """Yield the name of an adapter to export for `role`.
 
-        A reward adapter stays apart, since PPO puts it on the SFT adapter that is there already.
+        For the policy on an SFT adapter, it is a temporary adapter that concatenates both. Other
+        roles yield their own adapter: PPO loads a reward adapter on top of the SFT adapter, which
+        is loaded already.
         """
         stack = self._stacks[role]
         if role != POLICY or len(stack) == 1:
@@ -213,7 +223,10 @@ class Roles(nn.Module):
             self.play(before)
 
     def play(self, role: str) -> None:
-        """Put on the adapters of `role`. What is trainable stays trainable."""
+        """Activate the adapters of `role`; trainable parameters stay trainable.
+
+        Raises RuntimeError inside `merged`.
+        """
         if self._merged:
             raise RuntimeError(f"{role} cannot be played while {self._role} is merged")
         self._role = role
@@ -231,7 +244,7 @@ class Roles(nn.Module):
 
     @contextmanager
     def acting(self, role: str) -> Iterator[None]:
-        """Inside, the model plays `role`; afterwards the one it played before."""
+        """Activate `role` inside the block, and the previous role again afterwards."""
         before = self._role
         if role == before:
             yield
@@ -244,10 +257,11 @@ class Roles(nn.Module):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Merge the adapters of the acting role into the weights: faster, and not to be trained.
+        """Merge the active role's adapters into plain weights inside the block, for inference.
 
-        With plain kernels they stay beside the weights. No other role can be played inside; `play`
-        raises RuntimeError.
+        The forward pass is faster, and the adapters cannot be trained. No other role can be
+        activated inside the block: `play` raises RuntimeError. With plain kernels the adapters stay
+        beside the weights.
         """
         before, self._merged = self._merged, True
         fast = self.kernels.kind == "fast"
@@ -258,17 +272,21 @@ class Roles(nn.Module):
             self._merged = before
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
-        """Last hidden states of the acting role, of rows that start with a real token.
+        """Return the last hidden states of the active role, for rows that start with a real token.
 
-        What stands behind a token has no influence on it, so padding there needs no mask, and
-        attention without one is faster. `from_first_real` brings other rows into this form.
+        The model is causal, so padding after the last token needs no mask, and attention without
+        a mask is faster. `from_first_real` converts left-padded rows to this form.
         """
         return self.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def hidden_at(
         self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
     ) -> Float[Tensor, "M d"]:
-        """Those of `hidden` that are wanted, row by row, without most of what only others need."""
+        """Return the hidden states at the positions where `wanted` is True, in row-major order.
+
+        Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
+        positions need.
+        """
         if self.kernels.kind == "plain":
             return self.hidden(tokens)[wanted]
         trunk = self.causal_lm.base_model
@@ -282,30 +300,34 @@ class Roles(nn.Module):
 
     @property
     def head_is_trained(self) -> bool:
+        """Return True if the output layer has trainable parameters."""
         return any(p.requires_grad for p in self.causal_lm.get_output_embeddings().parameters())
 
     def head(self, hidden: Float[Tensor, "*n d"]) -> Float[Tensor, "*n V"]:
-        """Logits of hidden states."""
+        """Return the logits of hidden states."""
         return self.causal_lm.get_output_embeddings()(hidden)
 
     def rewards(
         self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
     ) -> Float[Tensor, "B H"]:
-        """What each head of a reward role says of each sequence, read at its last real token."""
+        """Return the output of each of the H heads of a reward role for each sequence.
+
+        It is computed at the last real token.
+        """
         with self.acting(role):
             tokens, mask = from_first_real(tokens, mask)
             return self.heads[role](self.hidden_at(tokens, last_real(mask)))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
-        """The mean over the heads of the reward role, raw."""
+        """Return the raw reward of each sequence: the mean over the heads of the reward role."""
         return self.rewards(tokens, mask).mean(dim=1)
 
     @torch.no_grad()
     def probe(self, role: str) -> Float[Tensor, " V"]:
-        """fp32 logits that `role` gives after a fixed row of tokens: its fingerprint.
+        """Return the fp32 logits of `role` after a fixed sequence of tokens: its fingerprint.
 
-        Two models with the same fingerprint are, for all that matters here, the same model. A
-        stage writes it beside its weights; the next one compares.
+        Models with the same fingerprint are taken to be the same model. A stage writes the
+        fingerprint beside its weights, and the next stage compares.
         """
         with self.acting(role):
             return self.head(self.hidden(self._probe_input())[:, -1]).float().cpu().squeeze(0)
@@ -315,7 +337,10 @@ class Roles(nn.Module):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """The logits must be `head(hidden)`; a model that caps or scales them is refused."""
+        """Raise CheckpointError unless the model's logits are `head(hidden)`.
+
+        Models that cap or scale their logits are not supported.
+        """
         tokens = self._probe_input()
         ours = self.head(self.hidden(tokens)).float()
         theirs = self.causal_lm(input_ids=tokens).logits.float()
@@ -327,5 +352,5 @@ class Roles(nn.Module):
 
 
 def trainable_names(module: nn.Module) -> list[str]:
-    """Names of the parameters that are trained."""
+    """Return the names of the trainable parameters."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -1,6 +1,6 @@
-"""Which files of a model folder are read as weights: safetensors, which hold numbers alone.
+"""Checks of the weight files of a model folder: only safetensors, which hold tensors alone.
 
-A pickle can run code of whoever wrote it when it is read.
+Reading a pickle can run code of whoever wrote the file.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OF_ADAPTER = "adapter_model.safetensors"
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 DEEPEST = 1000
-"""Layers of a model; each takes milliseconds to build, whatever its size."""
+"""Largest allowed number of layers; building one takes milliseconds, independent of its size."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 def is_folder(source: str) -> bool:
-    """Whether it is a folder of this machine, and no hub id."""
+    """Return True if `source` is a folder of this machine, not a hub id."""
     return os.path.isdir(os.path.expanduser(source))
 
 
 def refuse_missing_folder(source: str, key: str) -> None:
-    """Raise CheckpointError where `source` is written as a folder's path, and there is none."""
+    """Raise CheckpointError where `source` looks like a path, but there is no such folder."""
     if not is_folder(source) and (
         source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
     ):
@@ -39,9 +39,10 @@ def refuse_missing_folder(source: str, key: str) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise CheckpointError unless the folder's weights are there as safetensors.
+    """Raise CheckpointError unless the folder holds its weights as safetensors.
 
-    Of an adapter, where it has an adapter's configuration, else of a whole model.
+    The weights of an adapter are required where the folder has adapter_config.json, else those of
+    a whole model.
     """
     names = (OF_ADAPTER,) if (folder / ADAPTER).is_file() else (WHOLE, INDEX)
     found = [name for name in names if (folder / name).is_file()]
@@ -60,17 +61,17 @@ def check_weights(folder: Path) -> None:
 
 
 def check_shards(index: Path) -> None:
-    """Raise CheckpointError unless every shard is safetensors."""
+    """Raise CheckpointError unless every shard in the index is a .safetensors file."""
     names = json_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(_is_safe(name) for name in names.values()):
         raise CheckpointError(f"{index} does not name shards that end in .safetensors")
 
 
 def check_references(config: Path) -> None:
-    """Raise CheckpointError where a model's configuration has weights or code come from elsewhere.
+    """Raise CheckpointError where a model's configuration refers to weights or code elsewhere.
 
-    Attention named org/repository is code of the hub's, which transformers would fetch and run.
-    Nor may it have no layers, or so many that building them does not end.
+    An attention implementation named org/repository is code on the hub, which transformers would
+    download and run. Numbers of layers below 1 or above DEEPEST are refused too.
     """
     found = json_object(config)
     name = found.get("transformers_weights")
@@ -104,7 +105,7 @@ def attention_of_the_hub(tree: Mapping[str, Any], prefix: str = "") -> Iterator[
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError where it is missing or damaged."""
+    """Return the object in a JSON file. Raises CheckpointError where it is missing or damaged."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

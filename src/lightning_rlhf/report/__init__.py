@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: figures and tables."""
+"""Figures, tables and reports for the people who read a run."""

@@ -1,4 +1,4 @@
-"""May PPO be run on this reward? What the checks say about that, for a person."""
+"""Advice on running PPO with a reward, from the findings of its checks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ LOOK_FOR: Sequence[tuple[set[Check], str]] = (
     ({OUTSIDE}, "distrust the scores where PPO starts, which lie where nobody measured"),
     ({PROBE}, "look in the samples for what the flagged probes show"),
 )  # fmt: skip
-"""Flagged checks -> what to do about them."""
+"""Sets of checks, each with the advice that is given if one of them is flagged."""
 
 
 def for_ppo(findings: Sequence[Finding], in_pairs: Sequence[Finding]) -> str:
-    """A short paragraph. findings: of the reward; in_pairs: of the pairs, may be empty."""
+    """Return the advice as a short paragraph.
+
+    Args:
+        findings: findings about the reward.
+        in_pairs: findings about the pairs; may be empty.
+    """
     flags = [finding.check for finding in findings if finding.outcome == "flag"]
     named = [finding.subject for finding in in_pairs if finding.outcome == "flag"]
     untold = any(f.check is ACCURACY and f.outcome == "not tested" for f in findings)

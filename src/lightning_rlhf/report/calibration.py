@@ -1,4 +1,4 @@
-"""Whether a reward model is as often right as it is sure."""
+"""Calibration of a reward model: whether its confidence matches its accuracy."""
 
 from __future__ import annotations
 
@@ -13,50 +13,53 @@ from lightning_rlhf.report.estimates import Interval, equal_mass, interval95, re
 from lightning_rlhf.report.scored import Columns
 
 BINS = 10
+"""Maximum number of bins by confidence."""
 
 
 @dataclass(frozen=True)
 class ReliabilityPoint:
-    """Pairs of about the same confidence."""
+    """One bin of pairs with similar confidence."""
 
     pairs: int
+    """Number of pairs in the bin."""
     confidence: float
-    """Mean."""
+    """Mean confidence of the pairs, 0.5 to 1."""
     accuracy: float
+    """Share of the pairs ranked right, a tie counting one half."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Probabilities against what was preferred."""
+    """Agreement of a reward model's probabilities with the preferences."""
 
     log_loss: float
-    """Mean over pairs of -log P(chosen), nats a pair; lower is better, guessing is log 2."""
+    """Mean over pairs of -log P(chosen), nats a pair; lower is better, guessing gives log 2."""
     ece: float
     """Expected calibration error, 0 to 1; lower is better."""
     ece_of_calibrated: float
-    """The error that a calibrated model would show by chance, with as many pairs as these."""
+    """Calibration error that a calibrated model would show by chance on as many pairs."""
     overconfidence: float
-    """Mean confidence less accuracy; above 0 it is surer than it is right."""
+    """Mean confidence minus accuracy; above 0 the model is more confident than accurate."""
     overconfidence_interval: Interval | None
-    """95%; None where all pairs are of one prompt."""
+    """95% interval of the overconfidence; None if all pairs have the same prompt."""
     points: tuple[ReliabilityPoint, ...]
-    """From the least to the most confident pairs."""
+    """Bins from the least to the most confident pairs."""
 
 
 def calibrate(pairs: Columns, logit_scale: float, seed: int) -> Calibration:
-    """Calibration of P(chosen) = sigmoid(logit_scale * (chosen - rejected)).
+    """Return the calibration of P(chosen) = sigmoid(logit_scale * (chosen - rejected)).
 
     A pair lists its preferred response first, so that the outcome of "chosen" is always the same;
-    calibration is therefore asked of the model's own pick:
+    calibration is therefore measured on the model's own choice:
         confidence = max(P, 1 - P) = sigmoid(logit_scale * |chosen - rejected|)
         right = 1 where the sign is right, 0 where it is wrong, 1/2 at a tie
         ECE = sum_b n_b / N * |mean confidence_b - mean right_b|, over 10 bins of equal mass
         ECE of a calibrated model = sqrt(2 / pi) / N * sum_b sqrt(sum_i confidence (1 - confidence))
-    The last is the mean absolute value of a bin's error where outcomes are drawn with the stated
+    The last is the mean absolute value of a bin's error when the outcomes are drawn with the stated
     confidences, in the normal approximation.
 
     Source: Guo et al. 2017, eq. 3, https://arxiv.org/abs/1706.04599
-    Departs: bins of equal mass, not of equal width, which leave most bins empty.
+    Departs: bins of equal mass, not of equal width, since most bins of equal width are empty.
     """
     logit = logit_scale * pairs.difference
     right = pairs.right
@@ -68,7 +71,7 @@ def calibrate(pairs: Columns, logit_scale: float, seed: int) -> Calibration:
         for rows in inside
     )
     count = len(right)
-    variance = np.where(logit == 0, 0.0, confidence * (1 - confidence))  # a tie is no draw
+    variance = np.where(logit == 0, 0.0, confidence * (1 - confidence))  # no variance at a tie
     by_chance = sum(math.sqrt(variance[rows].sum()) for rows in inside)
     return Calibration(
         log_loss=float(np.logaddexp(0.0, -logit).mean()),

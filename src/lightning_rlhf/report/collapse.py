@@ -1,23 +1,25 @@
-"""Whether a policy has gone to where its numbers mean nothing: one line at the end of a run."""
+"""Detection of a collapsed policy, reported in one line at the end of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 FAR = 1.0
-"""Nats a token from the reference: its tokens are e times as likely as they were, on average."""
+"""KL divergence in nats a token above which the policy has collapsed: its tokens are then on
+average e times as likely as under the reference."""
 SURE = 0.01
-"""Nats a token of entropy: the same token nearly always."""
+"""Entropy in nats a token below which the policy has collapsed: it nearly always picks the same
+token."""
 
 
 def collapsed(row: Mapping[str, float]) -> str | None:
-    """What the metrics of the last iteration say of a collapse; None where they say nothing.
+    """Return a description of the collapse that the last iteration's metrics show, or None.
 
-    kl_divergence / response_tokens > FAR, or entropy < SURE.
+    A policy has collapsed if kl_divergence / response_tokens > FAR (or NaN), or entropy < SURE.
     """
     per_token = row["kl_divergence"] / row["rollout/response_tokens"]
     found = []
-    if not per_token <= FAR:  # NaN is far too
+    if not per_token <= FAR:  # true of NaN as well
         found.append(f"kl_divergence is {per_token:.3g} nats a token (above {FAR:g})")
     if not row["entropy"] >= SURE:
         found.append(f"entropy is {row['entropy']:.3g} nats a token (below {SURE:g})")

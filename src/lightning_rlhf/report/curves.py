@@ -1,4 +1,4 @@
-"""Which curves each stage shows: panels of axes of lines."""
+"""Curves that are plotted for each stage: panels with axes, axes with lines."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Literal
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.prefixes import EVAL_PART, PART
 
-# Okabe and Ito's palette, told apart with every common colour blindness.
+# Palette of Okabe and Ito, distinguishable with all common kinds of colour blindness.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", "#F0E442")
 
 SHARE = (0.0, 1.04)
-"""Limits that show a share as what it is, with room for a line at 1."""
+"""Limits of an axis for shares: 0 to 1, with room for a line at 1."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One metric; sparse ones (of evaluations) get a marker at each point."""
+    """Line of one metric; a sparse one (of evaluations) has a marker at each point."""
 
     metric: str
     label: str
-    """Empty where the legend has no room for it."""
+    """Name in the legend; empty to leave the line out of it."""
     color: str
     sparse: bool = False
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Lines that share a unit."""
+    """Axis with lines that share a unit."""
 
     unit: str
     lines: tuple[Line, ...]
     scale: Literal["linear", "log"] = "linear"
     limits: tuple[float, float] | None = None
-    """None fits them to the data."""
+    """Limits of the axis; None fits them to the data."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Panel:
     left: Axis
     right: Axis | None = None
     reference: tuple[float, str] | None = None
-    """A level worth comparing with, and its name."""
+    """Level to compare the lines with, and its name."""
 
     @property
     def metrics(self) -> Iterable[str]:
-        """The metrics it shows."""
+        """Return the metrics that the panel shows."""
         axes = [self.left] if self.right is None else [self.left, self.right]
         return (line.metric for axis in axes for line in axis.lines)
 
@@ -182,8 +182,11 @@ _STEP_SIZE = Panel(
 
 
 def panels(stage: Stage, measured: Collection[str]) -> Sequence[Panel]:
-    """The stage's panels; PPO has one for the judge, where there was a judge, and one for the
-    components of a reward of several."""
+    """Return the panels of a stage.
+
+    PPO has a panel for the judge if there was one, and a panel for the components of a reward if
+    there are several.
+    """
     match stage:
         case "sft":
             return SFT_PANELS

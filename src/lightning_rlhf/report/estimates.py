@@ -1,4 +1,4 @@
-"""Means with an interval, correlations that may be undefined, groups of equal size."""
+"""Means with intervals, correlations that may be undefined, and bins of equal mass."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 RESAMPLES = 2000
-"""Of a bootstrap: the ends of a 95% interval are then means of about 50 resamples each side."""
+"""Number of resamples of a bootstrap; 50 of them lie beyond each end of a 95% interval."""
 FAR_SPANS = 3
-"""Beyond so many spans of the middle values these would fill less than a quarter of an axis."""
+"""Distance from the middle values, in units of their span, beyond which a value is far outside; on
+an axis that showed it the middle values would fill less than a quarter."""
 FEWEST = 8
-"""Values without which none is called far outside."""
+"""Minimum number of values for one of them to count as far outside."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Pairs that have something in common, and how they were ranked."""
+    """Pairs with a property in common, and the accuracy of their ranking."""
 
     label: str
     pairs: int
     accuracy: float
-    """Share ranked right, a tie counting one half."""
+    """Share of the pairs ranked right, a tie counting one half."""
     interval: Interval | None
-    """95%; None where the pairs are of fewer than two prompts."""
+    """95% interval of the accuracy; None if the pairs have fewer than two prompts."""
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """How two numbers go together, -1 to 1; None where one of them never changes, or of fewer
-    than three points."""
+    """Correlation of two variables, -1 to 1.
+
+    It is None if one of the variables is constant or there are fewer than three points.
+    """
 
     points: int
     pearson: float | None
@@ -43,18 +46,18 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Scores of one kind of response."""
+    """Distribution of the scores of one kind of response."""
 
     count: int
     mean: float
     std: float
-    """Denominator `count`."""
+    """Standard deviation with denominator `count`."""
     lowest: float
     median: float
     highest: float
     histogram: tuple[int, ...]
-    """Responses between each two of the edges that all kinds share; the last edge included.
-    What lies far outside is in no bin."""
+    """Number of responses in each bin; all kinds share the edges, and the last edge is included.
+    Values far outside are in no bin."""
 
 
 def resampled_means(
@@ -63,11 +66,11 @@ def resampled_means(
     clusters: Int[ndarray, " N"],
     seed: int,
 ) -> Float[ndarray, "R G"]:
-    """Mean of each group's values in RESAMPLES samples of whole clusters; NaN where it has none.
+    """Return each group's mean in RESAMPLES samples of whole clusters [R,G]; NaN without rows.
 
     A resample draws as many clusters as there are, with replacement, and takes all rows of each:
-    mean_g = sum over drawn clusters of its values in g / sum of its rows in g. Clusters whose
-    sums are equal are drawn together, by a multinomial, which is the same distribution.
+    mean_g = sum over drawn clusters of its values in g / sum of its rows in g. Clusters whose sums
+    are equal are drawn together, by a multinomial, which is the same distribution.
 
     Source: Field and Welsh 2007, Bootstrapping clustered data, J. R. Statist. Soc. B 69(3)
     """
@@ -87,7 +90,7 @@ def resampled_means(
 
 
 def interval95(resamples: Float[ndarray, " R"]) -> Interval:
-    """The 2.5% and 97.5% quantiles of the resamples in which the number exists."""
+    """Return the 2.5% and 97.5% quantiles of the resamples that are not NaN."""
     low, high = np.nanpercentile(resamples, [2.5, 97.5])
     return float(low), float(high)
 
@@ -99,7 +102,7 @@ def group_accuracy(
     clusters: Int[ndarray, " N"],
     seed: int,
 ) -> tuple[Group, ...]:
-    """Accuracy of each group that has pairs, with its interval; clusters are prompts."""
+    """Return the accuracy and its interval for each group that has pairs; clusters are prompts."""
     means = resampled_means(right, groups, clusters, seed)
     found = []
     for index in np.unique(groups):
@@ -112,10 +115,12 @@ def group_accuracy(
 
 
 def equal_mass(values: Float[ndarray, " N"], bins: int) -> Int[ndarray, " N"]:
-    """Bin of each value, 0 is the lowest: floor(bins * |{smaller values}| / N), without gaps.
+    """Return the bin of each value, 0 for the lowest, with about as many values in each bin.
 
-    Equal values share a bin, so that the order of the rows changes nothing; where there are no
-    more than `bins` different values, each has a bin of its own.
+        bin = floor(bins * |{smaller values}| / N), renumbered without gaps
+
+    Equal values share a bin, so that the order of the rows does not matter; if there are at most
+    `bins` different values, each has a bin of its own.
     """
     distinct, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     if len(distinct) <= bins:
@@ -126,21 +131,21 @@ def equal_mass(values: Float[ndarray, " N"], bins: int) -> Int[ndarray, " N"]:
 
 
 def ranges(values: Float[ndarray, " N"], groups: Int[ndarray, " N"]) -> list[str]:
-    """Each group's lowest to highest value, in words."""
+    """Return each group's range of values as text: "LOWEST to HIGHEST"."""
     inside = (values[groups == index] for index in range(int(groups.max()) + 1))
     ends = ((f"{group.min():.3g}", f"{group.max():.3g}") for group in inside)
     return [low if low == high else f"{low} to {high}" for low, high in ends]
 
 
 def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Correlation:
-    """Pearson's correlation of the values, and of their ranks (Spearman's)."""
+    """Return Pearson's correlation of the values, and of their ranks (Spearman's)."""
     if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Correlation(len(x), None, None)
     return Correlation(len(x), _pearson(x, y), _pearson(_ranks(x), _ranks(y)))
 
 
 def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distribution:
-    """Moments and histogram of at least one value."""
+    """Return the moments and the histogram of at least one value."""
     counts, _ = np.histogram(values, edges)
     return Distribution(
         count=len(values),
@@ -154,11 +159,11 @@ def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distr
 
 
 def inner_range(values: Float[ndarray, " N"]) -> Interval | None:
-    """Return the lowest and highest value that is not far outside; None where none is.
+    """Return the lowest and the highest value that is not far outside; None if no value is.
 
-    Far outside is what is more than FAR_SPANS spans from the middle values, whose span is that
-    of all but the lowest and the highest twentieth. Of fewer than FEWEST finite values, and where
-    the middle values are all equal, none is far outside.
+    A value is far outside if it is more than FAR_SPANS spans away from the middle values, which are
+    all but the lowest and the highest twentieth and whose range is the span. With fewer than FEWEST
+    finite values, or if the middle values are all equal, no value is far outside.
     """
     finite = np.sort(values[np.isfinite(values)])
     trimmed = max(1, len(finite) // 20)
@@ -173,8 +178,10 @@ def inner_range(values: Float[ndarray, " N"]) -> Interval | None:
 
 
 def shared_edges(values: Float[ndarray, " N"]) -> Float[ndarray, " E"]:
-    """Edges of sqrt(N) equal bins, 10 at least and 40 at most, from the lowest to the highest
-    value that is not far outside."""
+    """Return the edges of sqrt(N) equal bins, at least 10 and at most 40.
+
+    They reach from the lowest to the highest value that is not far outside.
+    """
     bins = int(np.clip(np.sqrt(len(values)), 10, 40))
     return np.histogram_bin_edges(values, bins, range=inner_range(values))
 
@@ -186,12 +193,12 @@ def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:
 
 
 def _centred(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
-    """Without its mean, and of size 1 at most, so that no square under- or overflows."""
+    """Return x minus its mean, scaled to size 1 at most, so that no square under- or overflows."""
     centred = x - x.mean()
     return centred / np.abs(centred).max()
 
 
 def _ranks(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
-    """1 to N; equal values share the mean of their ranks."""
+    """Return the ranks, 1 to N; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

@@ -1,4 +1,4 @@
-"""curves.png: a run at a glance, drawn from its metrics.csv."""
+"""Plots of a run's metrics: curves.png, drawn from metrics.csv."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLUMNS: Mapping[Stage, int] = {"sft": 3, "rm": 2, "ppo": 3}
 
 WIDTH_IN, ROW_IN, DPI = 12.8, 3.4, 150
 LETTERS_AN_INCH = 10
-"""Of a heading, bold and wide ones."""
+"""Number of bold, wide characters of a heading that fit in an inch."""
 GREY = "#777777"
 STYLE = {
     "axes.spines.top": False,
@@ -46,7 +46,7 @@ LEGEND = {
     "loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False, "borderaxespad": 0.2,
     "columnspacing": 1.2,
 }  # fmt: skip
-"""Above the plot, where no curve can run under it."""
+"""Placement of a legend above the plot, where it hides no curve."""
 
 Curve = tuple[list[int], list[float]]
 
@@ -66,7 +66,8 @@ def draw_curves(run_dir: Path, stage: Stage, name: str) -> Path:
         grid = figure.add_gridspec(rows, columns)
         for k, panel in enumerate(shown, start=1):
             row, column = divmod(k - 1, columns)
-            wide = slice(column, None if k == len(shown) else column + 1)  # the last fills its row
+            # The last panel fills the rest of its row.
+            wide = slice(column, None if k == len(shown) else column + 1)
             axes = figure.add_subplot(grid[row, wide])
             _draw_panel(axes, panel, curves)
             axes.set_xlabel(X_LABELS[stage])
@@ -77,7 +78,7 @@ def draw_curves(run_dir: Path, stage: Stage, name: str) -> Path:
 
 
 def head(figure: Figure, title: str) -> None:
-    """Write `title` above a figure as it is, in lines that its width holds."""
+    """Write `title` above a figure, wrapped to its width and not interpreted as math."""
     lines = textwrap.wrap(title, int(LETTERS_AN_INCH * figure.get_figwidth())) or [title]
     figure.suptitle(
         "\n".join(lines), x=0.01, ha="left", weight="bold", fontsize=11, parse_math=False
@@ -85,7 +86,7 @@ def head(figure: Figure, title: str) -> None:
 
 
 def read_curves(path: Path) -> dict[str, Curve]:
-    """Metric -> (steps, values), without the steps at which it was not measured."""
+    """Return metric -> (steps, values), without the steps at which the metric was not measured."""
     curves: dict[str, Curve] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -129,7 +130,7 @@ def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Lin
     for line in axis.lines:
         if line.metric in curves:
             steps, values = curves[line.metric]
-            # A line needs two points to be seen.
+            # A line of a single point is invisible without a marker.
             marker = "o" if line.sparse or len(steps) == 1 else None
             drawn = axes.plot(
                 steps, values, color=line.color, label=line.label, marker=marker, markersize=4,
@@ -142,7 +143,7 @@ def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Lin
 
 
 def _keep_in_view(axes: Axes) -> None:
-    """Fit the y-axis to all values but those far outside, which are marked at its edge."""
+    """Fit the y-axis to all values except those far outside, which are marked at its edge."""
     lines = list(axes.lines)
     limits = view(
         [y for line in lines for y in np.asarray(line.get_ydata())],

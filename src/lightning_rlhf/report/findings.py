@@ -1,4 +1,4 @@
-"""Checks of a reward and of its pairs in words, each with its number."""
+"""Findings of all checks of a reward and of its pairs, and their summaries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_rlhf.rewards.probes import PROBES
 
 
 def find(fitness: Fitness, probes: Sequence[ProbeResult]) -> tuple[Finding, ...]:
-    """Every check with its outcome; nothing is flagged for which there are too few data."""
+    """Return the finding of every check; none is flagged on too few data."""
     return (
         _accuracy(fitness),
         _beats_length(fitness),
@@ -47,14 +47,14 @@ def find(fitness: Fitness, probes: Sequence[ProbeResult]) -> tuple[Finding, ...]
 
 
 def find_in_pairs(problems: Problems) -> tuple[Finding, ...]:
-    """Every check of the pairs with its outcome."""
+    """Return the finding of every check of the pairs."""
     shares = [(DUPLICATES, problems.duplicates), (CONTRADICTIONS, problems.contradictions)]
     shares += [] if problems.leaks is None else [(LEAKS, problems.leaks)]
     return (*(_share(check, problem) for check, problem in shares), _one_sided(problems.length))
 
 
 def about_pairs(findings: Sequence[Finding]) -> str:
-    """All findings of the pairs in two sentences."""
+    """Return a summary of the findings about the pairs, in two sentences."""
     if any(finding.outcome == "flag" for finding in findings):
         words = "Mend them first: what is trained or measured on them says less than it seems."
     elif all(finding.outcome == "not tested" for finding in findings):
@@ -70,14 +70,14 @@ def is_unfit(findings: Sequence[Finding]) -> bool:
 
 
 def judgement(findings: Sequence[Finding]) -> Verdict:
-    """All findings of a reward as a verdict."""
+    """Return the verdict that follows from the findings about a reward."""
     flags = [finding for finding in findings if finding.outcome == "flag"]
     reasons = tuple(f"{finding.subject}: {finding.words}" for finding in flags)
     return Verdict(is_unfit(findings), verdict(findings), reasons)
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """All findings of a reward in two sentences."""
+    """Return a summary of the findings about a reward, in two sentences."""
     flags = [finding for finding in findings if finding.outcome == "flag"]
     if any(f.check is ACCURACY and f.outcome == "not tested" for f in findings):
         words = (
@@ -136,7 +136,7 @@ def _length_gap(fitness: Fitness) -> Finding:
         words = f"chosen is longer in {counts[0]} pairs and shorter in {counts[1]}; "
         return untested(LENGTH_GAP, length.gap, words + f"{MIN_COUNT} of each are needed")
     low, high = length.gap_interval
-    assert length.model_prefers_longer is not None  # as there is a gap
+    assert length.model_prefers_longer is not None  # since there is a gap
     assert length.people_prefer_longer is not None
     taste = "longer" if length.gap > 0 else "shorter"
     words = (

@@ -1,4 +1,4 @@
-"""Is a reward fit to be maximised? What held-out pairs and samples of the SFT model say."""
+"""Measurements of whether a reward is fit to be maximised, on held-out pairs and SFT samples."""
 
 from __future__ import annotations
 
@@ -21,39 +21,47 @@ from lightning_rlhf.report.length_bias import LengthBias, measure_length_bias
 from lightning_rlhf.report.scored import ScoredPair, ScoredSample, check_samples, columns
 
 QUARTERS = 4
+"""Maximum number of groups by size of a difference or margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitness:
-    """A reward source on held-out pairs. Accuracy is the share of pairs in which chosen scores
-    higher, a tie counting one half; intervals are 95%, by a bootstrap over prompts."""
+    """Measurements of a reward source on held-out pairs.
+
+    Accuracy is the share of pairs in which chosen scores higher, a tie counting one half; intervals
+    are 95%, by a bootstrap over prompts.
+    """
 
     pairs: tuple[ScoredPair, ...]
-    """What was measured."""
+    """Pairs that were measured."""
     samples: tuple[ScoredSample, ...]
-    """Of the SFT model."""
+    """Samples of the SFT model that were measured."""
     prompts: int
-    """Different prompts among the pairs."""
+    """Number of different prompts among the pairs."""
     ties: int
-    """Pairs whose two responses score the same."""
+    """Number of pairs whose two responses score the same."""
     accuracy: Group
+    """Accuracy over all pairs."""
     by_difference: tuple[Group, ...]
-    """By quarter of |chosen - rejected|, the smallest first: a model that knows what it does not
-    know is least accurate there."""
+    """Accuracy by quarter of |chosen - rejected|, the smallest first; a well calibrated model is
+    least accurate in the first quarter."""
     by_margin: tuple[Group, ...]
-    """By quarter of the strength of preference that the data give, over the pairs that have one;
-    empty where none has."""
+    """Accuracy by quarter of the margin given in the data, over the pairs that have one; empty if
+    none has."""
     length: LengthBias
     calibration: Calibration | None
-    """None where the source's scores are no log-odds."""
+    """Calibration of the source; None if its scores are not log-odds."""
     edges: tuple[float, ...]
-    """Of the histograms, which leave out what lies far outside."""
+    """Edges of the histograms' bins, which leave out values far outside."""
     chosen: Distribution
+    """Distribution of the scores of chosen responses."""
     rejected: Distribution
+    """Distribution of the scores of rejected responses."""
     sampled: Distribution | None
-    """SFT samples; None where there are none."""
+    """Distribution of the scores of SFT samples; None without samples."""
     outside: float | None
-    """Share of SFT samples whose score is above or below that of every response of the pairs."""
+    """Share of SFT samples that score above or below every response of the pairs; None without
+    samples."""
 
 
 def measure_fitness(
@@ -66,12 +74,12 @@ def measure_fitness(
     """Measure a reward source. The same input and seed give the same numbers.
 
     Args:
-        pairs: at least one.
-        samples: any number.
-        logit_scale: P(chosen) = sigmoid(logit_scale * (chosen - rejected)): 1 for the raw reward
-            of a Bradley-Terry model, its standard deviation where it was divided by that; None
-            for a source that promises no probabilities, whose calibration is then not asked.
-        seed: of the bootstrap.
+        pairs: scored held-out pairs, at least one.
+        samples: scored samples of the SFT model, any number.
+        logit_scale: factor in P(chosen) = sigmoid(logit_scale * (chosen - rejected)): 1 for the raw
+            reward of a Bradley-Terry model, its standard deviation if the reward was divided by
+            that; None for a source that gives no probabilities, whose calibration is not measured.
+        seed: seed of the bootstrap.
 
     Raises:
         RewardError: a score is not a finite number; names the pair or sample.

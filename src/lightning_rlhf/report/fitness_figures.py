@@ -1,4 +1,4 @@
-"""The pictures of a fitness report."""
+"""Figures of a fitness report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_rlhf.report.tables import spread
 
 WIDTH_IN, HEIGHT_IN = 7.2, 4.0
 MOST_POINTS = 1500
-"""Of each kind in the scatter plot, spread evenly over the data."""
+"""Maximum number of points of each kind in the scatter plot, spread evenly over the data."""
 
 Draw = Callable[[Figure], None]
 
@@ -31,9 +31,9 @@ Draw = Callable[[Figure], None]
 def draw_fitness(
     folder: Path, title: str, fitness: Fitness, probes: Sequence[ProbeResult]
 ) -> dict[str, Path]:
-    """Draw every picture there are data for into `folder`; what it shows -> its file.
+    """Draw every figure for which there are data into `folder`; return caption -> file.
 
-    title: what was measured, which heads each picture.
+    title: heading of each figure, which says what was measured.
     """
     pictures: dict[str, tuple[str, Draw]] = {
         "Scores of chosen and rejected responses, of SFT samples and of probes": (
@@ -103,7 +103,7 @@ def _rewards(figure: Figure, fitness: Fitness, probes: Sequence[ProbeResult]) ->
 
 
 def _probe_strip(axes: Axes, probes: Sequence[ProbeResult], limits: Interval) -> None:
-    """A row for each probe with its median, and that of good responses to the same prompts."""
+    """Draw a row for each probe with its median, and that of good responses to the same prompts."""
     names = [probe.kind.replace("_", " ") for probe in probes]
     for row, probe in enumerate(probes):
         axes.plot([probe.chosen_median, probe.median], [row, row], color=GREY, linewidth=1)
@@ -171,7 +171,7 @@ def _length(figure: Figure, fitness: Fitness) -> None:
             tokens, scores = zip(*shown, strict=True)
             axes.scatter(tokens, scores, s=16, marker=marker, color=color, alpha=alpha,
                          linewidths=0)  # fmt: skip
-            axes.plot([], [], marker, color=color, markersize=5, label=label)  # not transparent
+            axes.plot([], [], marker, color=color, markersize=5, label=label)  # opaque legend
             mark_outside(axes, np.array(points, dtype=float), x, y, color)
     axes.set_xlabel("tokens of the response")
     axes.set_ylabel("score")

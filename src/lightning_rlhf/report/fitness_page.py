@@ -1,4 +1,4 @@
-"""report.md: whether a reward is fit to be maximised, for a person; fitness.json for machines."""
+"""Fitness report of a reward: report.md for people, fitness.json for programs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from lightning_rlhf.rewards.probes import PROBES
 
 NUMBERS, PICTURES = "fitness.json", "report"
 CHARACTERS = 200
-"""Of a text that is shown as an example."""
+"""Maximum length of a text that is shown as an example, in characters."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files of a report."""
+    """Files and conclusions of a report."""
 
     page: Path
     numbers: Path
     pictures: Mapping[str, Path]
-    """What it shows -> file."""
+    """File of each figure, by caption."""
     findings: tuple[Finding, ...]
-    """Of the reward."""
+    """Findings about the reward."""
     judgement: Verdict
+    """Verdict on the reward."""
     about_pairs: str | None
-    """None where nobody looked through the pairs."""
+    """Summary of the findings about the pairs; None if the pairs were not examined."""
 
     @property
     def verdict(self) -> str:
-        """The verdict in two sentences."""
+        """Return the verdict in two sentences."""
         return self.judgement.words
 
 
@@ -57,16 +58,16 @@ def write_fitness(
     sampled_from: str,
     scale: str,
 ) -> Written:
-    """Write report.md, fitness.json and the pictures, in `report/`, into `folder`.
+    """Write report.md, fitness.json and the figures, in `report/`, into `folder`.
 
     Args:
-        folder: is made if it is missing.
-        title: what was measured, as plain text.
-        fitness: what was measured.
-        probes: may be empty.
-        problems: of the preference data; None where nobody looked.
-        sampled_from: which prompts the SFT model answered, in words.
-        scale: how the scores stand to what PPO is paid, as a sentence.
+        folder: output folder, made if it is missing.
+        title: name of what was measured, as plain text.
+        fitness: measurements to report.
+        probes: results of the probes; may be empty.
+        problems: problems of the preference data; None if they were not examined.
+        sampled_from: phrase that says which prompts the SFT model answered.
+        scale: sentence that says how the scores relate to what PPO maximises.
     """
     findings = find(fitness, probes)
     in_pairs = () if problems is None else find_in_pairs(problems)
@@ -118,7 +119,7 @@ def as_json(
     probes: Sequence[ProbeResult],
     problems: Problems | None,
 ) -> dict[str, Any]:
-    """Everything that was measured, without the pairs and samples it was measured on."""
+    """Return all measurements as a JSON object, without the pairs and samples they come from."""
     measured = asdict(fitness)
     del measured["pairs"], measured["samples"]
     return {
@@ -248,10 +249,10 @@ def _correlation_row(name: str, found: Correlation) -> tuple[str, str, str, str]
 
 
 def number(value: float | None) -> str:
-    """With three decimals, or a dash where there is none."""
+    """Return the number as text with three decimals, or a dash for None."""
     return "-" if value is None else f"{value:z.3f}"
 
 
 def interval(ends: Interval | None) -> str:
-    """Both ends, or a dash."""
+    """Return both ends as text with three decimals, or a dash for None."""
     return "-" if ends is None else f"{ends[0]:z.3f} to {ends[1]:z.3f}"

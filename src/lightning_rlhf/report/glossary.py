@@ -1,4 +1,4 @@
-"""What the numbers of a fitness report mean, and their names where they are logged."""
+"""Definitions of the numbers in a fitness report, and the names under which they are logged."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ GLOSSARY: Mapping[str, str] = {
     "Not tested": f"fewer than {MIN_COUNT} pairs or samples, for a probe fewer than {MIN_PROBES} "
     "prompts, or nothing to measure.",
 }
+"""Definition of each number in a report."""
 
 
 def metrics(
     fitness: Fitness, probes: Sequence[ProbeResult], findings: Sequence[Finding]
 ) -> dict[str, float]:
-    """The scalar numbers under the names that they are logged by; what is undefined is left out."""
+    """Return the scalar measurements by the names they are logged under; undefined ones are left
+    out."""
     length, calibration = fitness.length, fitness.calibration
     longer, shorter = length.group(LONGER), length.group(SHORTER)
     low, high = fitness.accuracy.interval or (None, None)

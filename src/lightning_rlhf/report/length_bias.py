@@ -1,4 +1,4 @@
-"""Whether a reward goes by how long a response is."""
+"""Length bias of a reward: whether its scores depend on the length of a response."""
 
 from __future__ import annotations
 
@@ -25,37 +25,40 @@ LONGER, SHORTER, SAME = "chosen longer", "chosen shorter", "same length"
 
 @dataclass(frozen=True)
 class LengthBias:
-    """Score and length, in tokens of the response."""
+    """Relation of score and length, in tokens of the response."""
 
     groups: tuple[Group, ...]
     """Accuracy where chosen is longer, shorter, or as long as rejected; without empty groups."""
     gap: float | None
-    """Accuracy where chosen is longer less accuracy where it is shorter: 1 for a model that takes
-    the longer response whatever it says, -1 for one that takes the shorter; None if one is empty.
-    """
+    """Accuracy where chosen is longer minus accuracy where it is shorter: 1 for a model that always
+    takes the longer response, -1 for one that always takes the shorter; None if one group is
+    empty."""
     gap_interval: Interval | None
-    """95%; None where the gap is, or where a group is of one prompt."""
+    """95% interval of the gap; None if there is no gap, or if a group has a single prompt."""
     model_prefers_longer: float | None
-    """Share of the pairs of different lengths in which the longer response scores higher."""
+    """Share of the pairs of different lengths in which the longer response scores higher; None
+    without such pairs."""
     people_prefer_longer: float | None
-    """Share of the pairs of different lengths in which the longer response was chosen."""
+    """Share of the pairs of different lengths in which the longer response was chosen; None without
+    such pairs."""
     longer_is_right: float
-    """Accuracy of always taking the longer response; two of one length count one half."""
+    """Accuracy of always taking the longer response; two of equal length count one half."""
     responses: Correlation
-    """Score with length over both responses of every pair."""
+    """Correlation of score and length over both responses of every pair."""
     pairs: Correlation
-    """Difference of score with difference of length, chosen less rejected, over pairs. What the
-    labels themselves owe to length is in the two means, which a correlation leaves out."""
+    """Correlation of the differences in score and in length, chosen minus rejected, over pairs. The
+    mean differences, which reflect the labels' own preference for length, do not enter a
+    correlation."""
     samples: Correlation
-    """Score with length over SFT samples."""
+    """Correlation of score and length over SFT samples."""
 
     def group(self, label: str) -> Group | None:
-        """The group of that label; None where it has no pairs."""
+        """Return the group with that label; None if it has no pairs."""
         return next((group for group in self.groups if group.label == label), None)
 
 
 def measure_length_bias(pairs: Columns, samples: Sequence[ScoredSample], seed: int) -> LengthBias:
-    """Accuracy by which response is longer, and correlations.
+    """Return the accuracy by which response is longer, and the correlations of score and length.
 
     Source: Singhal et al. 2023, https://arxiv.org/abs/2310.03716
     """
@@ -91,7 +94,7 @@ def _gap(
     pairs: Columns,
     seed: int,
 ) -> tuple[float | None, Interval | None]:
-    """The gap, and its interval where both groups have one."""
+    """Return the gap, and its interval if both groups have one."""
     if [group.label for group in groups[:2]] != [LONGER, SHORTER]:
         return None, None
     longer, shorter = groups[:2]

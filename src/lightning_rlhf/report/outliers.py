@@ -1,4 +1,4 @@
-"""Axes that a few values far outside do not squash: those are marked at the edge."""
+"""Axis limits that leave out values far outside, and markers at the edge for those values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from numpy import ndarray
 from lightning_rlhf.report.estimates import Interval, inner_range
 
 MARGIN = 0.05
-"""Of the range that is shown, on either side of it."""
+"""Margin on either side of the displayed range, as a share of that range."""
 MARKERS = (("<", ">"), ("v", "^"))
-"""Where the value lies: below and above the limits of the x-axis, and of the y-axis."""
+"""Markers of values below and above the limits of the x-axis, and of the y-axis."""
 MOST_MARKS = 50
-"""Of one kind and side: beyond that the largest are drawn."""
+"""Maximum number of markers of one kind on one side; the farthest values are drawn."""
 
 
 def view(values: Sequence[float], *, is_log: bool = False) -> Interval | None:
-    """Return limits that leave out values far outside; None where there are none of these.
+    """Return limits that leave out values far outside; None if no value is far outside.
 
-    is_log: the axis is logarithmic; only positive values are on it.
+    is_log: whether the axis is logarithmic and shows only positive values.
     """
     found = np.asarray(values, dtype=float)
     scaled = np.log10(found[found > 0]) if is_log else found
@@ -42,10 +42,10 @@ def mark_outside(
     y: Interval | None,
     color: str,
 ) -> None:
-    """Draw a triangle at the edge for each point outside the limits, with the farthest value.
+    """Draw a triangle at the edge for each point outside the limits, and label the farthest value.
 
-    points: columns x and y; infinite values lie outside, NaN nowhere.
-    x, y: the limits of the axes; None where nothing is outside.
+    points: columns x and y; infinite values are outside, NaN is not drawn.
+    x, y: limits of the axes; None if no value is outside.
     """
     ends = [(-np.inf, np.inf) if limits is None else limits for limits in (x, y)]
     at = np.clip(points, [low for low, _ in ends], [high for _, high in ends])

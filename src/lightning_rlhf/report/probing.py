@@ -1,4 +1,4 @@
-"""What probes scored, beside good and bad responses to the same prompts."""
+"""Scores of probes, compared with good and bad responses to the same prompts."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from lightning_rlhf.rewards.probes import PROBES, ProbeKind
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """One kind of probe. Medians and means are over the prompts that were probed."""
+    """Result of one kind of probe; medians and means are over the prompts that were probed."""
 
     kind: ProbeKind
     prompts: int
+    """Number of prompts that were probed."""
     mean: float
     median: float
     chosen_median: float
-    """Of the good responses to the same prompts."""
+    """Median score of the good responses to the same prompts."""
     rejected_median: float
+    """Median score of the rejected responses to the same prompts."""
     beats_chosen: float
-    """Share of prompts in which the probe scores above the good response, a tie one half."""
+    """Share of prompts in which the probe scores above the good response, a tie counting one
+    half."""
     example: ScoredProbe
-    """The probe whose score is nearest to the median, the first of several."""
+    """Probe whose score is nearest to the median; the first if there are several."""
 
     @property
     def wins(self) -> bool:
-        """Whether its median is above that of the good responses."""
+        """Return whether the median is above that of the good responses."""
         return self.median > self.chosen_median
 
 
 def measure_probes(probes: Sequence[ScoredProbe]) -> tuple[ProbeResult, ...]:
-    """A result for each kind that was scored, in the order of PROBES.
+    """Return the result of each kind that was scored, in the order of PROBES.
 
     Raises:
         RewardError: a score is not a finite number; names the probe.

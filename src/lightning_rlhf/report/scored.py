@@ -1,4 +1,4 @@
-"""What a reward source said of pairs, samples and probes: the evidence of a fitness report."""
+"""Pairs, samples and probes with their scores: the input of a fitness report."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class ScoredPair:
     """A held-out preference pair with its two scores."""
 
     prompt: str
-    """Pairs of the same prompt are drawn together by the bootstrap."""
+    """Text of the prompt; the bootstrap draws all pairs of a prompt together."""
     chosen: str
     rejected: str
     chosen_score: float
     rejected_score: float
     chosen_tokens: int
-    """Of the response alone."""
+    """Number of tokens of the chosen response, without the prompt."""
     rejected_tokens: int
+    """Number of tokens of the rejected response, without the prompt."""
     margin: float | None = None
-    """How strongly `chosen` was preferred, where the data say so."""
+    """Strength of the preference for `chosen`; None if the data give none."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +59,26 @@ class Columns:
     chosen_tokens: Float[ndarray, " N"]
     rejected_tokens: Float[ndarray, " N"]
     prompt: Int[ndarray, " N"]
-    """Number of the pair's prompt; the same text, the same number."""
+    """Index of each pair's prompt; equal texts have equal indices."""
 
     @property
     def difference(self) -> Float[ndarray, " N"]:
-        """Score of chosen less score of rejected."""
+        """Return the score of chosen minus the score of rejected."""
         return self.chosen - self.rejected
 
     @property
     def right(self) -> Float[ndarray, " N"]:
-        """1 where chosen scores higher, 0 where lower, 1/2 at a tie."""
+        """Return 1 where chosen scores higher, 0 where it scores lower, 1/2 at a tie."""
         return (np.sign(self.difference) + 1) / 2
 
     @property
     def longer(self) -> Float[ndarray, " N"]:
-        """Tokens of chosen less tokens of rejected."""
+        """Return the tokens of chosen minus the tokens of rejected."""
         return self.chosen_tokens - self.rejected_tokens
 
 
 def columns(pairs: Sequence[ScoredPair]) -> Columns:
-    """The pairs as arrays.
+    """Return the pairs as arrays.
 
     Raises:
         RewardError: a score is not a finite number; names the pair.
@@ -106,10 +107,10 @@ def columns(pairs: Sequence[ScoredPair]) -> Columns:
 
 
 def check_samples(samples: Sequence[ScoredSample]) -> None:
-    """Refuse scores that are no finite numbers.
+    """Check that all scores are finite numbers.
 
     Raises:
-        RewardError: naming the sample.
+        RewardError: a score is not a finite number; names the sample.
     """
     for number, sample in enumerate(samples, start=1):
         if not math.isfinite(sample.score):

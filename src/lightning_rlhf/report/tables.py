@@ -1,4 +1,4 @@
-"""Tables for the end of a run and of a sweep."""
+"""Tables that are shown at the end of a run and of a sweep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.core.visible import visible, visible_line
 
 PARTS = (JUDGE, EVAL_PART)
-"""Prefixes of metrics of which the names are chosen by a judge or by the reward."""
+"""Prefixes of the metrics whose names a judge or the reward chooses."""
 
 LABELS: Mapping[str, str] = {
     "eval/reward_mean": "reward",
@@ -30,7 +30,7 @@ LABELS: Mapping[str, str] = {
     "eval/judge/polite": "polite",
     "eval/judge/rude": "rude",
 }
-"""Metric -> what it is called, in the order of the table; other parts of a judge follow."""
+"""Label of each metric, in the order of the table; other parts of a judge follow."""
 
 ABSENT = "-"
 
@@ -49,9 +49,9 @@ class SweepRow:
 def before_after_table(
     before: Mapping[str, float], after: Mapping[str, float], verdicts: Mapping[str, Verdict]
 ) -> Table:
-    """Return SFT against PPO on the same held-out prompts.
+    """Return a table of the SFT model's and PPO's metrics on the same held-out prompts.
 
-    verdicts: component of the reward -> what its fitness report said, repeated under the table.
+    verdicts: verdict of the fitness report on each component of the reward, shown under the table.
     """
     said = [
         Text(visible_line(f"reward {name}: {verdict.words}"), verdict.style)
@@ -74,10 +74,13 @@ def before_after_table(
 
 
 def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
-    """`n` held-out prompts with the SFT model's and PPO's response.
+    """Return a table of `n` held-out prompts with the SFT model's and PPO's responses.
 
-    The choice depends on the two files alone: spread evenly over the prompts whose responses
-    differ, or over all where none do; of several responses to a prompt the first that differs.
+    The choice depends on the two files alone: the prompts are spread evenly over those whose
+    responses differ, or over all if none do; of several responses to a prompt it is the first that
+    differs.
+
+    Raises CheckpointError if a file is damaged.
     """
     before, after = _read(before_jsonl), _read(after_jsonl)
     if len(before) != len(after):
@@ -100,7 +103,7 @@ def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
 
 
 def _one_a_prompt(pairs: Sequence[tuple[Sample, Sample]]) -> list[tuple[Sample, Sample]]:
-    """The first pair of each prompt, in the order of the file."""
+    """Return the first pair of each prompt, in the order of the file."""
     first: dict[str, tuple[Sample, Sample]] = {}
     for pair in pairs:
         first.setdefault(pair[0]["prompt"], pair)
@@ -108,14 +111,17 @@ def _one_a_prompt(pairs: Sequence[tuple[Sample, Sample]]) -> list[tuple[Sample, 
 
 
 def spread(items: Sequence[Any], n: int) -> list[Any]:
-    """`n` items at even distances, all of them where there are no more."""
+    """Return `n` items at even distances, or all of them if there are no more."""
     if len(items) <= n:
         return list(items)
     return [items[i * len(items) // n] for i in range(n)]
 
 
 def sweep_table(rows: Sequence[SweepRow]) -> Table:
-    """One line a job, with every metric that some job has. What all jobs share is in the title."""
+    """Return a table with one row per job and a column for every metric that some job has.
+
+    The overrides that all jobs share are in the title.
+    """
     first = rows[0].overrides if len(rows) > 1 else ()
     shared = [o for o in first if all(o in row.overrides for row in rows)]
     table = Table(
@@ -145,7 +151,7 @@ def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) 
 
 
 def _read(path: Path) -> list[Sample]:
-    """The samples of an evaluation. Raises CheckpointError where a line is none."""
+    """Return the samples of an evaluation. Raises CheckpointError if a line is not a sample."""
     samples: list[Sample] = []
     for number, (_, sample) in enumerate(json_lines(path), start=1):
         if not _is_sample(sample):
@@ -155,7 +161,7 @@ def _read(path: Path) -> list[Sample]:
 
 
 def _is_sample(found: Sample) -> bool:
-    """Return whether it has all that is shown of a sample."""
+    """Return whether `found` has all fields of a sample that are shown."""
     match found:
         case {"prompt": str(), "response": str(), "score": score, "judge": {**parts}}:
             return is_number(score) and all(x is None or is_number(x) for x in parts.values())

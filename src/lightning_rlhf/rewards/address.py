@@ -1,4 +1,4 @@
-"""Addresses of servers, whose secrets are sent and never shown."""
+"""Addresses of servers; their secrets are sent but never shown."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import ConfigError
 
 HIDDEN = "***"
+"""Text shown in place of a secret."""
 
 
 def redacted(url: str) -> str:
-    """The address without user, password and query, which may hold tokens; of any text."""
+    """Return an address, or any text, without user, password and query, which may hold tokens."""
     without_user = re.sub(r"^([\w+.-]*://|//)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
     return re.sub(r"[?#].*", f"?{HIDDEN}", without_user, flags=re.DOTALL)
 
 
 def parsed(url: str, key: str) -> Url:
-    """The parts of the address. Raises ConfigError, which shows none of its secrets."""
+    """Return the parts of the address. Raises ConfigError, which shows none of its secrets."""
     allowed = "http://HOST:PORT/PATH or https://..."
     require(isinstance(url, str), key, url, allowed)
     try:
@@ -36,9 +37,9 @@ def parsed(url: str, key: str) -> Url:
 
 
 def token_in(variable: str, key: str) -> str:
-    """Return the token in an environment variable, which `key` names.
+    """Return the token in the environment variable that the configuration key `key` names.
 
-    Raises ConfigError, which does not show it, where there is none.
+    Raises ConfigError, which does not show the token, if there is none.
     """
     token = os.environ[variable].strip() if variable in os.environ else ""
     require(re.fullmatch(r"[!-~]+", token) is not None, key, variable,
@@ -48,20 +49,24 @@ def token_in(variable: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class Address:
-    """Where to send what."""
+    """Address of a server, with the headers of a request and the secrets to hide."""
 
     url: str
-    """Without user and password."""
+    """Address without user and password."""
     headers: dict[str, str]
+    """Headers of every request."""
     shown: str
+    """Address without its secrets, for errors."""
     secrets: tuple[str, ...]
+    """Texts that no error may show."""
 
     @classmethod
     def read(cls, url: str, token_env: str | None, key: str) -> Address:
-        """The address `key.url`, with the token in the environment variable `token_env`.
+        """Return the address `key.url`, with the token in the environment variable `token_env`.
 
         Raises:
-            ConfigError: the address is none, the token is missing, or two want to be sent.
+            ConfigError: `url` is not an address, the token is missing, or there are both a token
+                and a user.
         """
         parts = parsed(url, f"{key}.url")
         secrets, authorization = [parts.auth, parts.query], {}
@@ -85,7 +90,7 @@ class Address:
         )
 
     def hide(self, text: str) -> str:
-        """What a server or a library said, without our secrets."""
+        """Return a message of a server or a library without our secrets."""
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
         return text

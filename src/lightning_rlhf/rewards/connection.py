@@ -1,4 +1,4 @@
-"""One POST to a server: answered by a deadline and within a number of bytes, or an error."""
+"""POST request to a server, with a deadline and a maximum size of the answer."""
 
 from __future__ import annotations
 
@@ -20,58 +20,65 @@ from urllib3.util.ssl_match_hostname import CertificateError
 from lightning_rlhf.rewards.threads import in_thread
 
 PIECE_BYTES = 2**16
+"""Size of the pieces in which an answer is read, bytes."""
 
 
 class NoAnswer(Exception):
-    """No whole answer came by the deadline; says so as a clause without its subject."""
+    """Raised if no whole answer arrived by the deadline; the message is a clause without a
+    subject."""
 
 
 class Away(NoAnswer):
-    """No connection to the server could be made."""
+    """Raised if no connection to the server could be made."""
 
 
 class Unusable(Exception):
-    """What the server sent cannot be used, and would not be better the next time."""
+    """Raised for an answer that cannot be used and would not be better if it were asked for
+    again."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server sent."""
+    """Answer of a server."""
 
     status: int
+    """HTTP status code."""
     headers: Mapping[str, str]
     data: bytes
-    """The whole body, decompressed."""
+    """Whole body, decompressed."""
     response: BaseHTTPResponse
-    """The same as urllib3 has it; its body has been read."""
+    """Response object of urllib3, whose body has been read."""
 
 
 class Connection:
-    """A connection to one address, which is kept from one question to the next."""
+    """Connection to one address, which is kept open between requests."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """
+        """Prepare the connection, which opens with the first request.
+
         Args:
-            url: http:// or https://, without user and password.
-            headers: sent with every question.
+            url: http:// or https:// address without user and password.
+            headers: headers of every request.
         """
         self._url, self._headers = parse_url(url), headers
         self._connection = self._new()
 
     def post(self, body: bytes, *, timeout_s: float, max_bytes: int) -> Answer:
-        """Return what the server answers to `body`.
+        """Send `body` and return the server's answer.
 
         Args:
-            timeout_s: for all of it: the name's look-up, connecting, sending and reading.
-            max_bytes: the largest body of an answer, decompressed.
+            body: body of the request.
+            timeout_s: seconds for the whole request: name look-up, connecting, sending and reading.
+            max_bytes: maximum size of the answer's body, decompressed, in bytes.
 
         Raises:
-            NoAnswer: it broke off, or its time was over; Away where it was not even reached.
+            NoAnswer: the connection broke or the deadline passed; Away if the server was not
+                reached.
             Unusable: the certificate is not trusted, or the answer is too large or damaged.
         """
         talk = _Talk(self._connection, timeout_s)
-        # A thread, since libraries bound the time of each step of this, and a server can make
-        # any number of steps.
+        # A thread, since libraries limit the time of each step alone, and a server can make a
+        # request take any number of steps.
         future = in_thread(lambda: talk.post(self._url.request_uri, self._headers, body, max_bytes))
         answer = None
         try:
@@ -92,7 +99,7 @@ class Connection:
 
 
 class _Talk:
-    """One question and its answer, which another thread can end."""
+    """One request and its answer, which another thread can end."""
 
     def __init__(self, connection: HTTPConnection, timeout_s: float) -> None:
         self._connection = connection
@@ -101,13 +108,13 @@ class _Talk:
         self._over = threading.Event()
 
     def post(self, path: str, headers: Mapping[str, str], body: bytes, max_bytes: int) -> Answer:
-        """As Connection.post, but for the deadline."""
+        """Send the request as Connection.post does, without a deadline."""
         connection = self._connection
         try:
-            if not connection.is_connected:  # not yet, or the server hung up in the meantime
+            if not connection.is_connected:  # not opened yet, or closed by the server
                 connection.close()
                 connection.connect()
-            self._socket = connection.sock  # which `getresponse` may take from the connection
+            self._socket = connection.sock  # `getresponse` may detach it from the connection
             if self._over.is_set():
                 raise TimeoutError
             connection.request("POST", path, body=body, headers=headers, preload_content=False)
@@ -123,18 +130,18 @@ class _Talk:
             raise self.failed(str(error) or type(error).__name__) from error
 
     def failed(self, reason: str) -> NoAnswer:
-        """Return the error for a server that was not reached, or for one that was."""
+        """Return the error for a server that was not reached (Away), or that failed afterwards."""
         if self._reached is None:
             return Away(f"is away: {reason}")
         return NoAnswer(f"gave no answer: {reason}")
 
     def overran(self, timeout_s: float) -> NoAnswer:
-        """Return the error for a server whose time, in seconds, is over."""
+        """Return the error for a server that exceeded its time limit, in seconds."""
         awaited = "connection" if self._reached is None else "whole answer"
         return self.failed(f"no {awaited} within {timeout_s:g} s")
 
     def end(self) -> None:
-        """Shut the socket, which ends the thread that waits for it."""
+        """Shut the socket down, which ends the thread that waits for it."""
         self._over.set()
         if self._reached is not None:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Does a reward model read in PPO what it read in its own stage?
+"""Check that a reward model reads the same text in PPO as in its own stage.
 
 A wrong separator, a doubled start token, a missing template or a lost end token changes every score
-a little, and no error tells. Pairs that the reward model scored in its own stage tell: the same
-text, read through the path of PPO, must get the same score.
+a little, without an error. Pairs that the reward model scored in its own stage reveal it: the same
+text, read through PPO's code path, must get the same score.
 """
 
 from __future__ import annotations
@@ -18,35 +18,41 @@ from typing import Any
 from lightning_rlhf.core.errors import CheckpointError
 
 PAIRS = "pairs.jsonl"
+"""Name of the file with the pairs."""
 COUNT = 16
-"""Pairs that are kept and compared."""
+"""Number of pairs that are kept and compared."""
 BACKWARDS = 0.01
-"""So seldom may a reward that only guesses be taken for one that ranks backwards."""
+"""Significance level of the sign test for a reward that ranks backwards: one that only guesses is
+taken for such a reward at most this often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownPair:
-    """A held-out preference pair with what the reward model said of it in its own stage."""
+    """A held-out preference pair with the scores that the reward model gave it in its own stage."""
 
     row: Mapping[str, Any]
-    """The prompt: "prompt" and "messages"."""
+    """Prompt of the pair, as "prompt" and "messages"."""
     chosen: str
     rejected: str
     chosen_score: float
-    """Raw, as the other."""
+    """Raw score of the chosen response, before it is standardised."""
     rejected_score: float
+    """Raw score of the rejected response."""
     rendered: str
-    """Prompt and chosen response as it read them, special tokens visible."""
+    """Prompt and chosen response as the reward model read them, special tokens visible."""
 
 
 def write_pairs(folder: Path, pairs: Sequence[KnownPair]) -> None:
-    """One pair a line."""
+    """Write the pairs into `folder`, one per line."""
     lines = [json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs]
     (folder / PAIRS).write_text("".join(lines), encoding="utf-8")
 
 
 def read_pairs(folder: Path) -> list[KnownPair]:
-    """The pairs in `folder`; none where it has none. Raises CheckpointError where it is damaged."""
+    """Return the pairs in `folder`, or none without a file.
+
+    Raises CheckpointError if the file is damaged.
+    """
     file = folder / PAIRS
     if not file.is_file():
         return []
@@ -59,30 +65,38 @@ def read_pairs(folder: Path) -> list[KnownPair]:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatResult:
-    """What the reward model says of pairs through the path of PPO, beside what it said before."""
+    """Comparison of scores through PPO's code path with those of the reward model's own stage."""
 
     pairs: int
+    """Number of pairs."""
     accuracy: float
-    """Share of them ranked as labelled, here."""
+    """Share of the pairs ranked as labelled, through PPO's path."""
     own_accuracy: float | None
-    """In its own stage; None where nobody wrote that down."""
+    """Share of the pairs ranked as labelled in the reward model's own stage; None if unknown."""
     gap: float | None
-    """Root mean square of the differences, in standard deviations of its own scores."""
+    """Root mean square of the score differences, in standard deviations of the scores in its own
+    stage; None if those are unknown."""
     rendered: str
+    """Text of one pair as the reward model reads it through PPO's path."""
     own_rendered: str | None
+    """Text of that pair as the reward model read it in its own stage; None if unknown."""
     problems: tuple[str, ...]
-    """What is wrong by itself."""
+    """Descriptions of what is wrong, each a reason not to start PPO."""
     doubts: tuple[str, ...]
-    """What may be wrong with the text, and is no reason to stop."""
+    """Descriptions of what may be wrong with the text, none of them a reason to stop."""
 
     def fits(self, tolerance: float) -> bool:
-        """Whether PPO may start: the text is its own, and rounding alone moves the scores."""
+        """Return whether PPO may start.
+
+        It may if there is no problem, the text is the same as in the model's own stage, and the
+        scores differ by rounding alone: `gap` is at most `tolerance`.
+        """
         if self.problems or self.gap is None:
             return not self.problems
         return self.rendered == self.own_rendered and self.gap <= tolerance
 
     def lines(self, name: str, tolerance: float) -> list[str]:
-        """The result in words, with the text of one pair."""
+        """Return the result in words, one line each, with the text of one pair."""
         here = f"{self.accuracy:.2f} of them ranked as labelled"
         if self.gap is None:
             first = f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}"
@@ -110,7 +124,10 @@ def compare(
     rendered: str,
     problems: Sequence[str],
 ) -> FormatResult:
-    """What was said before against the raw scores of here; a tie counts one half."""
+    """Return the comparison of raw scores through PPO's path with the recorded ones.
+
+    A tie counts one half in the accuracy.
+    """
     own = [score for pair in known for score in (pair.chosen_score, pair.rejected_score)]
     here = [score for pair in zip(chosen, rejected, strict=True) for score in pair]
     squares = [(a - b) ** 2 for a, b in zip(own, here, strict=True)]
@@ -134,7 +151,7 @@ def unknown(
     problems: Sequence[str],
     doubts: Sequence[str],
 ) -> FormatResult:
-    """The scores of here alone."""
+    """Return the result for pairs whose earlier scores are unknown."""
     return FormatResult(
         pairs=len(chosen),
         accuracy=accuracy(chosen, rejected),
@@ -148,9 +165,10 @@ def unknown(
 
 
 def ranked_backwards(chosen: Sequence[float], rejected: Sequence[float]) -> list[str]:
-    """What is to be said of pairs that are ranked worse than guessing would; ties say nothing.
+    """Return a problem if the pairs are ranked worse than by guessing, else an empty list.
 
-    The one-sided sign test: P(X <= right), X ~ Binomial(right + wrong, 1/2), is below BACKWARDS.
+    Ties do not count. Test: P(X <= right), X ~ Binomial(right + wrong, 1/2), is below BACKWARDS
+    (one-sided sign test).
     """
     pairs = list(zip(chosen, rejected, strict=True))
     right, wrong = sum(c > r for c, r in pairs), sum(c < r for c, r in pairs)
@@ -166,14 +184,14 @@ def ranked_backwards(chosen: Sequence[float], rejected: Sequence[float]) -> list
 
 
 def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
-    """Share of the pairs in which chosen scores higher; a tie counts one half."""
+    """Return the share of the pairs in which chosen scores higher; a tie counts one half."""
     return statistics.fmean(
         0.5 * ((c > r) + (c >= r)) for c, r in zip(chosen, rejected, strict=True)
     )
 
 
 def first_difference(there: str, here: str, characters: int = 40) -> str:
-    """Where two texts part, with what follows in each."""
+    """Return where two texts first differ, with the characters that follow in each."""
     at = next(
         (i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b),
         min(len(there), len(here)),

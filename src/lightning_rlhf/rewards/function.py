@@ -1,4 +1,4 @@
-"""A reward that a Python function computes from the texts."""
+"""Reward that a Python function computes from the texts."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lightning_rlhf.rewards.quote import quoted
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """`function(prompts, responses, **columns, **arguments)`, one number for each response.
+    """Reward of `function(prompts, responses, **columns, **arguments)`, one number per response.
 
     `prompts` and `responses` are lists of B texts. A column of the data's rows, "messages"
-    included, is a list of B values, None where a row lacks it; the function is given those that its
-    signature takes, by name or with **kwargs.
+    included, is a list of B values, None where a row lacks it; the function receives the columns
+    that its signature accepts, by name or with **kwargs.
 
     Raises:
-        ConfigError: what the function takes and what it would be given do not fit.
+        ConfigError: the function's signature does not accept the texts or the arguments.
     """
 
     function: Callable[..., Any]
-    """Returns B numbers: a list, a tuple, a tensor or an array."""
+    """Function that returns B numbers: a list, a tuple, a tensor or an array."""
     arguments: Mapping[str, Any]
-    """The same at every call; where a column has the name of one, the argument is given."""
+    """Arguments of every call; an argument takes precedence over a column of the same name."""
     name: str
-    """Its key in the configuration, which errors name."""
+    """Key of the reward in the configuration, which errors name."""
     columns: Collection[str] = ()
-    """Of the data, besides those that the rows of a batch have."""
+    """Columns of the data, besides those that the rows of a batch have."""
 
     def __post_init__(self) -> None:
         takes = self._takes
@@ -51,12 +51,12 @@ class FunctionReward:
                 )
 
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
-        """The same reward for data whose rows have these columns, some or all of them.
+        """Return the same reward for data in which all or some rows have these columns.
 
-        A batch in which no row has one of them is given None for it, as a row without it is.
+        If no row of a batch has one of them, the function receives None for each row of the batch.
 
         Raises:
-            ConfigError: the function needs what is neither a column nor an argument.
+            ConfigError: the function requires a parameter that is neither a column nor an argument.
         """
         self._check(columns)
         return replace(self, columns=tuple(columns))
@@ -85,7 +85,8 @@ class FunctionReward:
         return self._numbers(result, len(responses))
 
     def _place(self, error: BaseException) -> str:
-        """The last line of the function's file that was reached; nothing where none is known."""
+        """Return " at FILE:LINE" of the last line reached in the function's file, or "" if
+        unknown."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if code and frame.filename == code.co_filename]
@@ -134,7 +135,7 @@ class FunctionReward:
 
 
 class _Takes:
-    """What a function takes: two texts by position, all else by name."""
+    """Parameters of a function: two texts by position, all others by name."""
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
@@ -156,5 +157,5 @@ class _Takes:
         self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
 
     def is_taken(self, name: str) -> bool:
-        """Whether a value can be given by this name."""
+        """Return whether a value can be passed by this name."""
         return name in self.named or (self._takes_all and name not in self._first)

@@ -1,8 +1,8 @@
 """Rewards that need no model: reward.path=lightning_rlhf.rewards.functions:NAME.
 
-Each takes prompts and responses, B texts each, and returns B numbers. What stands after the `*` is
-an argument (reward.arguments), what stands before it a column of the data. A word is what white
-space separates, a character a Unicode code point.
+Each function takes prompts and responses, B texts each, and returns B numbers. A parameter after
+the `*` is an argument (reward.arguments), one before it a column of the data. Words are separated
+by white space; a character is a Unicode code point.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ def length_band(
     longest: int,
     unit: Literal["words", "characters"] = "words",
 ) -> list[float]:
-    """1 where a response has shortest to longest words, and less the further it is from there.
+    """Return 1 for a response of shortest to longest words, and less the farther it is from that.
 
         r = max(0, min(1, n / shortest, 2 - n / longest))          n words
 
     0 for an empty response (shortest 0: 1) and from 2 * longest on; in [0, 1], linear in between.
+    With unit="characters", n counts characters.
     """
     require_number("shortest", shortest, at_least=0, whole=True)
     require_number("longest", longest, at_least=max(1, shortest), whole=True)
@@ -40,9 +41,11 @@ def length_band(
 def regular_expression(
     prompts: Sequence[str], responses: Sequence[str], *, pattern: str, fullmatch: bool = False
 ) -> list[float]:
-    """1 where the pattern is found in a response, else 0.
+    """Return 1 for a response in which the pattern is found, else 0.
 
-    fullmatch: the pattern must cover the whole response. Source: Python's `re`.
+    Args:
+        pattern: regular expression of Python's `re`.
+        fullmatch: whether the pattern must match the whole response.
     """
     compiled = _compiled("pattern", pattern)
     require_flag("fullmatch", fullmatch)
@@ -59,11 +62,16 @@ def exact_match(
     ignore_case: bool = False,
     strip: bool = True,
 ) -> list[float | None]:
-    """1 where a response equals the column `answer`, else 0; None where a row has no answer.
+    """Return 1 for a response that equals the column `answer`, else 0; None for a row without one.
 
-    extract: a pattern whose group 1, where it is first found, is compared in place of the whole
-    response; a response without it gets 0. strip: without white space around either side.
-    An answer that is no text is compared as `str` writes it.
+    An answer that is not text is compared as `str` writes it.
+
+    Args:
+        answer: column with the right answers.
+        extract: pattern whose group 1, at its first match, is compared instead of the whole
+            response; a response without a match gets 0.
+        ignore_case: whether upper and lower case are equal.
+        strip: whether white space around response and answer is ignored.
     """
     compiled = None if extract is None else _compiled("extract", extract)
     if compiled is not None:
@@ -85,11 +93,11 @@ def exact_match(
 
 
 def repetition(prompts: Sequence[str], responses: Sequence[str], *, n: int = 3) -> list[float]:
-    """Minus the share of a response's word n-grams that stood in it before.
+    """Return minus the share of a response's word n-grams that occurred earlier in it.
 
         r = distinct / all - 1          0 where there are fewer than n words
 
-    In (-1, 0]: 0 where nothing is said twice.
+    In (-1, 0]: 0 if nothing is repeated.
     """
     require_number("n", n, at_least=1, whole=True)
 
@@ -104,10 +112,12 @@ def repetition(prompts: Sequence[str], responses: Sequence[str], *, n: int = 3) 
 def json_validity(
     prompts: Sequence[str], responses: Sequence[str], *, keys: Sequence[str] = ()
 ) -> list[float]:
-    """1 where a response is one JSON value, else 0; white space around it is allowed.
+    """Return 1 for a response that is one JSON value, else 0; white space around it is allowed.
 
-    keys: it must be an object that has all of them.
-    Departs: from Python's `json`, which takes NaN and Infinity, which RFC 8259 does not have.
+    Departs: from Python's `json`, which accepts NaN and Infinity; RFC 8259 has neither.
+
+    Args:
+        keys: names that the value, then an object, must have.
     """
     is_list = isinstance(keys, Sequence) and not isinstance(keys, str)
     require(is_list and all(isinstance(key, str) for key in keys), "keys", keys, "a list of names")

@@ -1,4 +1,4 @@
-"""A reward that a server gives: any program that answers one POST."""
+"""Reward computed by a server: any program that answers one POST request."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ from lightning_rlhf.rewards.connection import Answer, Away, Connection, NoAnswer
 from lightning_rlhf.rewards.quote import quoted
 
 Question = Mapping[str, Any]
-"""The prompt, as text and as messages, the response and the columns of one response."""
+"""Prompt (as text and as messages), response and columns of one response."""
 
 LONGEST_PAUSE_S = 120
+"""Longest pause before a retry, seconds."""
 GREETING_S = 10
-"""Longest time that a greeting takes."""
+"""Longest time that a greeting takes, seconds."""
 ANSWER_BYTES, SCORE_BYTES = 2**20, 2**12
-"""Largest answer, decompressed: so many bytes, and so many more a response. A score takes some 25;
-the rest is room for what a server says besides."""
+"""Maximum size of an answer, decompressed, bytes: a constant part, and a part per response. A score
+takes about 25; the rest is room for anything else that a server sends."""
 AGAIN = (408, 429, *(status for status in range(500, 600) if status not in (501, 505)))
-"""Statuses of a server that may do better when it is asked again."""
+"""Statuses after which a request is sent again, since the server may then succeed."""
 NOT_OF_NOTHING = (200, 400, 422, *AGAIN)
-"""Statuses that a server which has scores may answer where it is asked for none."""
+"""Statuses with which a working server may answer a request for no scores."""
 
 
 class HTTPReward:
-    """Scores that a server gives.
+    """Reward whose scores a server computes.
 
         POST {"prompts": [[{"role", "content"}, ...], ...], "responses": [...], "columns": {...}}
         200  {"scores": [...]}
 
-    Each list has a member for each response. A column holds null where a row lacks it or where its
-    value cannot be written as JSON. What was asked before is not asked again.
+    Each list has one entry per response. A column holds null where a row lacks it or where its
+    value cannot be written as JSON. Scores are cached, so that a response is not sent twice.
 
-    A server that breaks off, gives no whole answer within timeout_s, or answers 408, 429 or 5xx
-    (but for 501 and 505) is asked again after Retry-After or backoff_s * 2^(k-1) seconds, k the
-    tries so far (none after the first, 120 s at most). So is one that is away, once it has answered
-    anything; before that it is an error at once. A redirect is not followed.
+    If a server closes the connection, sends no whole answer within timeout_s, or answers 408, 429
+    or 5xx (except 501 and 505), the request is sent again after Retry-After or backoff_s * 2^(k-1)
+    seconds, k the number of tries so far (no pause after the first, at most 120 s). The same holds
+    for a server that cannot be reached, if it has answered before; otherwise that is an error at
+    once. Redirects are not followed.
     """
 
     def __init__(
@@ -63,17 +65,19 @@ class HTTPReward:
         name: str,
         tell: Callable[[str], None],
     ) -> None:
-        """
+        """Prepare the connection and the cache; nothing is sent yet.
+
         Args:
-            url: http:// or https://, with user and password where the server wants them.
-            batch_size: responses a request.
-            timeout_s: of each try, from looking the name up to the last byte of the answer.
-            retries: tries after the first.
-            backoff_s: as above.
-            cache_size: scores kept; those that were wanted longest ago are forgotten first.
+            url: http:// or https:// address, with user and password if the server requires them.
+            batch_size: number of responses per request.
+            timeout_s: seconds for each try, from name look-up to the last byte of the answer.
+            retries: number of tries after the first.
+            backoff_s: pause in the formula above, seconds.
+            cache_size: number of scores kept; the least recently used are dropped first.
             token_env: environment variable with a token, sent as "Authorization: Bearer TOKEN".
-            name: its key in the configuration, which errors name.
-            tell: is told of each try that failed, and how long the next one waits.
+            name: key of the reward in the configuration, which errors name.
+            tell: function that receives a message for each failed try, with the pause before the
+                next.
         """
         self._address = Address.read(url, token_env, name)
         self._batch_size, self._tries, self._cache_size = batch_size, retries + 1, cache_size
@@ -85,13 +89,13 @@ class HTTPReward:
         self._has_answered = False
 
     def greet(self) -> None:
-        """Ask for the scores of no responses, to learn early that nobody is there.
+        """Request the scores of no responses, to detect a missing server early.
 
-        A server that cannot do that, answering 400, 422, 429 or 5xx, or nothing for ten seconds,
-        may do better later. That nothing came is told.
+        A server that answers 400, 422 or a status after which requests are sent again, or does not
+        answer within ten seconds, may work later. That no answer came is reported through `tell`.
 
         Raises:
-            RewardError: there is no server, or another one than the one that is meant.
+            RewardError: there is no server, or it is not a reward server.
         """
         timeout_s = min(self._timeout_s, GREETING_S)
         try:
@@ -154,7 +158,7 @@ class HTTPReward:
         raise AssertionError("the last try ends with an answer or an error")
 
     def _pause_s(self, done: int) -> float:
-        """Return the pause after so many tries, where the server asks for none."""
+        """Return the pause in seconds after `done` tries if the server asks for none."""
         doubled = self._backoff_s * 2.0 ** min(done - 1, 64)
         return 0.0 if done == 1 else min(doubled, LONGEST_PAUSE_S)
 
@@ -219,7 +223,7 @@ class HTTPReward:
 
 
 def _asked_pause_s(answer: Answer | None) -> float | None:
-    """Return the seconds of Retry-After; None where there is none, or none that can be read."""
+    """Return the seconds of Retry-After; None if there are none, or none that can be read."""
     if answer is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""A reward model: a scalar head on the last real token's hidden state."""
+"""Reward model with a scalar head on the hidden state of the last real token."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.core.types import Replies
 
 TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
+"""Function from (tokens, mask) to the number of each of H heads for each row."""
 
 
 @dataclass(frozen=True)
 class LearnedReward:
-    """Reward of whole sequences, as the policy wrote them: (r - mean) / std - uncertainty_coef * u.
+    """Standardised reward of token sequences: (r - mean) / std - uncertainty_coef * u.
 
-    r and u are mean and population deviation over the heads of an ensemble, u in units of std.
-    A Bradley-Terry reward is defined up to a constant and has a scale of its own; mean and std
-    were measured on SFT samples at the end of stage=rm, so that 0 is what the SFT model gets.
+    The sequences are read as the policy wrote them. r and u are mean and population standard
+    deviation over the heads of an ensemble, u in units of std. A Bradley-Terry reward is defined up
+    to a constant and has an arbitrary scale; mean and std were measured on SFT samples at the end
+    of stage=rm, so that the SFT model's mean reward is 0.
     """
 
     rewards: TokenRewards
-    """(tokens, mask) -> the number of each head for each row."""
+    """Reward model, as a function from (tokens, mask) to the number of each head for each row."""
     mean: float
+    """Mean of the raw reward over SFT samples."""
     std: float
+    """Standard deviation of the raw reward over SFT samples."""
     uncertainty_coef: float
+    """Weight of the deviation between the heads of an ensemble."""
     batch_size: BatchSize
-    """Rows that are read at once, of alike lengths."""
+    """Number of rows that are read at once; rows of similar lengths are read together."""
 
     @torch.no_grad()
     def __call__(self, replies: Replies) -> Float[Tensor, " B"]:
@@ -49,6 +54,7 @@ class LearnedReward:
 def standardised(
     rewards: Float[Tensor, "B H"], mean: float, std: float, uncertainty_coef: float
 ) -> Float[Tensor, " B"]:
-    """(r - mean - uncertainty_coef * u) / std, r and u mean and deviation over the heads."""
+    """Return (r - mean - uncertainty_coef * u) / std; r and u: mean and deviation over the
+    heads."""
     spread, reward = torch.std_mean(rewards, dim=1, correction=0)
     return (reward - mean - uncertainty_coef * spread) / std

@@ -1,4 +1,4 @@
-"""Bounds of what the clients of a reward server may use."""
+"""Limits on what the clients of a reward server may use."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of what clients may use, of which there is one set."""
+    """Limits on what clients may use; one set of values serves every reward server."""
 
     head_bytes: int = 16 * 2**10
-    """Size of the request line and the headers."""
+    """Maximum size of the request line and the headers, bytes."""
     body_bytes: int = 8 * 2**20
-    """Size of a body."""
+    """Maximum size of a body, bytes."""
     held_bytes: int = 64 * 2**20
-    """Size of all bodies that are held at once, as they were received; one is parsed at a time."""
+    """Maximum size of all bodies held at once, as received, bytes; one at a time is parsed."""
     connections: int = 256
-    """Number of connections at once."""
+    """Maximum number of open connections."""
     head_s: float = 10.0
-    """Time from the opening of a connection, or from an answer, to the end of the next headers."""
+    """Longest time from opening a connection, or from an answer, to the end of the next headers,
+    seconds."""
     body_s: float = 60.0
-    """Time from the end of the headers to the end of the body."""
+    """Longest time from the end of the headers to the end of the body, seconds."""
     stop_s: int = 20
-    """Time from a signal to the end, in which requests that have come in are answered."""
+    """Longest time from a signal to the end, in which received requests are answered, seconds."""

@@ -1,4 +1,4 @@
-"""What a reward server is asked."""
+"""Format of the requests to a reward server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing_extensions import TypedDict
 from lightning_rlhf.rewards.quote import quoted
 
 MAX_RESPONSES = 16_384
-"""Responses in a request."""
+"""Maximum number of responses in a request."""
 MAX_TURNS = 1_024
-"""Messages in a prompt."""
+"""Maximum number of messages in a prompt."""
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -27,12 +27,12 @@ class Turn(TypedDict):
 Messages = list[Turn]
 Columns = Mapping[str, list[Any]]
 Score = Callable[[list[Messages], list[str], Columns], Sequence[float]]
-"""(prompts, responses, columns) -> one number for each response."""
+"""Function from (prompts, responses, columns) to one number for each response."""
 Prompt = Annotated[Messages, Field(min_length=1, max_length=MAX_TURNS), FailFast()]
 
 
 class Request(BaseModel):
-    """The body of POST /score: of every response its prompt, its text and its columns."""
+    """Body of POST /score: the prompt, the text and the columns of every response."""
 
     model_config = ConfigDict(extra="forbid")
     prompts: Annotated[list[Prompt], Field(max_length=MAX_RESPONSES), FailFast()]
@@ -41,9 +41,9 @@ class Request(BaseModel):
 
 
 def read_request(body: bytes | bytearray) -> Request:
-    """Return the request in a body of JSON.
+    """Return the request that a body of JSON holds.
 
-    Raises ValueError, whose text is one line, where it is none.
+    Raises ValueError, with a message of one line, if it holds none.
     """
     try:
         request = Request.model_validate_json(body)

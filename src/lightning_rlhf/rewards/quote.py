@@ -1,4 +1,4 @@
-"""Texts in errors, long ones without their middle."""
+"""Quotation of values in errors; long texts lose their middle."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ _REPR.maxstring = _REPR.maxother = 300
 
 
 def quoted(value: Any) -> str:
-    """`repr` of at most some 300 characters a text."""
+    """Return the `repr` of a value, with at most about 300 characters of each text."""
     try:
         return _REPR.repr(value)
-    except (
-        Exception
-    ):  # a whole number of more than 4300 digits has none, and foreign objects may fail
+    except Exception:  # an integer of more than 4300 digits, or a foreign object's own error
         return f"a {type(value).__name__} that cannot be shown"

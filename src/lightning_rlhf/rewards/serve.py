@@ -1,4 +1,4 @@
-"""The server half of `rewards.http`: a reward behind one POST, on uvicorn and starlette."""
+"""Reward server on uvicorn and starlette: the counterpart of `rewards.http`."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ from lightning_rlhf.rewards.serve_limits import RETRY_AFTER, error_body, protoco
 from lightning_rlhf.rewards.threads import Handed, in_thread
 
 ADDRESSES = "POST /score, GET /health"
+"""Requests that the server answers, for errors."""
 
 _log = logging.getLogger(__name__)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, at which nobody is listened to yet.
+    """Return a socket that is bound to an address but does not listen yet.
 
     Args:
-        host: name of this machine, IPv4 or IPv6 address.
-        port: 0 for any that is free.
+        host: name of this machine, or an IPv4 or IPv6 address.
+        port: port number; 0 for any that is free.
 
-    Raises ConfigError where there can be no server.
+    Raises ConfigError if no server can be started at this address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if not host.strip():
             raise OSError("an empty host is every address of this machine: 0.0.0.0 or :: says so")
-        # Only of a socket that names TCP does asyncio switch Nagle's algorithm off.
+        # asyncio disables Nagle's algorithm only on a socket that names TCP.
         made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
@@ -61,7 +62,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 class RewardServer:
-    """POST /score and GET /health. One request is read and scored at a time."""
+    """Server of POST /score and GET /health, which reads and scores one request at a time."""
 
     def __init__(
         self,
@@ -71,17 +72,19 @@ class RewardServer:
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """
+        """Set up the server and listen; connections are answered once `run` is called.
+
         Args:
-            score: asked for the scores of one request at a time, in the main thread where `run` is
-                called there, so that `core.bounded` limits it, else in a thread of its own.
-            bound_to: from `listening_socket`.
-            token: what a request for scores must bring as "Authorization: Bearer TOKEN".
-            limits: of what clients may use.
+            score: function that scores one request at a time; called in the main thread if `run`
+                is, so that `core.bounded` can limit it, else in a thread of its own.
+            bound_to: socket from `listening_socket`.
+            token: token that a request for scores must send as "Authorization: Bearer TOKEN"; None
+                requires none.
+            limits: limits on what clients may use; None for the default ones.
         """
         self.limits = limits or Limits()
         self._score, self._socket = score, bound_to
-        bound_to.listen()  # who connects now is answered once `run` is called
+        bound_to.listen()  # clients that connect now are answered by `run`
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._held_bytes = 0
         self._turn = asyncio.Lock()
@@ -105,29 +108,29 @@ class RewardServer:
 
     @property
     def host(self) -> str:
-        """The address that it listens at."""
+        """Return the address that the server listens at."""
         return str(self._socket.getsockname()[0])
 
     @property
     def port(self) -> int:
-        """The port that it listens at."""
+        """Return the port that the server listens at."""
         return int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:
-        """Where scores are asked for."""
+        """Return the URL to which requests for scores are sent."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/score"
 
     @property
     def is_open(self) -> bool:
-        """Whether other machines may reach it."""
+        """Return whether other machines may be able to reach the server."""
         return not ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Call `ready`, then answer until Ctrl-C, SIGTERM or `stop`.
+        """Call `ready`, then answer requests until Ctrl-C, SIGTERM or `stop`.
 
-        Requests that have come in are answered first, if that takes no more than `limits.stop_s`.
+        Requests that were received before are still answered, for at most `limits.stop_s` seconds.
         """
         if threading.current_thread() is threading.main_thread():
             self._run_beside(ready)
@@ -136,7 +139,7 @@ class RewardServer:
             self._server.run(sockets=[self._socket])
 
     def _run_beside(self, ready: Callable[[], None]) -> None:
-        """As `run`, in a thread beside this one, the main thread, which scores."""
+        """Run the server in another thread, and score in this one, the main thread."""
         work, is_over = Handed(), threading.Event()
         self._do = work.hand
 
@@ -151,7 +154,7 @@ class RewardServer:
             finally:
                 work.end()
                 is_over.set()
-                # Out of a score that does not come to its end.
+                # Interrupt a score that does not return.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         with _handling(handle):
@@ -161,11 +164,11 @@ class RewardServer:
                 try:
                     work.do_all()
                 finally:
-                    served.exception()  # which waits until the signal above has come
+                    served.exception()  # wait until the signal above has arrived
         served.result()
 
     def stop(self) -> None:
-        """End `run`, which another thread is in."""
+        """End `run` from another thread."""
         self._server.should_exit = True
 
     async def _health(self, request: Request) -> Response:
@@ -182,7 +185,7 @@ class RewardServer:
             await self._read(request, body)
             async with self._turn:
                 if await request.is_disconnected():
-                    return Response()  # which nobody reads
+                    return Response()  # nobody reads it
                 scores = await asyncio.wrap_future(self._do(lambda: self._scores(body)))
         except ClientDisconnect:
             return Response()
@@ -191,7 +194,7 @@ class RewardServer:
         return JSONResponse({"scores": scores})
 
     async def _read(self, request: Request, body: bytearray) -> None:
-        """Append the body of a request; as it grows, it counts as held."""
+        """Append the body of a request to `body`; its bytes count as held while it grows."""
         limits = self.limits
         try:
             async with asyncio.timeout(limits.body_s):
@@ -216,7 +219,7 @@ class RewardServer:
             ) from None
 
     def _scores(self, body: bytearray) -> list[float]:
-        """Return the answer to a request, which other code computes in whatever way."""
+        """Return the scores of a request; raise HTTPException whatever the reward's code raises."""
         try:
             asked = read_request(body)
         except ValueError as error:
@@ -224,7 +227,7 @@ class RewardServer:
         responses = asked.responses
         try:
             scores = [float(x) for x in self._score(asked.prompts, responses, asked.columns)]
-        except RLHFError as error:  # of a dialogue that the model has no template for, say
+        except RLHFError as error:  # e.g. the template rejects a dialogue
             raise HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
         except FAULTS as error:
             _log_fault(f"{len(responses)} responses could not be scored", error)
@@ -249,13 +252,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _faulty(request: Request, error: Exception) -> Response:
-    """Answer with a fault of this program; Starlette raises it again, which nobody shows."""
+    """Return an internal server error; Starlette raises the exception again, which is not shown."""
     _log_fault("a request could not be answered", error)
     return await _refused(request, _failed(f"{type(error).__name__}: {error}"))
 
 
 def _log_fault(what: str, error: BaseException) -> None:
-    """Log it with its traceback, in which foreign texts may be quoted."""
+    """Log an error with its traceback, in which texts of others may be quoted."""
     _log.error("%s", visible("".join([what, "\n", *traceback.format_exception(error)]).rstrip()))
 
 
@@ -265,7 +268,7 @@ def _failed(reason: str) -> HTTPException:
 
 @contextmanager
 def _handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let `handle` be called with Ctrl-C and SIGTERM."""
+    """Handle Ctrl-C and SIGTERM with `handle` inside the context."""
     before = {sign: signal.signal(sign, handle) for sign in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

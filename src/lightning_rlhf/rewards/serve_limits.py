@@ -1,4 +1,4 @@
-"""Connections to a reward server that keep to its limits."""
+"""HTTP protocol of a reward server that enforces its limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from lightning_rlhf.rewards.limits import Limits
 
 
 class BoundedProtocol(H11Protocol):
-    """Uvicorn's HTTP/1.1, with a bound of connections and of the time that a head takes.
+    """Uvicorn's HTTP/1.1 protocol with limits on connections and on the time that a head takes.
 
-    What uvicorn has no setting for; it answers what is no HTTP in JSON, as all else is answered.
+    Uvicorn has no settings for these limits. A request that is not HTTP is answered in JSON, like
+    all others.
     """
 
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
@@ -36,7 +37,7 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         answered = self.cycle
-        super().on_response_complete()  # it may begin with the next request
+        super().on_response_complete()  # may start the next request
         self._expect_head(after=answered)
 
     def send_400_response(self, msg: str) -> None:
@@ -47,7 +48,7 @@ class BoundedProtocol(H11Protocol):
         )
 
     def _expect_head(self, after: object) -> None:
-        """Hang up after `head_s` seconds, unless another request than `after` has begun."""
+        """Hang up after `head_s` seconds, unless a request other than `after` has begun."""
 
         def hang_up() -> None:
             if self.cycle is after:
@@ -56,7 +57,7 @@ class BoundedProtocol(H11Protocol):
         self.loop.call_later(self.limits.head_s, hang_up)
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
-        """Say why and hang up; without a word where an answer has begun."""
+        """Send the reason and hang up; only hang up if an answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error_body(reason)
             headers = [
@@ -75,13 +76,14 @@ class BoundedProtocol(H11Protocol):
 
 
 RETRY_AFTER = {"retry-after": "1"}
+"""Header that asks a client to send its request again after one second."""
 
 
 def error_body(reason: str) -> bytes:
-    """Return the body of every answer without scores."""
+    """Return the JSON body of an answer without scores."""
     return json.dumps({"error": reason}).encode()
 
 
 def protocol(limits: Limits) -> Any:
-    """Return what uvicorn makes a protocol for each connection with."""
+    """Return the factory from which uvicorn makes a protocol for each connection."""
     return partial(BoundedProtocol, limits=limits)

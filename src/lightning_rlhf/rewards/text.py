@@ -1,4 +1,4 @@
-"""A reward model that reads text: through its own tokenizer and chat template."""
+"""Reward model that reads text, through its own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -16,42 +16,48 @@ from lightning_rlhf.core.types import Replies
 from lightning_rlhf.rewards.learned import standardised
 
 Features = Mapping[str, list[int]]
-""""input_ids", and what else the model takes of each token."""
+"""Inputs of the model by name, one entry per token: "input_ids" and whatever else it takes."""
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """What a reward model must be able to do."""
+    """Functions that a reward model of text provides."""
 
     encode: Callable[[Mapping[str, Any], str], Features]
-    """(row of the data, response) -> the tokens of the whole dialogue."""
+    """Function from (row of the data, response) to the tokens of the whole dialogue."""
     read: Callable[[Sequence[Features]], Float[Tensor, "n H"]]
-    """The raw number of each head for some dialogues, read at once."""
+    """Function from several dialogues, read at once, to the raw number of each head [n,H]."""
     show: Callable[[Sequence[int]], str]
-    """Tokens as text, special ones visible."""
+    """Function from tokens to text with special tokens visible."""
     problems: Callable[[Sequence[int]], list[str]] = lambda tokens: []
-    """What is wrong with the tokens of a dialogue, in words."""
+    """Function from a dialogue's tokens to descriptions of what is wrong with them."""
     doubts: Callable[[Mapping[str, Any], str], list[str]] = lambda row, response: []
-    """What may be wrong with how a dialogue is written, in words."""
+    """Function from (row of the data, response) to descriptions of what may be wrong with how the
+    dialogue is written."""
     starts: Callable[[Sequence[int]], int] = lambda tokens: 0
-    """How many tokens at the start of a dialogue are special; some models read there."""
+    """Function from a dialogue's tokens to the number of special tokens at its start, where some
+    models read."""
 
 
 @dataclass(frozen=True)
 class TextReward:
-    """Standardised reward of dialogues as the reward model renders them, as `LearnedReward`."""
+    """Standardised reward of dialogues as the reward model renders them, see `LearnedReward`."""
 
     model: TextModel
+    """Reward model that reads the dialogues."""
     mean: float
+    """Mean of the raw reward, which is subtracted."""
     std: float
+    """Standard deviation of the raw reward, by which it is divided."""
     uncertainty_coef: float
-    """Price of the deviation between the heads of an ensemble."""
+    """Weight of the deviation between the heads of an ensemble."""
     batch_size: BatchSize
-    """Dialogues that are read at once, of alike lengths."""
+    """Number of dialogues that are read at once; those of similar lengths are read together."""
     max_tokens: int | None
-    """None reads all. A longer dialogue loses what follows its start tokens; its end stays."""
+    """Maximum number of tokens that are read; None reads all. A longer dialogue loses the tokens
+    that follow its start tokens; its end stays."""
     name: str
-    """Its key in the configuration, which warnings name."""
+    """Key of the reward in the configuration, which warnings name."""
 
     def __call__(self, replies: Replies) -> Float[Tensor, " B"]:
         return self.score(replies.rows, replies.responses)
@@ -60,7 +66,7 @@ class TextReward:
     def score(
         self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> Float[Tensor, " B"]:
-        """Of each response to the prompt in its row; on the CPU."""
+        """Return the score of each response to the prompt in its row, on the CPU."""
         encoded = [self.encode(*pair) for pair in zip(rows, responses, strict=True)]
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]["input_ids"]))
         parts = self.batch_size.fitting(
@@ -73,12 +79,12 @@ class TextReward:
         return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
 
     def encode(self, row: Mapping[str, Any], response: str) -> Features:
-        """The tokens of a dialogue that are read."""
+        """Return the tokens of a dialogue that are read."""
         features = self.model.encode(row, response)
         length = len(features["input_ids"])
         if self.max_tokens is None or length <= self.max_tokens:
             return features
-        warnings.warn(  # shown once, since it always comes from this line
+        warnings.warn(  # shown once, as it always comes from this line
             f"{self.name}: dialogues of more than max_tokens={self.max_tokens} tokens lose "
             "their beginning before the reward model reads them",
             stacklevel=1,
@@ -88,9 +94,9 @@ class TextReward:
         return {name: [*ids[:start], *ids[behind:]] for name, ids in features.items()}
 
     def rendered(self, row: Mapping[str, Any], response: str) -> str:
-        """What the reward model reads, special tokens visible."""
+        """Return the text that the reward model reads, special tokens visible."""
         return self.model.show(self.encode(row, response)["input_ids"])
 
     def problems(self, row: Mapping[str, Any], response: str) -> list[str]:
-        """What is wrong with it, in words."""
+        """Return descriptions of what is wrong with the tokens that are read."""
         return self.model.problems(self.encode(row, response)["input_ids"])

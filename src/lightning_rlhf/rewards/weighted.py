@@ -1,4 +1,4 @@
-"""A reward: one source of numbers, or several with weights."""
+"""Reward of one component, or of several with weights."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from lightning_rlhf.core.types import Replies
 from lightning_rlhf.rewards.quote import quoted
 
 Source = Callable[[Replies], Float[Tensor, " B"] | Sequence[float | None]]
-"""One number for each reply."""
+"""Function that returns one number for each response."""
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What PPO maximises: components, each with its term in the sum."""
+    """Reward that PPO maximises: components, each with its term in the weighted sum."""
 
     terms: tuple[Term, ...]
+    """Terms of the sum, one per component."""
     sources: tuple[Source, ...]
+    """Functions that compute the components, in the order of `terms`."""
 
     @classmethod
     def of(cls, source: Source) -> Reward:
-        """A single source, as it is."""
+        """Return the reward of a single component, unchanged."""
         return cls(AS_IT_IS, (source,))
 
     @torch.no_grad()
     def __call__(self, replies: Replies) -> Float[Tensor, "B K"]:
-        """What each component says of each reply, before weights.
+        """Return the number of each component for each response, before weights.
 
         Raises:
             RewardError: a number is missing or not finite; names component, prompt and response.
@@ -46,9 +48,9 @@ class Reward:
 
 
 def checked(found: Any, replies: Replies, name: str) -> Float[Tensor, " B"]:
-    """The numbers that a component gave, as fp32 on the device of the replies.
+    """Return the numbers that a component gave, in fp32 on the device of the responses.
 
-    Raises RewardError where they are not one finite number for each reply.
+    Raises RewardError unless they are one finite number for each response.
     """
     if len(found) != len(replies):
         raise RewardError(
@@ -80,7 +82,7 @@ def _as_float(number: Any, replies: Replies, i: int, name: str) -> float:
 
 
 def require_finite_score(holds: bool, found: Any, replies: Replies, i: int, name: str) -> None:
-    """Raise RewardError naming what a component gave for the i-th reply, unless it holds."""
+    """Raise RewardError, naming what a component gave for the i-th response, unless `holds`."""
     if not holds:
         shown = found if isinstance(found, str) else quoted(found)
         raise RewardError(

@@ -57,6 +57,13 @@ AtEnd = Callable[[Sequence[Logger], int], None]
 """Is given the loggers and the last step."""
 
 
+class KernelsLine(Callback):
+    """Says which layers compute, once the weights are where they are trained."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        say(str(pl_module.roles.kernels))  # type: ignore[union-attr]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What the stages have in common once their inputs are checked."""
@@ -181,6 +188,7 @@ def fit(
             *callbacks,
             saver,
             Progress(settings.stage),
+            KernelsLine(),
         ],
         plugins=[WholeFiles()],
         enable_checkpointing=False,
