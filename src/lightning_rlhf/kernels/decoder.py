@@ -35,7 +35,7 @@ def family(model: PreTrainedModel) -> str | None:
     return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(LIBRARY) else None
 
 
-class PackedDecoderLayer(FastLayer):
+class PackedDecoderLayer(FastLayer, nn.Module):
     """A decoder layer whose attention reads padded rows and all else packed positions.
 
     The last layer computes the wanted positions only, but for keys and values. `compiles`: where
@@ -103,7 +103,7 @@ class PackedDecoderLayer(FastLayer):
 
 
 @cache
-def packed_class(layer: type[nn.Module]) -> type[nn.Module]:
+def packed_class(layer: type) -> type[nn.Module]:
     """Return the fast class of a decoder layer's class."""
     return type(f"Packed{layer.__name__}", (PackedDecoderLayer, layer), {})
 

@@ -17,7 +17,7 @@ MAX_CHUNK = 40  # tokens; what costs most of the delta rule grows with its squar
 LIBRARY = "transformers.models."
 
 
-class FastLayer(nn.Module):
+class FastLayer:
     """A layer whose class stands in place of its last base class, which it falls back to."""
 
 
@@ -27,7 +27,7 @@ def library_class(layer: nn.Module) -> type[nn.Module]:
     return kind.__bases__[-1] if isinstance(layer, FastLayer) else kind
 
 
-class FusedRMSNorm(FastLayer):
+class FusedRMSNorm(FastLayer, nn.Module):
     """y = w x / rms(x), in fp32 and rounded once; most of the library's round x / rms(x) too."""
 
     def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
@@ -57,7 +57,7 @@ def weight_and_eps(norm: Any) -> tuple[Float[Tensor, " d"], float]:
     return norm.weight.float(), norm.variance_epsilon
 
 
-class ChunkedDeltaNet(FastLayer):
+class ChunkedDeltaNet(FastLayer, nn.Module):
     """Linear attention in chunks of equal length, on a CPU.
 
     The library fills every sequence up to a multiple of 64 tokens.
@@ -100,7 +100,7 @@ MIXINS: dict[str, type[FastLayer]] = {
 
 
 @cache
-def fast_class(layer: type[nn.Module]) -> type[nn.Module] | None:
+def fast_class(layer: type) -> type[nn.Module] | None:
     """Return the fast class of a layer's class, None where there is none."""
     if layer is nn.Linear:
         return OneDNNLinear

@@ -128,11 +128,9 @@ def _processes() -> int:
 def patch(model: nn.Module) -> None:
     """Give every layer that has a fast class that class."""
     for layer in model.modules():
-        if type(layer) is LoRALinear:
-            known = type(layer.base_layer) in LINEAR and all(hasattr(layer, x) for x in LORA)
-            kind = FusedLoRALinear if known else None
-        else:
-            kind = fast_class(type(layer))
+        kind = fast_class(type(layer))  # type: ignore[arg-type]
+        if type(layer) is LoRALinear and type(layer.base_layer) in LINEAR:
+            kind = FusedLoRALinear if all(hasattr(layer, name) for name in LORA) else None
         layer.__class__ = kind or type(layer)
 
 
@@ -141,7 +139,7 @@ def patch_decoder(model: PreTrainedModel) -> None:
     use_fast_sdpa(model, fast=True)
     layers = model.base_model.layers
     for layer in layers:
-        layer.__class__ = packed_class(type(layer))
+        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
         layer.is_last = layer is layers[-1]
 
 
