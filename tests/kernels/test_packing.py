@@ -387,5 +387,5 @@ def test_layers_of_other_families_are_recomputed_too() -> None:
 def test_a_model_without_layers_to_recompute_is_refused() -> None:
     model = build_model("gpt2")
     model.base_model.h = torch.nn.ModuleList()
-    with pytest.raises(ConfigError, match=r"model\.gradient_checkpointing is true, but gpt2"):
+    with pytest.raises(ConfigError, match=r"model\.gradient_checkpointing=true, but gpt2"):
         recompute(model)

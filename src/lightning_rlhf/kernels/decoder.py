@@ -160,7 +160,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     """
     if family(model) is None:
         raise ConfigError(
-            f"model.compile is true, but {model.config.model_type} has layers of another kind; "
+            f"model.compile=true, but {model.config.model_type} has layers of another kind; "
             f"allowed: false, or a model of {FAMILIES}"
         )
     for layer in model.base_model.layers:

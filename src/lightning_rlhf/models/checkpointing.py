@@ -26,7 +26,7 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     found = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not found:
         raise ConfigError(
-            f"model.gradient_checkpointing is true, but {model.config.model_type} has no layers "
+            f"model.gradient_checkpointing=true, but {model.config.model_type} has no layers "
             "that can be recomputed; allowed: false"
         )
     return found
