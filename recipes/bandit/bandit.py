@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_rlhf.core.config import require, require_number
+from lightning_rlhf.core.errors import require
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -95,7 +95,7 @@ def main(config: PPOConfig, seed: int, folder: Path) -> list[Claim]:
     """
     from picture import draw
 
-    require_number("ppo.kl_coef", config.kl_coef, above=0)
+    require(config.kl_coef > 0, "ppo.kl_coef", config.kl_coef, "a number and > 0")
     require(config.kl_estimator != "full", "ppo.kl_estimator", config.kl_estimator,
             "k1, k2, k3, abs, mse")  # fmt: skip
 

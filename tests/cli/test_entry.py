@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -306,3 +307,19 @@ def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: st
     else:
         outcome.succeeded  # noqa: B018
     assert outcome.out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("words", [["stage=sft"], ["recipe=quickstart"]])
+def test_garbage_is_collected_once_the_work_begins(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """The command starts without: train.py imports and composes first."""
+    found = []
+    work = "stages.start.run_stage" if "stage=sft" in words else "cli.recipe.run_recipe"
+    monkeypatch.setattr(f"lightning_rlhf.{work}", lambda *_: found.append(gc.isenabled()))
+    gc.disable()
+    try:
+        workplace.mini(*words).succeeded  # noqa: B018
+    finally:
+        gc.enable()
+    assert found == [True]

@@ -109,7 +109,8 @@ def test_without_its_libraries_it_says_how_to_install_them(
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        (["final", "--port", "65536"], "--port is 65536; allowed: a number and >= 0 and <= 65535"),
+        (["final", "--port", "65536"],
+         "--port is 65536; allowed: a whole number and >= 0 and <= 65535"),
         (["final", "--host", "256.0.0.1"], "there can be no server at '256.0.0.1', port "),
         (["final", "--host", ""], "there can be no server at '', port 8000: an empty host"),
         (["final", "--token-env", "NOT_THERE"],

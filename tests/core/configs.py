@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_rlhf.core.config import RMConfig, SFTConfig
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.validation import build
 
 STAGE: dict[str, Any] = {
     "lr": 1e-3,
@@ -83,4 +84,4 @@ STAGES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def ppo_config(**changes: Any) -> PPOConfig:
-    return PPOConfig(**PPO | changes)
+    return build(PPOConfig, PPO | changes, "ppo")

@@ -24,17 +24,8 @@ COUNTS = (
     "val_samples_per_prompt",
     "samples_every",
 )
-ABOVE_0 = (
-    "temperature",
-    "score_clip",
-    "kl_target",
-    "kl_horizon",
-    "clip_range_high",
-    "clip_range_vf",
-    "value_lr_factor",
-    "target_kl",
-    "kl_warning",
-)
+ABOVE_0 = ("temperature", "kl_target", "kl_horizon", "value_lr_factor")
+ABOVE_0_OR_NULL = ("score_clip", "clip_range_high", "clip_range_vf", "target_kl", "kl_warning")
 AT_LEAST_0 = (
     "length_penalty",
     "missing_eos_penalty",
@@ -48,12 +39,13 @@ BOUNDS: list[tuple[str, Any, str]] = [
     *[(key, 0, AT_LEAST_1) for key in COUNTS],
     *[(key, 1.0, AT_LEAST_1) for key in COUNTS],
     *[(key, 0, "a number and > 0") for key in ABOVE_0],
+    *[(key, 0, "a number and > 0, or null") for key in ABOVE_0_OR_NULL],
     *[(key, -1e-9, "a number and >= 0") for key in AT_LEAST_0],
     ("critic_warmup", -1, "a whole number and >= 0"),
     ("critic_warmup", 0.5, "a whole number and >= 0"),
     *[("clip_range", end, "a number and > 0 and < 1") for end in (0, 1)],
-    ("dual_clip", 1, "a number and > 1"),
-    ("max_ratio", 1, "a number and > 1"),
+    ("dual_clip", 1, "a number and > 1, or null"),
+    ("max_ratio", 1, "a number and > 1, or null"),
     *[(key, end, UNIT) for key in ("gamma", "gae_lambda") for end in (-1e-9, 1 + 1e-9)],
     ("whiten_rewards", "yes", "true, false"),
     ("whiten_rewards", 1, "true, false"),
@@ -105,10 +97,14 @@ def test_none_or_a_finite_number(key: str, found: Any) -> None:
     assert refusal(**{key: found}).startswith(f"ppo.{key} is {found!r}; allowed: a number")
 
 
-@pytest.mark.parametrize("found", ["END", ["END"], None])
+@pytest.mark.parametrize("found", ["END", {"END": 1}, None])
 def test_stop_strings_are_a_tuple_of_texts(found: Any) -> None:
     # A text alone would be read letter by letter, and stop every response at an E.
     assert refusal(stop_strings=found) == f"ppo.stop_strings is {found!r}; allowed: texts"
+
+
+def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
+    assert ppo_config(stop_strings=["END", "\n"]).stop_strings == ("END", "\n")
 
 
 @pytest.mark.parametrize("text", ["", 7, None])
@@ -123,7 +119,7 @@ def test_a_stop_string_is_a_text_of_some_length(text: Any) -> None:
         *[{key: 0} for key in (*AT_LEAST_0, "critic_warmup", "gamma", "gae_lambda")],
         *[{key: 1} for key in ("gamma", "gae_lambda", "iterations", "samples_every")],
         *[{key: None} for key in OFF_SWITCHES],
-        *[{key: 1e-6} for key in ABOVE_0],
+        *[{key: 1e-6} for key in (*ABOVE_0, *ABOVE_0_OR_NULL)],
         *[{key: 1 + 1e-6} for key in ("dual_clip", "max_ratio", "clip_range_high")],
         {"clip_range": 1 - 1e-6},
         {"whiten_rewards": True},
@@ -161,9 +157,9 @@ def test_the_ends_that_are_allowed(changes: dict[str, Any]) -> None:
     ],
 )
 def test_sizes_that_do_not_divide(small: str, smaller: int, large: str, larger: int) -> None:
-    message = f"ppo.{large} is {larger}, which ppo.{small} = {smaller} does not divide"
+    message = f"ppo.{large} is {larger}, which {small} = {smaller} does not divide"
     divisors = [str(n) for n in range(1, larger + 1) if larger % n == 0]
-    message += f"; allowed for ppo.{small}: {', '.join(divisors)}"
+    message += f"; allowed for {small}: {', '.join(divisors)}"
     assert refusal(**{small: smaller, large: larger}) == message
 
 
@@ -181,7 +177,7 @@ def test_sizes_that_do_not_divide(small: str, smaller: int, large: str, larger: 
          "adapter, model where ppo.critic_init=reward"),
         ({"kl_control": "adaptive", "kl_horizon": 1.6, "rollout_batch_size": 8}, "kl_horizon",
          "> 1.6, a fifth of ppo.rollout_batch_size"),
-        ({"kl_control": "adaptive", "kl_coef": 0}, "kl_coef",
+        ({"kl_control": "adaptive", "kl_coef": 0.0}, "kl_coef",
          "a number > 0 to start from where ppo.kl_control=adaptive"),
         *[
             ({"advantage": name, "samples_per_prompt": 2, "critic_warmup": 1}, "critic_warmup",

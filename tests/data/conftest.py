@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.config import DataConfig, Split
 
 SPECIALS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|eot|>"]
@@ -90,7 +91,7 @@ def make_config() -> Callable[..., DataConfig]:
             "chat_template_kwargs": {},
             "judge": None,
         }
-        return DataConfig(**(values | changes))
+        return build(DataConfig, values | changes, "data")
 
     return make
 

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_rlhf.core.errors import ConfigError, DataError
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.splits import (
     load_demonstrations,
@@ -148,12 +149,11 @@ def test_bounds(key: str, value: Any, make_config: MakeConfig) -> None:
 @pytest.mark.parametrize("value", ["", 5])
 def test_a_source_is_text(value: Any, make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"^data\.prompts\.val is "):
-        make_config(prompts=Split(train=None, val=value))
+        make_config(prompts={"train": None, "val": value})
 
 
 @pytest.mark.parametrize("name", ["quickstart", "files", "hh"])
 def test_the_shipped_configurations(name: str) -> None:
     OmegaConf.register_new_resolver("recipes", lambda path: f"recipes/{path}", replace=True)
     loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)
-    splits = {key: Split(**loaded[key]) for key in ("demonstrations", "preferences", "prompts")}
-    DataConfig(**(loaded | splits))
+    assert isinstance(build(DataConfig, loaded, "data").prompts, Split)

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.models.export import write_final
@@ -80,7 +81,7 @@ def build_config(**changes: Any) -> ModelConfig:
         "trust_remote_code": False,
         "lora": LORA,
     }
-    return ModelConfig(**(values | changes))
+    return build(ModelConfig, values | changes, "model")
 
 
 def build_manifest(stage: str, **changes: Any) -> Manifest:

@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.models import adapter
 from lightning_rlhf.models.adapter import check_adapter, check_for_model, check_settings
 from lightning_rlhf.models.config import LoRASettings
@@ -131,4 +132,4 @@ def test_a_pattern_of_the_user(make_model: Callable[..., PreTrainedModel]) -> No
     with pytest.raises(
         ConfigError, match=r"target_modules is '\[', which is no regular expression"
     ):
-        LoRASettings(r=4, alpha=8, target_modules="[")
+        build(LoRASettings, {"r": 4, "alpha": 8, "target_modules": "["}, "model.lora")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models import adapter
-from lightning_rlhf.models.adapter import RULES
+from lightning_rlhf.models.adapter import KEYS
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.models.roles import REWARD, Roles
 from lightning_rlhf.models.weights import ADAPTER
@@ -73,7 +73,7 @@ def test_adapters(
 ) -> None:
     monkeypatch.setattr(adapter, "MATCHING_SECONDS", 0.5)
     file, refused = folder / ADAPTER, 0
-    for content in malformed(file, lambda key: VALUES[::2] if key in RULES else ["x", {}]):
+    for content in malformed(file, lambda key: VALUES[::2] if key in KEYS else ["x", {}]):
         file.write_bytes(content)
         try:
             _ = find(str(folder), "reward.checkpoint").base_folder

@@ -9,7 +9,14 @@ import pytest
 import yaml
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.config import ComponentConfig, FunctionConfig, HTTPConfig
+from lightning_rlhf.core.validation import build
+from lightning_rlhf.rewards.config import (
+    ComponentConfig,
+    FunctionConfig,
+    HeadConfig,
+    HTTPConfig,
+    ModelConfig,
+)
 
 CONF = Path(__file__).parents[2] / "conf" / "reward"
 GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {
@@ -22,7 +29,7 @@ def make(kind: str, key: str = "reward", /, **changes: Any) -> ComponentConfig:
     """What the preset says, with what must be given."""
     preset = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
     cls, given = GIVEN[kind]
-    config = cls(**{**preset, **given, **changes})
+    config = build(cls, {**preset, **given, **changes}, key)
     config.check(key)
     return config
 
@@ -71,8 +78,24 @@ def test_a_value_out_of_bounds_is_named_with_its_key(
     assert str(found.value).startswith(f"{key}.{message}")
 
 
-def test_a_config_can_be_checked_under_another_key() -> None:
-    config = make("http")
-    object.__setattr__(config, "batch_size", 0)
-    with pytest.raises(ConfigError, match=r"^reward\.components\.a\.batch_size is 0"):
-        config.check("reward.components.a")
+def test_a_reward_model_that_an_older_version_recorded_is_refused_where_unfit() -> None:
+    recorded = yaml.safe_load((CONF / "head.yaml").read_text())
+    assert build(HeadConfig, recorded | {"unfit": "warn"}, "reward").unfit == "warn"
+    del recorded["unfit"]
+    assert build(HeadConfig, recorded, "reward").unfit == "refuse"
+
+
+@pytest.mark.parametrize(
+    ("found", "is_allowed"), [("a", True), (0, True), (-1, False), ("", False), (True, False)]
+)
+def test_the_label_of_a_classifier_is_a_name_or_a_number(found: Any, is_allowed: bool) -> None:
+    preset = yaml.safe_load((CONF / "model.yaml").read_text())
+    given = preset | {"name_or_path": "a/b", "label": found}
+    if is_allowed:
+        assert build(ModelConfig, given, "reward").label == found
+        return
+    with pytest.raises(ConfigError) as error:
+        build(ModelConfig, given, "reward")
+    assert str(error.value) == (
+        f"reward.label is {found!r}; allowed: a number, the name of an output, or null"
+    )

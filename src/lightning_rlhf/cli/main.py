@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -51,11 +52,13 @@ def main() -> None:
     if sys.argv[1:2] == ["serve-reward"]:
         from lightning_rlhf.cli.serve import serve_reward
 
+        gc.enable()
         serve_reward(sys.argv[2:])
         return
     if sys.argv[1:2] == ["replay"]:
         from lightning_rlhf.cli.replay import replay
 
+        gc.enable()
         replay(sys.argv[2:])
         return
     register_resolvers()
@@ -185,6 +188,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
 
         if "stage" in cfg:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
+        gc.enable()
         from lightning_rlhf.stages.settings import folder_names, plain
 
         folder_names(plain(cfg))
@@ -199,6 +203,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     from lightning_rlhf.stages.settings import AUTO, read_settings
 
     settings = read_settings(cfg)
+    gc.enable()
     from lightning_rlhf.stages.folders import state_of
     from lightning_rlhf.stages.start import run_stage
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from pydantic.dataclasses import dataclass
 from rich import get_console
 from rich.table import Table
 
-from lightning_rlhf.core.config import require
 from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.validation import STRICT, rule
 from lightning_rlhf.stages.changes import VOLATILE, differing_keys
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.settings import Settings
@@ -18,7 +18,7 @@ ANY = ("seed", *VOLATILE)
 """Keys that may be anything: the recipe is still run as it is written."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Promise:
     """A bound on a metric in the manifest of a stage. Exactly one of the three is set."""
 
@@ -31,8 +31,8 @@ class Promise:
 
     def __post_init__(self) -> None:
         bounds = [b for b in (self.at_least, self.at_most, self.gain) if b is not None]
-        require(len(bounds) == 1, f"the promise on {self.metric}", bounds,
-                "exactly one of at_least, at_most, gain")  # fmt: skip
+        rule(len(bounds) == 1, f"the bound of {self.metric}", bounds,
+             "exactly one of at_least, at_most, gain")  # fmt: skip
 
     def measure(self, metrics: Mapping[str, float]) -> float | None:
         """The number that the bound is about; None where it was not measured."""

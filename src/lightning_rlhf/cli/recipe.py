@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from rich import get_console
 from yaml import YAMLError
 
@@ -19,8 +20,8 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.names import as_typed, key_of, program_name
 from lightning_rlhf.cli.process import IN_RECIPE, run_command
 from lightning_rlhf.cli.promises import Promise, check_promises
-from lightning_rlhf.core.config import require, require_one_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
+from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.splits import load_demonstrations, load_preferences, load_prompts
@@ -35,10 +36,9 @@ from lightning_rlhf.stages.folders import (
     state_of,
 )
 from lightning_rlhf.stages.resume import held
-from lightning_rlhf.stages.sections import build
 from lightning_rlhf.stages.settings import STAGES, Settings, read_settings
 
-LISTS = ("stages", "overrides", "promises", "next")
+Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
 HOW: Mapping[State, tuple[str, ...]] = {
     "new": (),
     "cut off": ("resume=auto",),
@@ -54,45 +54,44 @@ OWN = ("recipe", "resume", "overwrite")
 """Overrides that are for the recipe and not handed to its stages."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    """What recipes/<name>/recipe.yaml says."""
+    """Content of recipes/<name>/recipe.yaml."""
 
     title: str
-    stages: tuple[str, ...]
+    stages: Words
     program: str | None
     """In place of stages: a file whose `main(PPOConfig, seed, folder)` returns claims."""
-    overrides: tuple[str, ...]
-    """For every stage; what the user gives wins."""
-    promises: tuple[Promise, ...]
-    """Of the recipe's own model and data, for any seed."""
-    next: tuple[str, ...]
-    """What to try afterwards; {folder} is the run's, {given} the last stage's own overrides."""
+    overrides: Words
+    """Overrides of every stage; what the user gives wins."""
+    promises: Annotated[
+        tuple[Annotated[Promise, section(Promise)], ...],
+        Field(strict=False),
+        described("a list of promises"),
+    ]
+    """Promises about the recipe's own model and data, for any seed."""
+    next: Words
+    """Commands to try afterwards; {folder} is the run's, {given} the last stage's own overrides."""
 
     def __post_init__(self) -> None:
-        require(bool(self.stages) != bool(self.program), "stages", self.stages,
-                "at least one stage, or a program in their place")  # fmt: skip
+        rule(bool(self.stages) != bool(self.program), "stages", self.stages,
+             "at least one stage, or a program in their place")  # fmt: skip
         for stage in self.stages:
-            require_one_of("stages", stage, STAGES)
+            rule(stage in STAGES, "stages", stage, ", ".join(STAGES))
         for promise in self.promises:
-            require_one_of(f"the stage of the promise on {promise.metric}", promise.stage,
-                           self.stages)  # fmt: skip
+            rule(promise.stage in self.stages, f"promises on {promise.metric}", promise.stage,
+                 ", ".join(self.stages))  # fmt: skip
 
 
 def read_recipe(name: str, recipes: Path) -> Recipe:
-    """Raises ConfigError where there is no recipe of this name."""
+    """Return the recipe of this name. Raises ConfigError where there is none."""
     known = sorted(path.parent.name for path in recipes.glob("*/recipe.yaml"))
     if name not in known:
         raise ConfigError(f"recipe={name} is not known; allowed: {', '.join(known)}")
     file = recipes / name / "recipe.yaml"
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(file))
-        for key in LISTS:
-            require(isinstance(tree[key], list), key, tree[key], "a list")
-        promises = [build(Promise, promise, "promises") for promise in tree["promises"]]
-        lists = {key: tuple(tree[key]) for key in LISTS} | {"promises": tuple(promises)}
-        return build(Recipe, tree | lists, "recipe")
-    except (ConfigError, KeyError, TypeError, YAMLError) as error:
+        return build(Recipe, OmegaConf.to_container(OmegaConf.load(file)), "recipe")
+    except (ConfigError, YAMLError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 

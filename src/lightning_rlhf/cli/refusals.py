@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from lightning_rlhf.cli.names import as_typed
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.stages.sections import refuse_unknown
+from lightning_rlhf.core.validation import refuse_unknown
 from lightning_rlhf.stages.settings import STAGES, Settings
 
 ONE_CHOICE = "allowed: one name of a file in conf/ for each of stage, model, data, reward, ..."

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.core.config import require_number
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.storage import full_disk_told, written_whole
+from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.stages.console import say_error
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def replay(arguments: Sequence[str]) -> None:
     given = parser().parse_args(arguments)
     try:
         if given.iteration is not None:
-            require_number("--iteration", given.iteration, at_least=1, whole=True)
-        require_number("--responses", given.responses, at_least=1, whole=True)
+            check_value("--iteration", given.iteration, PositiveInt)
+        check_value("--responses", given.responses, PositiveInt)
         with full_disk_told():
             same = replay_run(
                 Path(given.run), given.iteration, given.responses, given.trust_remote_code

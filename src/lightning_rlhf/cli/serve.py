@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from lightning_rlhf.core.config import require_number
+from pydantic import Field
+
 from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.validation import check_value
 from lightning_rlhf.rewards.address import token_in
 from lightning_rlhf.rewards.limits import Limits
 from lightning_rlhf.stages.console import say_error
@@ -45,7 +47,7 @@ def make_server(given: argparse.Namespace) -> RewardServer:
         raise ConfigError(
             f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
         ) from error
-    require_number("--port", given.port, at_least=0, at_most=65535)
+    check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
     token = None if given.token_env is None else token_in(given.token_env, "--token-env")
     address = listening_socket(given.host, given.port)
     return RewardServer(load_scorer(given.final, given.overrides), address, token=token)

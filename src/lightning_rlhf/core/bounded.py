@@ -21,7 +21,7 @@ CHARACTERS = 1_000_000
 
 
 class Tokenizer(Protocol):
-    """What a chat template is rendered through: a tokenizer of transformers."""
+    """A tokenizer of transformers, through which a chat template is rendered."""
 
     name_or_path: str
 

@@ -1,8 +1,12 @@
 """The errors a user can cause. Each says what was found, what is allowed and what to change."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 def first_line(error: Exception) -> str:
-    """What a library's error says first; its name where it says nothing."""
+    """Return what a library's error says first; its name where it says nothing."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -50,3 +54,16 @@ class RewardError(RLHFError):
 
 class HubError(RLHFError):
     """A model or data set is neither a local path nor reachable on the hub."""
+
+
+def require(holds: bool, key: str, found: Any, allowed: str) -> None:
+    """Raise ConfigError naming the key, what was found and what is allowed, unless it holds."""
+    if not holds:
+        raise ConfigError(refused(key, found, allowed))
+
+
+def refused(key: str, found: Any, allowed: str) -> str:
+    """Return the line about a value that is refused; a long text is shortened."""
+    is_long = isinstance(found, str) and len(found) > 200
+    shown = f"{found[:40]}… ({len(found)} characters)" if is_long else found
+    return f"{key} is {shown!r}; allowed: {allowed}"

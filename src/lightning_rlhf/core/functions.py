@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, require
 
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 """What a user's own code may raise that is a fault of it: all but Ctrl-C. `sys.exit()` there would

@@ -1,18 +1,22 @@
-"""The frozen configuration of PPO: types and bounds. Values and sources: conf/stage/ppo.yaml."""
+"""The validated configuration of PPO. Values and their sources: conf/stage/ppo.yaml."""
 
-from __future__ import annotations
+from typing import Annotated, Literal
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.config import (
-    StageConfig,
-    require,
-    require_count,
-    require_divides,
-    require_flag,
-    require_number,
-    require_one_of,
+from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.validation import (
+    STRICT,
+    Count,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_divides,
+    described,
+    rule,
 )
 
 RolloutKind = Literal["native", "hf"]
@@ -30,118 +34,80 @@ CriticInit = Literal["zero", "reward"]
 GROUPED = ("rloo", "grpo", "dr_grpo")
 """Estimators that compare the responses to one prompt."""
 
+AboveOne = Annotated[float, Field(gt=1)]
+Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), described("texts")
+]
+"""Texts, none of them empty; a list of the configuration becomes a tuple."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PPOConfig(StageConfig):
     """Proximal policy optimization from a reward source. None switches a rule off."""
 
     # sampling
-    iterations: int
-    rollout_batch_size: int
-    samples_per_prompt: int
-    max_response_tokens: int
-    temperature: float
-    stop_strings: tuple[str, ...]
+    iterations: PositiveInt
+    rollout_batch_size: Count
+    samples_per_prompt: Count
+    max_response_tokens: PositiveInt
+    temperature: PositiveFloat
+    stop_strings: Texts
     rollout: RolloutKind
     # from a score to rewards
     score_normalization: ScoreNormalization
-    score_clip: float | None
-    length_penalty: float
+    score_clip: PositiveFloat | None
+    length_penalty: NonNegativeFloat
     missing_eos: MissingEOS
-    missing_eos_penalty: float
+    missing_eos_penalty: NonNegativeFloat
     whiten_rewards: bool
     # the leash
     kl_estimator: KLEstimator
     kl_in: KLPlace
-    kl_coef: float
+    kl_coef: NonNegativeFloat
     kl_control: KLControl
-    kl_coef_end: float
-    kl_target: float
-    kl_horizon: float
+    kl_coef_end: NonNegativeFloat
+    kl_target: PositiveFloat
+    kl_horizon: PositiveFloat
     # advantages
     advantage: Advantage
-    gamma: float
-    gae_lambda: float
+    gamma: Fraction
+    gae_lambda: Fraction
     whiten_advantages: Whitening
     # the policy's loss
-    clip_range: float
-    clip_range_high: float | None
-    dual_clip: float | None
+    clip_range: Annotated[float, Field(gt=0, lt=1)]
+    clip_range_high: PositiveFloat | None
+    dual_clip: AboveOne | None
     loss_reduction: Reduction
-    ent_coef: float
+    ent_coef: NonNegativeFloat
     # the critic
     critic: CriticKind
     critic_init: CriticInit
-    critic_warmup: int
-    clip_range_vf: float | None
-    vf_coef: float
-    value_lr_factor: float
+    critic_warmup: NonNegativeInt
+    clip_range_vf: PositiveFloat | None
+    vf_coef: NonNegativeFloat
+    value_lr_factor: PositiveFloat
     # the inner loop
-    ppo_epochs: int
-    minibatch_size: int
-    target_kl: float | None
-    max_ratio: float | None
+    ppo_epochs: PositiveInt
+    minibatch_size: Count
+    target_kl: PositiveFloat | None
+    max_ratio: AboveOne | None
     # what is looked at
-    val_samples_per_prompt: int
-    samples_every: int
-    kl_warning: float | None
+    val_samples_per_prompt: Count
+    samples_every: PositiveInt
+    kl_warning: PositiveFloat | None
     """Nats a response of kl_divergence above which a run warns."""
 
     @property
     def has_critic(self) -> bool:
-        """Whether advantages are measured against a value that is learned."""
+        """Return whether advantages are measured against a value that is learned."""
         return self.advantage == "gae"
 
     @property
     def prompts_per_iteration(self) -> int:
-        """Each is answered samples_per_prompt times."""
+        """Return the number of prompts, each of which is answered samples_per_prompt times."""
         return self.rollout_batch_size // self.samples_per_prompt
 
     def __post_init__(self) -> None:
-        self.check("ppo")
-        for key in ("iterations", "ppo_epochs", "max_response_tokens", "samples_every"):
-            require_number(f"ppo.{key}", getattr(self, key), at_least=1, whole=True)
-        for key in (
-            "rollout_batch_size",
-            "samples_per_prompt",
-            "minibatch_size",
-            "val_samples_per_prompt",
-        ):
-            require_count(f"ppo.{key}", getattr(self, key))
-        require_number("ppo.critic_warmup", self.critic_warmup, at_least=0, whole=True)
-        for key in ("temperature", "kl_target", "kl_horizon", "value_lr_factor"):
-            require_number(f"ppo.{key}", getattr(self, key), above=0)
-        for key in ("kl_coef", "kl_coef_end", "vf_coef", "ent_coef", "length_penalty",
-                    "missing_eos_penalty"):  # fmt: skip
-            require_number(f"ppo.{key}", getattr(self, key), at_least=0)
-        for key in ("gamma", "gae_lambda"):
-            require_number(f"ppo.{key}", getattr(self, key), at_least=0, at_most=1)
-        for key in ("score_clip", "clip_range_high", "clip_range_vf", "target_kl", "kl_warning"):
-            if getattr(self, key) is not None:
-                require_number(f"ppo.{key}", getattr(self, key), above=0)
-        for key in ("dual_clip", "max_ratio"):
-            if getattr(self, key) is not None:
-                require_number(f"ppo.{key}", getattr(self, key), above=1)
-        require_number("ppo.clip_range", self.clip_range, above=0, below=1)
-        require_flag("ppo.whiten_rewards", self.whiten_rewards)
-        for key, choices in (
-            ("rollout", RolloutKind),
-            ("score_normalization", ScoreNormalization),
-            ("missing_eos", MissingEOS),
-            ("kl_estimator", KLEstimator),
-            ("kl_in", KLPlace),
-            ("kl_control", KLControl),
-            ("advantage", Advantage),
-            ("whiten_advantages", Whitening),
-            ("loss_reduction", Reduction),
-            ("critic", CriticKind),
-            ("critic_init", CriticInit),
-        ):
-            require_one_of(f"ppo.{key}", getattr(self, key), get_args(choices))
-        texts = self.stop_strings
-        require(isinstance(texts, tuple), "ppo.stop_strings", texts, "texts")
-        for text in texts:
-            require(isinstance(text, str) and text != "", "ppo.stop_strings", text, "texts")
         self._check_sizes()
         self._check_combinations()
 
@@ -151,35 +117,66 @@ class PPOConfig(StageConfig):
             ("minibatch_size", "rollout_batch_size"),
             ("microbatch_size", "minibatch_size"),
         ):
-            require_divides(f"ppo.{small}", getattr(self, small), f"ppo.{large}",
-                            getattr(self, large))  # fmt: skip
+            check_divides(small, getattr(self, small), large, getattr(self, large))
 
     def _check_combinations(self) -> None:
         if self.advantage in GROUPED:
-            require(self.samples_per_prompt > 1, "ppo.samples_per_prompt", self.samples_per_prompt,
-                    f"at least 2, which advantage={self.advantage} compares")  # fmt: skip
+            rule(
+                self.samples_per_prompt > 1,
+                "samples_per_prompt",
+                self.samples_per_prompt,
+                f"at least 2, which advantage={self.advantage} compares",
+            )
         if self.kl_in == "loss":
-            require(self.kl_estimator != "k1", "ppo.kl_estimator", self.kl_estimator,
-                    "k2, k3, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is 0 on "
-                    "average, so it would hold nothing back")  # fmt: skip
+            rule(
+                self.kl_estimator != "k1",
+                "kl_estimator",
+                self.kl_estimator,
+                "k2, k3, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is 0 on "
+                "average, so it would hold nothing back",
+            )
         if self.kl_control == "adaptive":
-            require(self.kl_coef > 0, "ppo.kl_coef", self.kl_coef,
-                    "a number > 0 to start from where ppo.kl_control=adaptive")  # fmt: skip
+            rule(
+                self.kl_coef > 0,
+                "kl_coef",
+                self.kl_coef,
+                "a number > 0 to start from where ppo.kl_control=adaptive",
+            )
             fifth = 0.2 * self.rollout_batch_size
-            require(self.kl_horizon > fifth, "ppo.kl_horizon", self.kl_horizon,
-                    f"> {fifth:g}, a fifth of ppo.rollout_batch_size: one batch must not turn "
-                    "kl_coef negative")  # fmt: skip
-        require(self.critic_warmup < self.iterations, "ppo.critic_warmup", self.critic_warmup,
-                f"< ppo.iterations, {self.iterations}, or the policy never learns")  # fmt: skip
+            rule(
+                self.kl_horizon > fifth,
+                "kl_horizon",
+                self.kl_horizon,
+                f"> {fifth:g}, a fifth of ppo.rollout_batch_size: one batch must not turn "
+                "kl_coef negative",
+            )
+        rule(
+            self.critic_warmup < self.iterations,
+            "critic_warmup",
+            self.critic_warmup,
+            f"< ppo.iterations, {self.iterations}, or the policy never learns",
+        )
         if self.critic_warmup > 0:
-            require(self.vf_coef > 0, "ppo.vf_coef", self.vf_coef,
-                    "a number > 0 where ppo.critic_warmup lets the critic learn first")  # fmt: skip
+            rule(
+                self.vf_coef > 0,
+                "vf_coef",
+                self.vf_coef,
+                "a number > 0 where ppo.critic_warmup lets the critic learn first",
+            )
         if not self.has_critic:
             for key, allowed in (("critic_warmup", 0), ("critic", "head"), ("critic_init", "zero")):
                 found = getattr(self, key)
-                require(found == allowed, f"ppo.{key}", found,
-                        f"{allowed}, since advantage={self.advantage} has no critic")  # fmt: skip
+                rule(
+                    found == allowed,
+                    key,
+                    found,
+                    f"{allowed}, since advantage={self.advantage} has no critic",
+                )
         if self.critic_init == "reward":
-            require(self.critic != "head", "ppo.critic", self.critic,
-                    "adapter, model where ppo.critic_init=reward: a head on the policy's trunk "
-                    "cannot read what the reward model's head was trained on")  # fmt: skip
+            rule(
+                self.critic != "head",
+                "critic",
+                self.critic,
+                "adapter, model where ppo.critic_init=reward: a head on the policy's trunk "
+                "cannot read what the reward model's head was trained on",
+            )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lightning_rlhf.core.config import LARGEST
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.validation import LARGEST
 
 
 def read_text(path: Path) -> str:

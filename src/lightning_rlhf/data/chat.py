@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation import StopStringCriteria
 
 from lightning_rlhf.core.bounded import write_dialogue
-from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import ConfigError, DataError
+from lightning_rlhf.core.errors import ConfigError, DataError, require
 from lightning_rlhf.data.rows import Message, Messages
 
 PLAIN_TEMPLATE = (

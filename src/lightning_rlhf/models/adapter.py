@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from lightning_rlhf.core.bounded import MEMORY, bounded
-from lightning_rlhf.core.config import LARGEST, require
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.reading import is_number
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
+from lightning_rlhf.core.validation import LARGEST, allowed, described, fits
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.weights import ADAPTER, json_object
 
@@ -28,67 +29,29 @@ BY_PATTERN = ("rank_pattern", "alpha_pattern")
 """Keys of adapter_config.json whose values map patterns of layer names to numbers."""
 
 
-def _is_lora(x: Any) -> bool:
-    return isinstance(x, str) and x == "LORA"
-
-
-def _is_rank(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
-
-
-def _is_number(x: Any) -> bool:
-    return is_number(x) and abs(x) <= LARGEST
-
-
-def _is_share(x: Any) -> bool:
-    return _is_number(x) and 0 <= x <= 1
-
-
-def _are_ranks(x: Any) -> bool:
-    return isinstance(x, dict) and all(map(_is_rank, x.values()))
-
-
-def _are_numbers(x: Any) -> bool:
-    return isinstance(x, dict) and all(map(_is_number, x.values()))
-
-
-def _is_text(x: Any) -> bool:
-    return isinstance(x, str | None)
-
-
-def _are_names(x: Any) -> bool:
-    return _is_text(x) or (isinstance(x, list) and all(isinstance(name, str) for name in x))
-
-
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
-
-
-def _is_null(x: Any) -> bool:
-    return x is None
-
-
-RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "peft_type": ("LORA", _is_lora),
-    "base_model_name_or_path": ("text, null", _is_text),
-    "r": ("a whole number >= 1", _is_rank),
-    "lora_alpha": ("a number", _is_number),
-    "lora_dropout": ("a number from 0 to 1", _is_share),
-    "rank_pattern": ("names with a whole number >= 1", _are_ranks),
-    "alpha_pattern": ("names with a number", _are_numbers),
+_Rank = Annotated[int, Field(ge=1), described("a whole number >= 1")]
+_Number = Annotated[int | float, Field(ge=-LARGEST, le=LARGEST), described("a number")]
+_Names = Annotated[str | list[str] | None, described("text, a list of text, null")]
+KEYS: Mapping[str, Any] = {
+    "peft_type": Literal["LORA"],
+    "base_model_name_or_path": Annotated[str | None, described("text, null")],
+    "r": _Rank,
+    "lora_alpha": _Number,
+    "lora_dropout": Annotated[float, Field(ge=0, le=1), described("a number from 0 to 1")],
+    "rank_pattern": Annotated[dict[str, _Rank], described("names with a whole number >= 1")],
+    "alpha_pattern": Annotated[dict[str, _Number], described("names with a number")],
     **dict.fromkeys(
         ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern",
-         "target_parameters"),
-        ("text, a list of text, null", _are_names),
+         "target_parameters"), _Names,
     ),
-    **dict.fromkeys(
-        ("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"), ("true, false", _is_flag)
-    ),
+    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"), bool),
     # layer_replication repeats layers of the base model; megatron_config names a Python module to
     # load.
-    **dict.fromkeys(("layer_replication", "megatron_config"), ("null", _is_null)),
+    **dict.fromkeys(
+        ("layer_replication", "megatron_config"), Annotated[None, described("null")]
+    ),
 }  # fmt: skip
-"""Key of adapter_config.json -> description of the allowed values, and the test of a value."""
+"""Key of adapter_config.json -> type of its values."""
 
 
 def check_adapter(folder: Path) -> None:
@@ -102,11 +65,11 @@ def check_adapter(folder: Path) -> None:
             raise CheckpointError(
                 f"{folder / ADAPTER} does not describe an adapter: it lacks {key}"
             )
-    for key, (allowed, fits) in RULES.items():
-        if key in config and not fits(config[key]):
+    for key, kind in KEYS.items():
+        if key in config and not fits(config[key], kind):
             raise CheckpointError(
                 f"{folder} cannot be loaded: {ADAPTER}: {key} is {_shown(config[key])}; allowed: "
-                f"{allowed}"
+                f"{allowed(kind)}"
             )
 
 

@@ -17,8 +17,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.classifier_config import PAIR, ClassifierConfig
-from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.models.classifier import Classifier
 from lightning_rlhf.models.loading import (
     local_folder,

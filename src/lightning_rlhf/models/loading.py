@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.core.config import Quantization, require
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
+from lightning_rlhf.core.config import Quantization
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.kernels.compiled import check_compiler
 from lightning_rlhf.kernels.decoder import compile_layers

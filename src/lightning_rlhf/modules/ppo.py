@@ -14,8 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import DivergedError, NotFiniteError, RewardError, TrainingError
+from lightning_rlhf.core.errors import (
+    DivergedError,
+    NotFiniteError,
+    RewardError,
+    TrainingError,
+    require,
+)
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import ESTIMATORS, adapted_coef, k3, linear_coef
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from urllib3.exceptions import LocationParseError
-from urllib3.util import Url, make_headers, parse_url
+from lightning_rlhf.core.errors import ConfigError, require
 
-from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import ConfigError
+if TYPE_CHECKING:  # urllib3 loads where there is an address: most commands have none
+    from urllib3.util import Url
 
 HIDDEN = "***"
 """Text shown in place of a secret."""
+ALLOWED = "http://HOST:PORT/PATH or https://..."
 
 
 def redacted(url: str) -> str:
@@ -25,14 +26,16 @@ def redacted(url: str) -> str:
 
 def parsed(url: str, key: str) -> Url:
     """Return the parts of the address. Raises ConfigError, which shows none of its secrets."""
-    allowed = "http://HOST:PORT/PATH or https://..."
-    require(isinstance(url, str), key, url, allowed)
+    from urllib3.exceptions import LocationParseError
+    from urllib3.util import parse_url
+
+    require(isinstance(url, str), key, url, ALLOWED)
     try:
         parts = parse_url(url)
     except LocationParseError:
-        raise ConfigError(f"{key} is {redacted(url)!r}; allowed: {allowed}") from None
+        raise ConfigError(f"{key} is {redacted(url)!r}; allowed: {ALLOWED}") from None
     is_whole = parts.scheme in ("http", "https") and bool(parts.host)
-    require(is_whole, key, redacted(url), allowed)
+    require(is_whole, key, redacted(url), ALLOWED)
     return parts
 
 
@@ -68,6 +71,8 @@ class Address:
             ConfigError: `url` is not an address, the token is missing, or there are both a token
                 and a user.
         """
+        from urllib3.util import make_headers
+
         parts = parsed(url, f"{key}.url")
         secrets, authorization = [parts.auth, parts.query], {}
         if parts.auth:

@@ -1,27 +1,28 @@
-"""What PPO maximises: the components of a reward. Values live in conf/reward/*.yaml.
+"""The validated components of a reward. Values live in conf/reward/*.yaml.
 
 A component is named by its place in the configuration, so that an error can name the key:
 `reward` where there is one, `reward.components.NAME` where there are several.
 """
 
-from __future__ import annotations
+from typing import Annotated, Any, Literal
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.core.config import (
-    DType,
-    Normalization,
-    Quantization,
-    Term,
-    require,
-    require_flag,
-    require_number,
-    require_one_of,
-    require_text,
+from lightning_rlhf.core.config import Normalization, Term
+from lightning_rlhf.core.errors import require
+from lightning_rlhf.core.validation import (
+    STRICT,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Text,
+    described,
+    rule,
 )
-from lightning_rlhf.rewards.address import parsed
+from lightning_rlhf.rewards.address import ALLOWED, parsed
 
 FormatCheck = Literal["strict", "warn", "off"]
 Unfit = Literal["refuse", "warn"]
@@ -29,109 +30,67 @@ LARGEST_FACTOR = 1e30
 """Largest factor or bound of a score: fp32, in which scores are, ends at 3.4e38."""
 DAY_S = 86_400
 """Longest time that may be waited for, in seconds."""
+Coefficient = Annotated[float, Field(ge=0, le=LARGEST_FACTOR)]
+Checkpoint = Annotated[Text, described("a folder, a hub id")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ComponentConfig:
-    """What every component has."""
+    """Keys of every component."""
 
     kind: str
-    weight: float
+    weight: Annotated[float, Field(ge=-LARGEST_FACTOR, le=LARGEST_FACTOR)]
     normalization: Normalization
-    clip: float | None
-
-    def check(self, key: str) -> None:
-        """Raise ConfigError naming `key.…` where a value is out of bounds."""
-        require_number(
-            f"{key}.weight", self.weight, at_least=-LARGEST_FACTOR, at_most=LARGEST_FACTOR
-        )
-        require_one_of(f"{key}.normalization", self.normalization, get_args(Normalization))
-        if self.clip is not None:
-            require_number(f"{key}.clip", self.clip, above=0, at_most=LARGEST_FACTOR)
+    clip: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] | None
 
     def term(self, name: str) -> Term:
-        """How it enters the sum."""
+        """Return how the component enters the sum under `name`."""
         return Term(name=name, weight=self.weight, normalization=self.normalization, clip=self.clip)
 
+    def check(self, key: str) -> None:
+        """Raise ConfigError naming `key.…` where its device or its address is not one."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RandomConfig(ComponentConfig):
     """A random head on the SFT model, to debug the loop."""
 
-    def check(self, key: str) -> None:
-        """As ComponentConfig.check."""
-        super().check(key)
-        not_stored(key, self.normalization, "a random head has no scale that was measured")
+    def __post_init__(self) -> None:
+        refuse_stored(self.normalization, "a random head has no scale that was measured")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class LearnedConfig(ComponentConfig):
-    """What every reward model has: its format is checked before PPO starts."""
+    """Keys of every reward model, whose format is checked before PPO starts."""
 
     format_check: FormatCheck
-    format_tolerance: float
+    format_tolerance: PositiveFloat
     """Largest gap to the reward model's own scores, root mean square, in their deviations."""
     unfit: Unfit = "refuse"
     """What stage=ppo does where its fitness report says that the reward is unfit. The
     configuration in a folder of an older version lacks it."""
-
-    def check(self, key: str) -> None:
-        """As ComponentConfig.check."""
-        super().check(key)
-        require_one_of(f"{key}.format_check", self.format_check, get_args(FormatCheck))
-        require_number(f"{key}.format_tolerance", self.format_tolerance, above=0)
-        require_one_of(f"{key}.unfit", self.unfit, get_args(Unfit))
+    uncertainty_coef: Coefficient
+    """Price of the deviation between the heads of an ensemble that stage=rm trained."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class HeadConfig(LearnedConfig):
     """A reward model of stage=rm that reads the policy's own tokens."""
 
-    checkpoint: str | None
+    checkpoint: Checkpoint | None
     """final/ folder or hub id; None is that of the same run."""
-    uncertainty_coef: float
-    """Price of the deviation between the heads of an ensemble."""
-
-    def check(self, key: str) -> None:
-        """As ComponentConfig.check."""
-        super().check(key)
-        require_number(
-            f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0, at_most=LARGEST_FACTOR
-        )
-        if self.checkpoint is not None:
-            require_text(f"{key}.checkpoint", self.checkpoint, "a folder, a hub id, or null")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig(LearnedConfig, ClassifierConfig):
     """A reward model of any family, which reads text through its own tokenizer and template."""
 
-    device: str | None
-    """Where it computes; None is where the policy does."""
-    batch_size: int
-    uncertainty_coef: float
-    """As HeadConfig.uncertainty_coef, for what stage=rm trained."""
+    device: Annotated[str, described("a device of torch")] | None
+    """Device on which it computes; None is the policy's."""
+    batch_size: PositiveInt
 
     def check(self, key: str) -> None:
         """As ComponentConfig.check."""
-        super().check(key)
-        require_text(f"{key}.name_or_path", self.name_or_path, "a folder or hub id")
-        for name in ("revision", "tokenizer", "chat_template", "attn_implementation"):
-            if getattr(self, name) is not None:
-                require_text(f"{key}.{name}", getattr(self, name), "text, or null")
-        require_one_of(f"{key}.dtype", self.dtype, (None, *get_args(DType)))
-        require_one_of(f"{key}.quantization", self.quantization, get_args(Quantization))
-        require_flag(f"{key}.trust_remote_code", self.trust_remote_code)
-        if isinstance(self.label, str):
-            require_text(f"{key}.label", self.label, "a number, the name of an output, or null")
-        elif self.label is not None:
-            require_number(f"{key}.label", self.label, at_least=0, whole=True)
-        require_number(f"{key}.batch_size", self.batch_size, at_least=1, whole=True)
-        if self.max_tokens is not None:
-            require_number(f"{key}.max_tokens", self.max_tokens, at_least=1, whole=True)
-        require_number(
-            f"{key}.uncertainty_coef", self.uncertainty_coef, at_least=0, at_most=LARGEST_FACTOR
-        )
         if self.device not in (None, "cpu"):
             require_device(f"{key}.device", self.device)
 
@@ -150,55 +109,43 @@ def require_device(key: str, name: Any) -> None:
     require(is_there, key, name, allowed)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class FunctionConfig(ComponentConfig):
     """A function of the texts."""
 
-    path: str
-    """`path/to/file.py:name` or `package.module:name`."""
-    arguments: dict[str, Any]
+    path: Annotated[
+        Text,
+        Field(pattern=":", description="path/to/file.py:name, package.module:name"),
+    ]
+    arguments: Options
 
-    def check(self, key: str) -> None:
-        """As ComponentConfig.check."""
-        super().check(key)
-        not_stored(key, self.normalization, "a function has no scale that was measured")
-        allowed = "path/to/file.py:name, package.module:name"
-        require_text(f"{key}.path", self.path, allowed)
-        require(":" in self.path, f"{key}.path", self.path, allowed)
-        is_mapping = isinstance(self.arguments, dict) and all(
-            isinstance(name, str) for name in self.arguments
-        )
-        require(is_mapping, f"{key}.arguments", self.arguments, "a mapping of names to values")
+    def __post_init__(self) -> None:
+        refuse_stored(self.normalization, "a function has no scale that was measured")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class HTTPConfig(ComponentConfig):
     """A server that is asked for scores."""
 
-    url: str
-    batch_size: int
-    timeout_s: float
-    retries: int
-    backoff_s: float
-    cache_size: int
-    token_env: str | None
+    url: Annotated[str, described(ALLOWED)]
+    batch_size: PositiveInt
+    timeout_s: Annotated[float, Field(gt=0, le=DAY_S)]
+    retries: NonNegativeInt
+    backoff_s: Annotated[float, Field(ge=0, le=DAY_S)]
+    cache_size: NonNegativeInt
+    token_env: (
+        Annotated[str, Field(pattern=r"\S", description="the name of an environment variable")]
+        | None
+    )
+
+    def __post_init__(self) -> None:
+        refuse_stored(self.normalization, "a server tells no scale")
 
     def check(self, key: str) -> None:
         """As ComponentConfig.check."""
-        super().check(key)
-        not_stored(key, self.normalization, "a server tells no scale")
         parsed(self.url, f"{key}.url")
-        require_number(f"{key}.batch_size", self.batch_size, at_least=1, whole=True)
-        require_number(f"{key}.timeout_s", self.timeout_s, above=0, at_most=DAY_S)
-        require_number(f"{key}.retries", self.retries, at_least=0, whole=True)
-        require_number(f"{key}.backoff_s", self.backoff_s, at_least=0, at_most=DAY_S)
-        require_number(f"{key}.cache_size", self.cache_size, at_least=0, whole=True)
-        is_name = isinstance(self.token_env, str) and bool(self.token_env.strip())
-        require(self.token_env is None or is_name, f"{key}.token_env", self.token_env,
-                "the name of an environment variable, or null")  # fmt: skip
 
 
-def not_stored(key: str, normalization: Normalization, why: str) -> None:
-    """Raise ConfigError where a component is to be standardised by what nobody measured."""
-    require(normalization != "stored", f"{key}.normalization", normalization,
-            f"none, running: {why}")  # fmt: skip
+def refuse_stored(normalization: Normalization, why: str) -> None:
+    """Raise ValueError where a component is to be standardised by what nobody measured."""
+    rule(normalization != "stored", "normalization", normalization, f"none, running: {why}")

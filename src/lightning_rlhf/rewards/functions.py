@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from lightning_rlhf.core.config import require, require_flag, require_number, require_one_of
-from lightning_rlhf.core.errors import ConfigError
+from pydantic import Field
+
+from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.validation import NonNegativeInt, PositiveInt, check_value
+
+Unit = Literal["words", "characters"]
 
 
 def length_band(
@@ -22,7 +26,7 @@ def length_band(
     *,
     shortest: int,
     longest: int,
-    unit: Literal["words", "characters"] = "words",
+    unit: Unit = "words",
 ) -> list[float]:
     """Return 1 for a response of shortest to longest words, and less the farther it is from that.
 
@@ -31,9 +35,9 @@ def length_band(
     0 for an empty response (shortest 0: 1) and from 2 * longest on; in [0, 1], linear in between.
     With unit="characters", n counts characters.
     """
-    require_number("shortest", shortest, at_least=0, whole=True)
-    require_number("longest", longest, at_least=max(1, shortest), whole=True)
-    require_one_of("unit", unit, ("words", "characters"))
+    check_value("shortest", shortest, NonNegativeInt)
+    check_value("longest", longest, Annotated[int, Field(ge=max(1, shortest))])
+    check_value("unit", unit, Unit)
     lengths = [len(r.split()) if unit == "words" else len(r) for r in responses]
     return [max(0.0, min(1.0, n / shortest if shortest else 1.0, 2 - n / longest)) for n in lengths]
 
@@ -48,7 +52,7 @@ def regular_expression(
         fullmatch: whether the pattern must match the whole response.
     """
     compiled = _compiled("pattern", pattern)
-    require_flag("fullmatch", fullmatch)
+    check_value("fullmatch", fullmatch, bool)
     find = compiled.fullmatch if fullmatch else compiled.search
     return [float(find(response) is not None) for response in responses]
 
@@ -76,8 +80,8 @@ def exact_match(
     compiled = None if extract is None else _compiled("extract", extract)
     if compiled is not None:
         require(compiled.groups > 0, "extract", extract, "a pattern with a group, as in 'is (.*)'")
-    require_flag("ignore_case", ignore_case)
-    require_flag("strip", strip)
+    check_value("ignore_case", ignore_case, bool)
+    check_value("strip", strip, bool)
 
     def plain(text: str) -> str:
         stripped = text.strip() if strip else text
@@ -99,7 +103,7 @@ def repetition(prompts: Sequence[str], responses: Sequence[str], *, n: int = 3) 
 
     In (-1, 0]: 0 if nothing is repeated.
     """
-    require_number("n", n, at_least=1, whole=True)
+    check_value("n", n, PositiveInt)
 
     def score(response: str) -> float:
         words = response.split()

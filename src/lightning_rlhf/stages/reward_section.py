@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_rlhf.core.config import require, require_one_of
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.validation import build, refuse_unknown
 from lightning_rlhf.rewards import config as rewards
 from lightning_rlhf.rewards.address import redacted
 from lightning_rlhf.rewards.config import ComponentConfig
-from lightning_rlhf.stages.sections import build, refuse_unknown, section
+from lightning_rlhf.stages.sections import section
 
 SUM = "sum"
 REWARDS: Mapping[str, type[ComponentConfig]] = {
@@ -24,13 +24,13 @@ REWARDS: Mapping[str, type[ComponentConfig]] = {
     "model": rewards.ModelConfig,
     "random": rewards.RandomConfig,
 }
-"""Kind of a component of the reward -> its keys."""
+"""Kind of a component of the reward -> class of its configuration."""
 
 
 def read_reward(node: Any) -> dict[str, ComponentConfig]:
-    """The components of the section `reward` by name; a single one has the name of its kind."""
+    """Return the components of the section `reward` by name; a single one has its kind's name."""
     kind = section({"reward": node}, "reward", "kind")["kind"]
-    require_one_of("reward.kind", kind, (*REWARDS, SUM))
+    require(kind in [*REWARDS, SUM], "reward.kind", kind, ", ".join((*REWARDS, SUM)))
     if kind != SUM:
         return _weighing({kind: _component(node, "reward")})
     components = node.get("components")
@@ -98,7 +98,7 @@ def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]
 
 
 def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `reward` as it may be written down: no user and no password in addresses."""
+    """Return the section `reward` without users, passwords and queries in its addresses."""
     shown = dict(node)
     if "url" in shown:
         shown["url"] = redacted(shown["url"])
@@ -110,8 +110,9 @@ def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _component(node: Any, key: str) -> ComponentConfig:
     require(isinstance(node, Mapping), key, node, "a mapping of keys to values")
-    require("kind" in node, f"{key}.kind", "missing", ", ".join(REWARDS))
-    require_one_of(f"{key}.kind", node["kind"], REWARDS)
+    kinds = ", ".join(REWARDS)
+    require("kind" in node, f"{key}.kind", "missing", kinds)
+    require(node["kind"] in list(REWARDS), f"{key}.kind", node["kind"], kinds)
     config = build(REWARDS[node["kind"]], node, key)
     config.check(key)
     return config

@@ -7,28 +7,29 @@ import os
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.logger_config import LoggerConfig, logger_config
-from lightning_rlhf.core.config import (
-    EvalConfig,
-    RMConfig,
-    SFTConfig,
-    require,
-    require_flag,
-    require_number,
-    require_one_of,
-    require_text,
-)
-from lightning_rlhf.core.errors import ConfigError, first_line
+from lightning_rlhf.core.config import DType, EvalConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.errors import ConfigError, first_line, require
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.data.config import DataConfig, Split
-from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.core.validation import (
+    STRICT,
+    PositiveInt,
+    Text,
+    build,
+    check_value,
+    described,
+    refuse_unknown,
+)
+from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards.config import ComponentConfig
 from lightning_rlhf.stages.reward_section import (
     SUM,
@@ -37,7 +38,7 @@ from lightning_rlhf.stages.reward_section import (
     read_reward,
     redacted_section,
 )
-from lightning_rlhf.stages.sections import build, frozen_lists, refuse_unknown, section
+from lightning_rlhf.stages.sections import section
 
 EXAMPLES = {
     "reward.path": "rules.py:score",
@@ -50,6 +51,7 @@ FOLDER_NAME = (
     "a folder name of characters that can be seen, without slashes and line breaks, which begins "
     "with a letter or digit and does not end with a dot or space"
 )
+FolderName = Annotated[Text, described("a folder name of at most 255 bytes, no line breaks")]
 STAGES: Mapping[str, type] = {
     "sft": SFTConfig,
     "rm": RMConfig,
@@ -58,39 +60,29 @@ STAGES: Mapping[str, type] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicySource:
     """The model that a stage starts from."""
 
-    checkpoint: str | None
-
-    def __post_init__(self) -> None:
-        if self.checkpoint is not None:
-            require_text("policy.checkpoint", self.checkpoint, "a folder, a hub id, base, or null")
+    checkpoint: Annotated[Text, described("a folder, a hub id, base")] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig:
     """Where the run is computed: Lightning's Trainer, and torch's threads and weights."""
 
-    accelerator: str
-    devices: int
-    precision: str
-    weights_dtype: str
-    threads: int | None
-    log_every_n_steps: int
-
-    def __post_init__(self) -> None:
-        require_one_of("trainer.accelerator", self.accelerator, ("cpu", "gpu"))
-        require(self.devices == 1, "trainer.devices", self.devices, "1")
-        require_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
-        require_one_of("trainer.weights_dtype", self.weights_dtype, ("float32", "bfloat16"))
-        if self.threads is not None:
-            require_number("trainer.threads", self.threads, at_least=1, at_most=1024, whole=True)
-        require_number("trainer.log_every_n_steps", self.log_every_n_steps, at_least=1, whole=True)
+    accelerator: Literal["cpu", "gpu"]
+    devices: Literal[1]
+    precision: Literal["32-true", "bf16-mixed"]
+    weights_dtype: DType
+    threads: Annotated[int, Field(ge=1, le=1024)] | None
+    log_every_n_steps: PositiveInt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything a run of one stage is told."""
 
@@ -131,17 +123,17 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     refuse_unknown(tree, known | {"recipe", stage}, "")
     for key in (*known, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
-    require_number("seed", tree["seed"], at_least=0, at_most=2**32 - 1, whole=True)
+    check_value("seed", tree["seed"], Seed)
     for key in ("overwrite", "record", "debug"):
-        require_flag(key, tree[key])
+        check_value(key, tree[key], bool)
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)
-    require_text("outputs", tree["outputs"], "a folder")
+    check_value("outputs", tree["outputs"], Annotated[Text, described("a folder")])
     if tree["resume"] and tree["overwrite"]:
         given = "true" if tree["resume"] is True else tree["resume"]
         raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
-    config: Any = build(STAGES[stage], frozen_lists(tree[stage]), stage)
+    config: Any = build(STAGES[stage], tree[stage], stage)
     if isinstance(config, PPOConfig):
         check_normalization(config, reward)
     tree["reward"] = redacted_section(tree["reward"])
@@ -149,7 +141,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         stage=stage,
         config=config,
         model=read_model(tree),
-        data=_data(tree),
+        data=build(DataConfig, tree["data"], "data"),
         reward=reward,
         trainer=build(TrainerConfig, tree["trainer"], "trainer"),
         logger=logger_config(section(tree, "logger", "kind")),
@@ -181,7 +173,7 @@ def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
         require(not is_other, key, name, f"text; quote what reads as no text: \"{key}='NAME'\"")
         is_name = is_word and re.fullmatch(r"\w[^/\\]*(?<![. ])", str(name)) is not None
         require(is_name and str(name).isprintable(), key, name, FOLDER_NAME)
-        require_text(key, str(name), "a folder name of at most 255 bytes, no line breaks")
+        check_value(key, str(name), FolderName)
         require(name not in STAGES, key, name, f"a name other than {', '.join(STAGES)}")
     model_name = str(names.pop("model.name"))
     texts = {key: str(name) for key, name in names.items()}
@@ -226,7 +218,7 @@ def _stage(tree: Mapping[str, Any]) -> Any:
             "of them"
         )
     stage = tree["stage"]
-    require_one_of("stage", stage, STAGES)
+    require(stage in list(STAGES), "stage", stage, ", ".join(STAGES))
     for other in STAGES:
         if other != stage and other in tree:
             node = tree[other]
@@ -239,14 +231,5 @@ def _stage(tree: Mapping[str, Any]) -> Any:
 
 
 def read_model(tree: Mapping[str, Any]) -> ModelConfig:
-    """The section `model` of a configuration."""
-    model = dict(section(tree, "model", "lora"))
-    lora = build(LoRASettings, frozen_lists(model["lora"]), "model.lora")
-    return build(ModelConfig, model | {"lora": lora}, "model")
-
-
-def _data(tree: Mapping[str, Any]) -> DataConfig:
-    kinds = ("demonstrations", "preferences", "prompts")
-    data = dict(section(tree, "data", *kinds))
-    splits = {kind: build(Split, data[kind], f"data.{kind}") for kind in kinds}
-    return build(DataConfig, data | splits, "data")
+    """Return the section `model` of a configuration."""
+    return build(ModelConfig, section(tree, "model"), "model")

@@ -11,8 +11,8 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlhf.callbacks.last_batch import KeepLastBatch
-from lightning_rlhf.core.config import RMConfig, SFTConfig, require
-from lightning_rlhf.core.errors import NotFiniteError
+from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.errors import NotFiniteError, require
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.last_batch import Kind

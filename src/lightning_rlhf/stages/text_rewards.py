@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.config import require
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.memory import BatchSize
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad

@@ -1,0 +1,238 @@
+"""Validation of values by pydantic: the types with bounds, and one line for what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Collection, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import ValidationError as PydanticError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from lightning_rlhf.core.errors import ConfigError, refused, require
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+"""Configuration of every dataclass that is validated: 2 is a float, and True is no integer."""
+LARGEST = 2**53
+"""Largest whole number; floats count no further."""
+MOST = 1_000_000
+"""Largest number of rows, or of anything else that is held in memory at once."""
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _usable(text: str) -> str:
+    """Return `text` if it can name a file, a folder or a model.
+
+    Not empty, without control characters and halves of surrogate pairs; and no longer than file
+    systems allow: 255 bytes between two slashes, 4095 in all.
+    """
+    if (
+        text.strip() == ""
+        or re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text)
+        or len(text.encode()) > 4095
+        or any(len(part.encode()) > 255 for part in text.split("/"))
+    ):
+        raise ValueError("the text cannot name a file")
+    return text
+
+
+def described(words: str) -> FieldInfo:
+    """Return an annotation that says in `words` which values a field takes."""
+    return Field(description=words)  # type: ignore[no-any-return]
+
+
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+"""Number of things that are held in memory at once."""
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, AfterValidator(_usable), described("text")]
+"""Text that can name a file, a folder or a model."""
+Options = Annotated[dict[str, Any], described("a mapping of names to values")]
+
+
+def section(cls: type[T]) -> BeforeValidator:
+    """Return an annotation with which a field of type `cls` also takes a mapping of its keys."""
+    return BeforeValidator(lambda node: _construct(cls, node) if _is_mapping(node) else node)
+
+
+def build(cls: type[T], node: Any, key: str) -> T:
+    """Return `cls(**node)`, where `node` is the section `key` of a configuration.
+
+    Raises ConfigError naming the key, what was found and what is allowed.
+    """
+    require(_is_mapping(node), key, node, "a mapping of keys to values")
+    try:
+        return _construct(cls, node)
+    except PydanticError as error:
+        message = _message(error, cls, node, key)
+    raise ConfigError(message)  # without what pydantic says, which shows secrets
+
+
+def check_value(key: str, found: Any, kind: Any) -> None:
+    """Raise ConfigError naming `key` unless `found` is of the type `kind`, bounds included."""
+    if not fits(found, kind):
+        raise ConfigError(refused(key, found, allowed(kind, found)))
+
+
+def fits(found: Any, kind: Any) -> bool:
+    """Return whether `found` is of the type `kind`, bounds included."""
+    try:
+        TypeAdapter(kind, config=STRICT).validate_python(found)
+    except PydanticError:
+        return False
+    return True
+
+
+def rule(holds: bool, field: str, found: Any, allowed: str) -> None:
+    """Raise ValueError unless it holds, in the `__post_init__` of a validated dataclass.
+
+    `build` turns it into a ConfigError, with the key of the section before the name of the field.
+    """
+    if not holds:
+        raise ValueError(refused(field, found, allowed))
+
+
+def check_divides(small_field: str, small: int, large_field: str, large: int) -> None:
+    """Raise ValueError, as `rule` does, unless `small` divides `large`."""
+    if large % small:
+        divisors = ", ".join(str(n) for n in range(1, large + 1) if large % n == 0)
+        raise ValueError(
+            f"{large_field} is {large}, which {small_field} = {small} does not divide; allowed for "
+            f"{small_field}: {divisors}"
+        )
+
+
+def refuse_unknown(node: Mapping[Any, Any], known: Collection[str], prefix: str) -> None:
+    """Raise ConfigError for a key that nothing reads."""
+    for key in node:
+        if key not in known:
+            raise ConfigError(_unknown(str(key), known, prefix))
+
+
+def allowed(hint: Any, found: Any = None) -> str:
+    """Return in words which values the type `hint` takes.
+
+    Limits of memory and of counting are named only where the number `found` is beyond them.
+    """
+    kind, bounds, description = _parts(hint)
+    if description is not None:
+        return description
+    if get_origin(kind) in (Union, UnionType):
+        *_, member = (member for member in get_args(kind) if member is not NoneType)
+        words = allowed(Annotated[member, *bounds] if bounds else member, found)
+        return f"{words}, or null" if NoneType in get_args(kind) else words
+    if get_origin(kind) is Literal:
+        return ", ".join("null" if value is None else str(value) for value in get_args(kind))
+    if kind is bool:
+        return "true, false"
+    if dataclasses.is_dataclass(kind):
+        return "a mapping of keys to values"
+    if kind not in (int, float):
+        return str(getattr(kind, "__name__", kind))
+    limits = [
+        f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
+        for bound in bounds
+        for name, sign in _SIGNS.items()
+        if hasattr(bound, name)
+        for limit in [getattr(bound, name)]
+        if kind is float or limit not in (MOST, LARGEST) or _is_above(found, limit)
+    ]
+    return " and ".join(["a whole number" if kind is int else "a number", *limits])
+
+
+def _construct(cls: type[T], node: Mapping[Any, Any]) -> T:
+    return cls(**{str(key): value for key, value in node.items()})
+
+
+def _is_mapping(node: Any) -> bool:
+    return isinstance(node, Mapping)
+
+
+def _is_above(found: Any, limit: int) -> bool:
+    return isinstance(found, int) and found > limit
+
+
+def _parts(hint: Any) -> tuple[Any, list[Any], str | None]:
+    """Return the type inside `Annotated`, its bounds, and its description if it has one."""
+    if get_origin(hint) is not Annotated:
+        return hint, [], None
+    kind, *notes = get_args(hint)
+    bounds: list[Any] = []
+    description = None
+    for note in notes:
+        bounds += note.metadata if isinstance(note, FieldInfo) else [note]
+        if isinstance(note, FieldInfo) and note.description is not None:
+            description = note.description
+    return kind, bounds, description
+
+
+def _message(error: PydanticError, cls: type, node: Mapping[Any, Any], key: str) -> str:
+    """Return one line about the first error, unknown keys before others, and the other keys."""
+    details = error.errors(include_url=False)
+    order = ("unexpected_keyword_argument", "missing")
+    details.sort(key=lambda d: order.index(d["type"]) if d["type"] in order else len(order))
+    lines: dict[str, str] = {}
+    for detail in details:
+        named, line = _line(detail, cls, node, key)
+        lines.setdefault(named, line)
+    (_, first), *others = lines.items()
+    if not others:
+        return first
+    shown = ", ".join(name for name, _ in others[:3]) + ", ..." * (len(others) > 3)
+    return f"{first} (and {len(others)} more: {shown})"
+
+
+def _line(detail: ErrorDetails, cls: Any, node: Any, key: str) -> tuple[str, str]:
+    """Return the key of an error and what is said of it.
+
+    cls: class of the section `key`, and node: what it was to be built from.
+    """
+    rest = list(detail["loc"])
+    hint: Any = cls
+    while rest:
+        part = rest[0]
+        if dataclasses.is_dataclass(hint) and isinstance(node, Mapping):
+            name = str(part)
+            if detail["type"] == "unexpected_keyword_argument" and len(rest) == 1:
+                known = [field.name for field in dataclasses.fields(hint)]
+                return f"{key}.{name}", _unknown(name, known, f"{key}.")
+            if detail["type"] == "missing" and len(rest) == 1:
+                return f"{key}.{name}", f"{key}.{name} is missing from the configuration"
+            key, node = f"{key}.{name}", node[name]
+            hint = get_type_hints(hint, include_extras=True)[name]
+        elif isinstance(part, int) and _is_section(_item(hint)):
+            key, node, hint = f"{key}[{part}]", node[part], _item(hint)
+        else:
+            break
+        rest.pop(0)
+        hint = _parts(hint)[0] if _is_section(hint) else hint
+    if detail["type"] == "value_error" and dataclasses.is_dataclass(hint):
+        return key, f"{key}.{detail['ctx']['error']}"
+    found = detail["input"] if rest and all(isinstance(part, int) for part in rest) else node
+    return key, refused(key, found, allowed(hint, found))
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(_parts(hint)[0])
+
+
+def _item(hint: Any) -> Any:
+    """Return the type of the items of `tuple[T, ...]`; None of another type."""
+    kind = _parts(hint)[0]
+    return get_args(kind)[0] if get_origin(kind) is tuple else None
+
+
+def _unknown(key: str, known: Collection[str], prefix: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {prefix}{close[0]}?" if close else f"allowed: {', '.join(sorted(known))}"
+    return f"{prefix}{key} is not a known key; {hint}"
