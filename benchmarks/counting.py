@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_rlhf.core import products
-from lightning_rlhf.rollout.product import ROWS
+from lightning_rlhf.kernels import products
+from lightning_rlhf.kernels.joint_linear import ROWS
 
 PRODUCTS = {
     torch.ops.aten.mm.default: 0,

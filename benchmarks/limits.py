@@ -90,7 +90,7 @@ def rollout_flops(module: PPOModule, experience: Experience) -> int:
     total = 0
     for row in experience.split(1):
         with (
-            module.roles.folded(),
+            module.roles.merged(),
             flop_counter() as counter,
             sdpa_kernel(SDPBackend.MATH),
         ):

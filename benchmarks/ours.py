@@ -18,9 +18,9 @@ from common import ROOT, Clock, OnIteration, Setting
 from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.types import Experience, Prompts, Replies
+from lightning_rlhf.kernels.decoder import compile_layers
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.packed import compile_layers
 from lightning_rlhf.models.roles import CRITIC, POLICY, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import markdown_table
 from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.models.lora import QuickLinear
+from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.modules.ppo import PPOModule
 from machine import in_turn, middle, options, write
 from workloads import WORKLOADS, Workload, build_module, parameters, prompts_of
@@ -40,12 +40,12 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
         tokens["ours"].append(int(rollout.response_mask.sum()))
 
     def peer() -> None:
-        with patch.object(QuickLinear, "forward", LoRALinear.forward):
+        with patch.object(FusedLoRALinear, "forward", LoRALinear.forward):
             count = peer_tokens(module, prompts, workload, next(seeds))
         tokens["peer"].append(count)
 
     def merged() -> None:
-        with module.roles.folded():
+        with module.roles.merged():
             count = peer_tokens(module, prompts, workload, next(seeds))
         tokens["peer, merged"].append(count)
 

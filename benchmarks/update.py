@@ -1,41 +1,53 @@
-"""What each trick of an update saves: the update with it and without it.
+"""What the fast layers save, and what else an update depends on: with each and without it.
 
-python benchmarks/update.py [--quick] [--device cpu]
+python benchmarks/update.py [--quick] [--device cpu] [--clock cpu]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
 from common import markdown_table
 from counting import Memory
-from lightning_rlhf.core import logprobs, products
+from lightning_rlhf.core import logprobs
+from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.types import Experience, Prompts
-from lightning_rlhf.models import lora, packed, packing
-from lightning_rlhf.models.lora import QuickLinear
+from lightning_rlhf.kernels import attention, joint_linear, merging, products
+from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
+from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
-from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.ppo import TRAINING, PPOModule
+from lightning_rlhf.rollout import native
 from lightning_rlhf.rollout.native import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
-from machine import in_turn, middle, options, write
+from machine import in_turn, middle, options, seconds, write
 from workloads import WORKLOADS, build_module, experience_of, prompts_of, within_fit
 
 MICROBATCH = 8
+KERNELS = {
+    "tiny-eos": (8, 32),
+    "vocab32k-eos": (8,),
+    "hybrid": (8,),
+    "8m": (8,),
+    "8m-bf16": (8,),
+}
+"""Workload -> sizes of a micro-batch with which the groups of fast layers are measured."""
 SIZES = {2048: 1024, 32768: 512, 248320: 128}
 """Vocabulary -> tokens."""
 WIDTH = 64
+FAST = "all fast"
 
 
 def plain(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,14 +87,149 @@ def everywhere(roles: Roles, tokens: Tensor, wanted: Tensor) -> Tensor:
 
 @contextmanager
 def recomputed(module: PPOModule) -> Iterator[None]:
-    """Inside, as with model.gradient_checkpointing=true."""
-    layers = module.roles.causal_lm.base_model.layers
-    packed.recompute(module.roles.causal_lm)
+    """Recompute layers as model.gradient_checkpointing=true does."""
+    module.roles.recompute_layers()
     try:
         yield
     finally:
-        for layer in layers:
-            layer.recomputes = False
+        for layer in module.roles.causal_lm.base_model.layers:
+            del layer.forward
+
+
+@contextmanager
+def kernels(module: PPOModule, choice: KernelChoice) -> Iterator[None]:
+    """Compute with model.kernels=choice."""
+    roles = module.roles
+    before = roles._kernel_choice
+    roles._kernel_choice = choice
+    roles._set_kernels()
+    try:
+        yield
+    finally:
+        roles._kernel_choice = before
+        roles._set_kernels()
+
+
+@contextmanager
+def by_library(module: PPOModule, *kinds: type[FastLayer]) -> Iterator[None]:
+    """Give layers of these kinds the classes of their library."""
+    layers = [layer for layer in module.roles.modules() if isinstance(layer, kinds)]
+    classes = [type(layer) for layer in layers]
+    for layer in layers:
+        layer.__class__ = library_class(layer)
+    try:
+        yield
+    finally:
+        for layer, kind in zip(layers, classes, strict=True):
+            layer.__class__ = kind
+
+
+def together(*contexts: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a context of all of them."""
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            yield
+
+    return inside
+
+
+def groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
+    """Return the groups of fast layers that are switched off, with the context that does it."""
+    norms = partial(by_library, module, FusedRMSNorm)
+    packed = partial(patch.object, Roles, "hidden_at", everywhere)
+    torch_products = partial(patch.object, products, "fp32_by_onednn", bool)
+    peft = partial(by_library, module, FusedLoRALinear)
+    chunks = partial(by_library, module, ChunkedDeltaNet)
+    sdpa = partial(patch.object, attention, "_is_slow", lambda query: False)
+    return {
+        FAST: nullcontext,
+        "norms off": norms,
+        "packing off": packed,
+        "oneDNN's fp32 products off": torch_products,
+        "fused LoRA off": peft,
+        "short chunks of the delta rule off": chunks,
+        "16-bit attention gradient off": sdpa,
+        "norms, packing, chunks and attention off": together(norms, packed, chunks, sdpa),
+        "LoRA and oneDNN off": together(peft, torch_products),
+        "all plain": partial(kernels, module, "plain"),
+    }
+
+
+def rollout_groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
+    """Return as `groups` what a rollout is sampled by."""
+    step = partial(patch.object, native, "can_decode", lambda *_: False)
+    merged = partial(patch.object, merging, "_can_merge", lambda layer: False)
+    return {
+        FAST: nullcontext,
+        "decoding step off": step,
+        "merged adapters off": merged,
+        "weights in oneDNN's layout off": partial(
+            patch.object, joint_linear, "_can_be_packed", lambda weight: False
+        ),
+        "decoding step and merged adapters off": together(step, merged),
+        "all plain": partial(kernels, module, "plain"),
+    }
+
+
+def kernel_groups(
+    name: str, microbatch: int, repeats: int, device: torch.device
+) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of updates and of rollouts with each group off."""
+    workload = WORKLOADS[name]
+    module = build_module(workload, device, microbatch_size=microbatch)
+
+    def work(prompts: Prompts) -> dict[str, dict[str, list[float]]]:
+        experience = experience_of(module, prompts)
+
+        def rollout() -> None:
+            module.roll_out(prompts, module.generator(TRAINING, 0))
+
+        with kernels(module, "fast"):
+            return {
+                "update": in_contexts(
+                    groups(module), lambda: module.update(experience), repeats, device
+                ),
+                "rollout": in_contexts(rollout_groups(module), rollout, repeats, device),
+            }
+
+    precision = "bf16-mixed" if workload.dtype == torch.bfloat16 else "32-true"
+    return within_fit(module, prompts_of(workload), device, work, precision)
+
+
+def in_contexts(
+    contexts: dict[str, Callable[[], Any]],
+    work: Callable[[], object],
+    repeats: int,
+    device: torch.device,
+) -> dict[str, list[float]]:
+    """Return the seconds of `work` in each context, in turn, after one round that warms up.
+
+    Entering and leaving a context takes none of them.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contexts}
+    for turn in range(repeats + 1):
+        gc.collect()
+        for name, context in contexts.items():
+            with context():
+                took = seconds(work, device)
+            if turn:
+                found[name].append(took)
+    return found
+
+
+def kernels_table(results: dict[str, Any], what: str) -> str:
+    """Return the seconds and the ratios to all fast, round by round, as Markdown."""
+    rows = []
+    for name, found in results.items():
+        base = found[what][FAST]
+        for group, times in found[what].items():
+            ratios = [a / b for a, b in zip(times, base, strict=True)]
+            rows.append([name, group, middle(times), middle(ratios, ".2f")])
+    return markdown_table(["workload", "changed", "seconds", "over all fast"], rows)
 
 
 def by_autograd(
@@ -128,19 +275,11 @@ def every_position() -> Iterator[None]:
 
 
 def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
-    """What is switched off or changed -> the context that does it."""
+    """What else is changed -> the context that does it."""
     return {
         "as it is": nullcontext,
-        "fp32 by torch alone, lengths not rounded up": lambda: patch.object(
-            products, "fp32_by_onednn", bool
-        ),
-        "all positions through all layers": lambda: patch.object(Roles, "hidden_at", everywhere),
-        "padding through all layers": lambda: patch.object(packing, "WORTH", 1),
         "layers computed once more": lambda: recomputed(module),
         "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
-        "LoRA by PEFT": lambda: patch.object(QuickLinear, "forward", LoRALinear.forward),
-        "adapters beside the weights": lambda: patch.object(lora, "FOLD_FROM", float("inf")),
-        "lengths as they are": lambda: patch.object(packing, "COLUMNS", 1),
         "logits of 64 tokens at a time": lambda: patch.object(
             logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size
         ),
@@ -280,7 +419,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     repeats = 3 if args.quick else 5
     names = ["tiny-eos"] if args.quick else ["tiny-eos", "vocab32k-eos", "8m"]
     sizes = {2048: 256} if args.quick else SIZES
+    sizes_of = {"tiny-eos": (8,)} if args.quick else KERNELS
     return {
+        "kernels": {
+            f"{name}, micro-batches of {size}": kernel_groups(name, size, repeats, args.device)
+            for name, sizes_here in sizes_of.items()
+            for size in sizes_here
+        },
         "updates": {name: whole_updates(name, repeats, args.device) for name in names},
         "heads": {f"{v} x {n}": one_head(v, n, repeats, args.device) for v, n in sizes.items()},
     }
@@ -292,13 +437,19 @@ def main() -> None:
     write(
         args,
         "update",
-        "What the tricks of an update save",
+        "What the fast layers of an update save",
         results,
         "One update of PPO, forward, backward and optimizer step, on 32 responses: prompts of 16 "
         "to 32 tokens, responses of 20 tokens on the mean and at most 48 (`-eos`) or all of 48, in "
         f"micro-batches of {MICROBATCH} sorted by length. Median [smallest-largest], the variants "
         "in turn, after one round that warms up. Of the gradient, the norm of the difference over "
         "its own norm.",
+        "With groups of fast layers off, and with all off, which is `model.kernels=plain`; ratios "
+        "are of the same round.",
+        kernels_table(results["kernels"], "update"),
+        "Rollouts of the same responses, likewise.",
+        kernels_table(results["kernels"], "rollout"),
+        "With something else changed:",
         updates_table(results["updates"]),
         f"`token_logprobs` on hidden states of width {WIDTH}, forward and backward, beside "
         "log_softmax, gather and entropy as the formulas say. Differences are over the largest "

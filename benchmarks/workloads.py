@@ -188,11 +188,14 @@ def experience_of(module: PPOModule, prompts: Prompts) -> Experience:
     )
 
 
-def fit(module: PPOModule, prompts: Prompts, device: torch.device) -> None:
+def fit(
+    module: PPOModule, prompts: Prompts, device: torch.device, precision: Any = "32-true"
+) -> None:
     """Run one iteration in Lightning's Trainer, without logging."""
     trainer = L.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1,
+        precision=precision,
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
@@ -206,7 +209,11 @@ def fit(module: PPOModule, prompts: Prompts, device: torch.device) -> None:
 
 
 def within_fit(
-    module: PPOModule, prompts: Prompts, device: torch.device, work: Callable[[Prompts], T]
+    module: PPOModule,
+    prompts: Prompts,
+    device: torch.device,
+    work: Callable[[Prompts], T],
+    precision: Any = "32-true",
 ) -> T:
     """Return `work(prompts)`, run in place of a training step.
 
@@ -218,5 +225,5 @@ def within_fit(
         found.append(work(batch))
 
     module.training_step = step  # type: ignore
-    fit(module, prompts, device)
+    fit(module, prompts, device, precision)
     return found[0]

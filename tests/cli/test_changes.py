@@ -60,3 +60,12 @@ def test_a_reward_written_before_there_was_the_key_is_read() -> None:
     assert (
         read_reward(node)["head"] == read_reward({k: node[k] for k in node if k != "unfit"})["head"]
     )
+
+
+def test_a_run_of_a_version_without_a_choice_of_kernels_goes_on_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"stage": "sft", "model": {"name": "a"}}))
+    now = {"stage": "sft", "model": {"name": "a", "kernels": "auto"}}
+    assert changes(now, file) == []
+    now["model"] = {"name": "a", "kernels": "plain"}
+    assert changes(now, file) == ['model.kernels was "auto", is "plain"']

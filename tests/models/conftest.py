@@ -77,6 +77,7 @@ def build_config(**changes: Any) -> ModelConfig:
         "attn_implementation": None,
         "gradient_checkpointing": False,
         "compile": False,
+        "kernels": "auto",
         "trust_remote_code": False,
         "lora": LORA,
     }

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core.types import Experience, UpdateStats
-from lightning_rlhf.models import packing, roles
-from lightning_rlhf.models.layers import QUICK
-from lightning_rlhf.models.lora import QuickLinear
-from lightning_rlhf.models.packed import PACKED
+from lightning_rlhf.kernels import packing
+from lightning_rlhf.kernels.layers import FastLayer
+from lightning_rlhf.kernels.patch import Kernels
+from lightning_rlhf.models import roles
 from lightning_rlhf.models.roles import VALUE
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -120,11 +120,10 @@ def test_update_is_the_slow_version(
 ) -> None:
     settings: dict[str, Any] = {"vf_coef": 0.5, "ent_coef": 0.1, "temperature": temperature}
     with monkeypatch.context() as all_by_the_libraries:
-        all_by_the_libraries.setattr(roles, "quicken", lambda model: None)
-        all_by_the_libraries.setattr(roles, "pack", lambda model: False)
+        plain = Kernels("plain", "for the slow version")
+        all_by_the_libraries.setattr(roles, "use_kernels", lambda choice, model: plain)
         slow_module = make_ppo(architecture, spread=0.1, **settings)
-    ours = {QuickLinear, *QUICK.values(), *PACKED.values()}
-    assert not ours & {type(module) for module in slow_module.roles.modules()}
+    assert not any(isinstance(module, FastLayer) for module in slow_module.roles.modules())
     experience = off_policy(slow_module)
     loss, expected = slow_update(slow_module, experience)
     loss.backward()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core import products
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, SampledResponses
-from lightning_rlhf.models.lora import QuickLinear
+from lightning_rlhf.kernels import products
+from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models.roles import POLICY, REFERENCE, VALUE, Roles
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler, position_ids
@@ -291,10 +291,10 @@ def test_tokens_are_sampled_from_folded_weights(
 ) -> None:
     """No layer with an adapter beside it is asked while the responses are written."""
 
-    def asked(self: QuickLinear, *args: object) -> None:
+    def asked(self: FusedLoRALinear, *args: object) -> None:
         raise AssertionError("an adapter was asked beside its layer")
 
-    monkeypatch.setattr(QuickLinear, "forward", asked)
+    monkeypatch.setattr(FusedLoRALinear, "forward", asked)
     roll_out(roles, prompts, max_response_tokens=3)
     with pytest.raises(AssertionError), roles.acting(POLICY):
         roles.hidden(prompts.tokens)

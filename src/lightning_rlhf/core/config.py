@@ -23,6 +23,7 @@ Stage = str
 """Name of a stage."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
+KernelChoice = Literal["auto", "fast", "plain"]
 Normalization = Literal["none", "stored", "running"]
 
 

@@ -13,8 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_rlhf.core.products import ROWS, compiled_by_shape, rounded_up
-
 T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits alive at once: 64 MB in fp32, whatever the vocabulary
@@ -30,6 +28,7 @@ def token_logprobs(
     temperature: float,
     vocab_size: int,
     frozen_head: bool = False,
+    row_multiple: int = 1,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Log-probability of `targets[i]` and entropy of the distribution after `hidden[i]`.
 
@@ -41,12 +40,15 @@ def token_logprobs(
     frozen_head: log-probabilities have a gradient in `hidden` alone, and the entropy has none. It
         is then known with the logits: nothing is kept of them, and nothing computed again. What
         the head returns is written over, so that its own gradient must not need it.
+    row_multiple: a frozen head is given rows of zeros that round their number up to a multiple.
 
     Returns: logprobs and entropy, fp32, nats.
     """
     if frozen_head:
         known = hidden if torch.is_grad_enabled() else hidden.detach()
-        logprobs, entropy = _FrozenHead.apply(known, targets, head, temperature, vocab_size)
+        logprobs, entropy = _FrozenHead.apply(
+            known, targets, head, temperature, vocab_size, row_multiple
+        )
         return logprobs, entropy
     chunks = _in_chunks(_token_chunk, (hidden, targets), head, temperature, vocab_size)
     logprobs, entropy = zip(*chunks, strict=True)
@@ -196,6 +198,7 @@ class _FrozenHead(torch.autograd.Function):
         head: Head,
         temperature: float,
         vocab_size: int,
+        row_multiple: int,
     ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
         learns = ctx.needs_input_grad[0]
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -206,7 +209,7 @@ class _FrozenHead(torch.autograd.Function):
             strict=True,
         ):
             count = len(h)
-            more = min(rounded_up(count, ROWS), size) - count if compiled_by_shape(h) else 0
+            more = min(-(-count // row_multiple) * row_multiple, size) - count
             with torch.set_grad_enabled(learns):
                 h = F.pad(h.detach(), (0, 0, 0, more)).requires_grad_(learns)
                 logits = head(h)
@@ -223,6 +226,6 @@ class _FrozenHead(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, d_logprobs: Float[Tensor, " N"], d_entropy: Tensor
-    ) -> tuple[Float[Tensor, "N d"], None, None, None, None]:
+    ) -> tuple[Float[Tensor, "N d"], None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * d_logprobs[:, None]).to(gradient.dtype), None, None, None, None
+        return (gradient * d_logprobs[:, None]).to(gradient.dtype), None, None, None, None, None

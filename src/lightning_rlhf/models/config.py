@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.config import DType, Quantization
+from lightning_rlhf.core.config import DType, KernelChoice, Quantization
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import (
     STRICT,
@@ -65,6 +65,8 @@ class ModelConfig:
     attn_implementation: Text | None
     gradient_checkpointing: bool
     compile: bool
+    kernels: KernelChoice
+    """Layers that compute: fast ones, the library's own, or what was measured to be faster."""
     trust_remote_code: bool
     lora: Annotated[LoRASettings, section(LoRASettings)]
 
@@ -82,3 +84,6 @@ class ModelConfig:
                  "a folder or hub id, since model.from_config has no tokenizer")  # fmt: skip
             rule(self.quantization == "none", "quantization", self.quantization,
                  "none, since model.from_config has no weights to quantise")  # fmt: skip
+        if self.compile:
+            rule(self.kernels != "plain", "kernels", self.kernels,
+                 "auto or fast with model.compile=true, which compiles fast layers")  # fmt: skip

@@ -53,7 +53,7 @@ def add_critic(
                     "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
                 )
         case "model":
-            owner, role = Roles(whole_weights(config, sft, reward, seed)), CRITIC
+            owner, role = Roles(whole_weights(config, sft, reward, seed), config.kernels), CRITIC
             owner.assign(CRITIC)
     owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
     if reward is not None:

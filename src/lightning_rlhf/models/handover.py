@@ -41,7 +41,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
     full, or does not match its fingerprint.
     """
     if sft is None:
-        return Roles(load_causal_lm(config, trainable=trainable, seed=seed))
+        return Roles(load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
     if sft.manifest is not None and sft.manifest.stage == "rm":
         raise CheckpointError(
             f"{sft.path} is a reward model; allowed: the final/ folder of stage=sft or stage=ppo"
@@ -52,7 +52,8 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
             stacklevel=2,
         )
     if not sft.is_adapter:
-        roles = Roles(load_causal_lm(config, str(sft.path), trainable=trainable, seed=seed))
+        model = load_causal_lm(config, str(sft.path), trainable=trainable, seed=seed)
+        roles = Roles(model, config.kernels)
         check_fingerprint(roles, REFERENCE, sft, "self")
         return roles
     if trainable:
@@ -61,7 +62,8 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
             "finetune=lora, or an SFT model trained with sft.finetune=full"
         )
     base_seed = sft.manifest.base_seed if sft.manifest else seed
-    roles = Roles(load_causal_lm(config, sft.base_folder, trainable=False, seed=base_seed))
+    model = load_causal_lm(config, sft.base_folder, trainable=False, seed=base_seed)
+    roles = Roles(model, config.kernels)
     check_fingerprint(roles, BASE, sft, "below")
     roles.load_adapter(SFT, sft.path, trainable=False)
     check_fingerprint(roles, REFERENCE, sft, "self")
@@ -103,7 +105,7 @@ def attach_reward(
 
 def whole_reward(final: Final, role: str, config: ModelConfig) -> Roles:
     """Load a reward model of whole weights as `role` of a new Roles object."""
-    owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0))
+    owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0), config.kernels)
     owner.heads[role] = load_head(final, REWARD, owner.hidden_size)
     owner.assign(role)
     check_fingerprint(owner, role, final, "self")

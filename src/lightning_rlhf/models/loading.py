@@ -27,10 +27,11 @@ from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.config import Quantization
 from lightning_rlhf.core.device_memory import total_memory
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
-from lightning_rlhf.core.products import fp32_by_onednn
-from lightning_rlhf.models.compiled import check_compiler
+from lightning_rlhf.kernels.compiled import check_compiler
+from lightning_rlhf.kernels.decoder import compile_layers
+from lightning_rlhf.kernels.products import fp32_by_onednn
+from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.packed import compile_layers, recompute
 from lightning_rlhf.models.weights import (
     DEEPEST,
     beyond_depth,

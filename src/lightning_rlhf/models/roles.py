@@ -14,8 +14,8 @@ whether the SFT adapter was merged or is a separate adapter.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -29,12 +29,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, last_real
-from lightning_rlhf.core.products import compiled_by_shape
-from lightning_rlhf.models import folding
+from lightning_rlhf.kernels.decoder import rotates_by_length
+from lightning_rlhf.kernels.lora import FusedLoRALinear
+from lightning_rlhf.kernels.merging import merged_adapters
+from lightning_rlhf.kernels.packing import Packing, columns_to_add
+from lightning_rlhf.kernels.patch import patch, use_kernels
+from lightning_rlhf.kernels.patch import rounding as rounding
+from lightning_rlhf.kernels.patch import same_logits as same_logits
+from lightning_rlhf.kernels.products import compiles_by_shape
 from lightning_rlhf.models.adapter import check_for_model, check_settings
-from lightning_rlhf.models.attention import attend_widely
+from lightning_rlhf.models.checkpointing import checkpoint_layers
 from lightning_rlhf.models.config import (
     BASE,
     POLICY,
@@ -46,9 +53,6 @@ from lightning_rlhf.models.config import (
 from lightning_rlhf.models.config import CRITIC as CRITIC
 from lightning_rlhf.models.config import VALUE as VALUE
 from lightning_rlhf.models.loading import naming
-from lightning_rlhf.models.lora import QuickLinear, quicken
-from lightning_rlhf.models.packed import pack, rotates_by_length
-from lightning_rlhf.models.packing import Packing, columns_to_add
 from lightning_rlhf.models.weights import check_weights
 
 
@@ -59,16 +63,18 @@ class Roles(nn.Module):
     there.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, kernels: KernelChoice = "auto") -> None:
+        """kernels: which layers compute; with auto the place of the weights decides."""
         super().__init__()
         self.model: PreTrainedModel | PeftModel = causal_lm
         self.heads = nn.ModuleDict()
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
         self._role = BASE
-        self._folded = False
-        attend_widely(causal_lm)
-        quicken(causal_lm)
-        self._packs = pack(causal_lm)
+        self._merged = False
+        self._kernel_choice: KernelChoice = kernels
+        self._set_kernels()
+        if getattr(causal_lm, "recomputes", False):
+            self.recompute_layers()
         self._check_head()
 
     @property
@@ -98,6 +104,22 @@ class Roles(nn.Module):
     def device(self) -> torch.device:
         """Return the device of the parameters."""
         return next(self.parameters()).device
+
+    def _set_kernels(self) -> None:
+        self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
+        """Which layers compute."""
+        self._kernel_device = self.device.type
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Roles:
+        """Move or cast the weights; torch has no public hook for a module inside another."""
+        super()._apply(fn, recurse)
+        if self.device.type != self._kernel_device:
+            self._set_kernels()
+        return self
+
+    def recompute_layers(self) -> None:
+        """Recompute the layers for the gradient, in the role that they were computed in."""
+        checkpoint_layers(self.causal_lm, lambda: partial(self.acting, self._role))
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
@@ -155,7 +177,8 @@ class Roles(nn.Module):
                 "the output layer has an adapter (model.lora.target_modules names it), but all "
                 "roles predict through one output layer; leave it out"
             )
-        quicken(self.model)
+        if self.kernels.kind == "fast":
+            patch(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         marker = f".{role}."
@@ -202,16 +225,16 @@ class Roles(nn.Module):
     def play(self, role: str) -> None:
         """Activate the adapters of `role`; trainable parameters stay trainable.
 
-        Raises RuntimeError inside `folded`.
+        Raises RuntimeError inside `merged`.
         """
-        if self._folded:
-            raise RuntimeError(f"{role} cannot be played while {self._role} is folded")
+        if self._merged:
+            raise RuntimeError(f"{role} cannot be played while {self._role} is merged")
         self._role = role
         if not isinstance(self.model, PeftModel):
             return
-        others = [layer for layer in self._layers if not isinstance(layer, QuickLinear)]
+        others = [layer for layer in self._layers if not isinstance(layer, FusedLoRALinear)]
         for layer in self._layers:
-            if isinstance(layer, QuickLinear):
+            if isinstance(layer, FusedLoRALinear):
                 layer.activate(self._stacks[role])
         for layer in others:
             layer.set_adapter(list(self._stacks[role]), inference_mode=True)
@@ -233,18 +256,20 @@ class Roles(nn.Module):
             self.play(before)
 
     @contextmanager
-    def folded(self) -> Iterator[None]:
+    def merged(self) -> Iterator[None]:
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
         The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `play` raises RuntimeError.
+        activated inside the block: `play` raises RuntimeError. With plain kernels the adapters stay
+        beside the weights.
         """
-        before, self._folded = self._folded, True
+        before, self._merged = self._merged, True
+        fast = self.kernels.kind == "fast"
         try:
-            with folding.folded(self.model):
+            with merged_adapters(self.model) if fast else nullcontext():
                 yield
         finally:
-            self._folded = before
+            self._merged = before
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.
@@ -262,15 +287,14 @@ class Roles(nn.Module):
         Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
         positions need.
         """
-        if not self._packs:
+        if self.kernels.kind == "plain":
             return self.hidden(tokens)[wanted]
         trunk = self.causal_lm.base_model
-        few_shapes = compiled_by_shape(self.causal_lm.get_input_embeddings().weight)
+        few_shapes = compiles_by_shape(self.causal_lm.get_input_embeddings().weight)
         if not rotates_by_length(self.causal_lm):
             more = columns_to_add(tokens.shape[1], few_shapes=few_shapes)
             tokens, wanted = (F.pad(x, (0, more)) for x in (tokens, wanted))
-        again = partial(self.acting, self._role)
-        packing = Packing.of(wanted, again, few_shapes=few_shapes)
+        packing = Packing.of(wanted, few_shapes=few_shapes)
         hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
         return hidden[: packing.count]
 
@@ -325,19 +349,6 @@ class Roles(nn.Module):
                 f"{self.causal_lm.config.model_type} changes its logits after the output layer "
                 "(soft-capping or scaling), which is not supported"
             )
-
-
-def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Return True if RMS(a - b) <= tolerance * RMS(b), RMS the root mean square; False for NaN."""
-    return bool((a - b).square().mean() <= tolerance**2 * b.square().mean())
-
-
-def rounding(model: PreTrainedModel) -> float:
-    """Return the relative difference allowed between two computations of one model's logits.
-
-    1e-4 in fp32 (other kernels, other order of sums), 3e-2 in 16 bits (weights rounded once more).
-    """
-    return 1e-4 if model.dtype == torch.float32 else 3e-2
 
 
 def trainable_names(module: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ from lightning_rlhf.data.rollouts import (
     weights_of,
 )
 from lightning_rlhf.models.weights import attention_of_the_hub
-from lightning_rlhf.stages.changes import read_config
+from lightning_rlhf.stages.changes import completed, read_config
 from lightning_rlhf.stages.folders import CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.registry import DEFINITION, STAGES, chosen_stage, stage_names
@@ -155,7 +155,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
             f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
             f"outputs/<run>/<model>/ppo{runs}"
         )
-    tree = read_config(file, "replay has to know what the run was told")
+    tree = completed(read_config(file, "replay has to know what the run was told"))
     if "stage" not in tree or tree["stage"] not in stage_names(tree):
         raise CheckpointError(f"{file} is damaged: it names no stage")
     if not trust_remote_code:

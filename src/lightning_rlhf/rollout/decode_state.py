@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.errors import LogitsError
-from lightning_rlhf.core.products import rounded_up
 from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.kernels.products import rounded_up
 
 MULTIPLE = 8  # where shapes are to be few, a multiple of it is left of the rows, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when no more than this share goes on

@@ -7,15 +7,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from lightning_rlhf.core.products import compiled_by_shape
 from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
+from lightning_rlhf.kernels.products import compiles_by_shape
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.decode_state import DecodeState
 from lightning_rlhf.rollout.sample import sample
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.rollout.step import Step, can_step
 
 
 class NativeSampler:
@@ -42,7 +42,7 @@ class NativeSampler:
     ) -> SampledResponses:
         """Return responses with their log-probabilities and values, as `Sampler.sample`."""
         roles, params = self.roles, self.params
-        few_shapes = compiled_by_shape(roles.causal_lm.get_input_embeddings().weight)
+        few_shapes = compiles_by_shape(roles.causal_lm.get_input_embeddings().weight)
         state = DecodeState(
             prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
         )
@@ -50,11 +50,13 @@ class NativeSampler:
         uniforms = torch.rand(batch, room, generator=generator).to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
         cache = roomy_cache(roles.causal_lm.config, state.width + room)
-        with roles.folded():
+        with roles.merged():
             hidden = last_hidden(
                 roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask)
             )
-            step = Step(roles.causal_lm, cache) if can_step(roles.causal_lm, cache) else None
+            step = (
+                DecodeStep(roles.causal_lm, cache) if can_decode(roles.causal_lm, cache) else None
+            )
             head = step.head if step else roles.head
             if samples_per_prompt > 1:
                 prompt = torch.arange(len(prompts), device=roles.device)

@@ -12,6 +12,7 @@ from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.core.masking import by_length, from_first_real
 from lightning_rlhf.core.shaping import weighted_sum
 from lightning_rlhf.core.types import Experience, Replies, SampledResponses, Scores
+from lightning_rlhf.kernels.products import ROWS, compiles_by_shape
 from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rewards.weighted import Reward
 
@@ -47,6 +48,7 @@ def response_logprobs(
         temperature=temperature,
         vocab_size=roles.vocab_size,
         frozen_head=not (learn_entropy or roles.head_is_trained),
+        row_multiple=ROWS if compiles_by_shape(hidden) else 1,
     )
 
 

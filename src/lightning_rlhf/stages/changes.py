@@ -23,6 +23,8 @@ VOLATILE = (
 """Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Keys that decide whether a run starts, and change nothing that it computes."""
+ADDED_TO_MODEL = {"kernels": "auto"}
+"""Keys of `model` that configurations of earlier versions lack -> the values that they ran with."""
 LONGEST = 60
 """Signs of a value that are shown."""
 LISTED = 6
@@ -37,12 +39,19 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, its value then and now."""
     ignored = (*volatile(stage), *stage.unread)
-    then = read_config(file, "overwrite=true starts anew")
+    then = completed(read_config(file, "overwrite=true starts anew"))
+    tree = completed(tree)
     before, now = flatten(then), flatten(tree)
     return [
         "{} was {}, is {}".format(key, *abridged(value_in(before, key), value_in(now, key)))
         for key in differing_keys(then, tree, ignored)
     ]
+
+
+def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored configuration with the keys that versions before this one did not have."""
+    model = tree.get("model")
+    return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else dict(tree)
 
 
 def read_config(file: Path, way: str) -> dict[str, Any]:

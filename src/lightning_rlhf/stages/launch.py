@@ -67,6 +67,14 @@ AtEnd = Callable[[Sequence[Logger], int], None]
 """Is given the loggers and the last step."""
 
 
+class KernelsLine(Callback):
+    """Prints which layers compute, once the weights are on the device that trains them."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(roles := getattr(pl_module, "roles", None), Roles):
+            say(str(roles.kernels))
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What the stages have in common once their inputs are checked."""
@@ -210,6 +218,7 @@ def fit(
             *callbacks,
             *ready.callbacks,
             saver,
+            KernelsLine(),
             *([] if is_quiet else [Progress(stage.name, stage.headlines)]),
         ],
         plugins=[WholeFiles()],

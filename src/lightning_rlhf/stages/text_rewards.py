@@ -27,6 +27,7 @@ from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
+from lightning_rlhf.stages.changes import completed
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
@@ -170,7 +171,8 @@ def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
         arguments = section(config, "data", key)[key]
         is_mapping = isinstance(arguments, Mapping)
         require(is_mapping, f"data.{key}", arguments, "a mapping of names to values")
-        return build(LMConfig, section(config, "model"), "model"), arguments
+        model = section(completed(config), "model")
+        return build(LMConfig, model, "model"), arguments
     except ConfigError as error:
         raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
 

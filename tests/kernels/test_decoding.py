@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.native import NativeSampler, last_hidden, position_ids
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.rollout.step import Step, can_step
 
 VOCABULARY, STEPS = 61, 6
 SHAPES: dict[str, dict[str, Any]] = {
@@ -87,14 +87,14 @@ def prefix() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def stepped(roles: Roles, *, ours: bool, folded: bool = True) -> Tensor:
+def stepped(roles: Roles, *, ours: bool, merged: bool = True) -> Tensor:
     """Hidden states of some tokens one by one; after two of them rows are dropped and mixed."""
     tokens, mask = prefix()
     cache, found = roomy_cache(roles.causal_lm.config, 5 + STEPS), []
-    with roles.folded() if folded else nullcontext():
+    with roles.merged() if merged else nullcontext():
         last_hidden(roles, cache, tokens, mask, position_ids(mask))
-        assert can_step(roles.causal_lm, cache)
-        step = Step(roles.causal_lm, cache)
+        assert can_decode(roles.causal_lm, cache)
+        step = DecodeStep(roles.causal_lm, cache)
         for i in range(STEPS):
             if i == 2:
                 left = torch.tensor([2, 0])
@@ -110,12 +110,12 @@ def stepped(roles: Roles, *, ours: bool, folded: bool = True) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("folded", [True, False], ids=["folded", "adapters beside"])
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "adapters beside"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_each_step_is_that_of_the_models_own_layers(name: str, folded: bool) -> None:
+def test_each_step_is_that_of_the_models_own_layers(name: str, merged: bool) -> None:
     roles = build(name)
-    expected = stepped(roles, ours=False, folded=folded)
-    found = stepped(roles, ours=True, folded=folded)
+    expected = stepped(roles, ours=False, merged=merged)
+    found = stepped(roles, ours=True, merged=merged)
     assert found.shape == (3 + 3 + 4 * 2, 32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -125,15 +125,15 @@ def test_packed_weights_change_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     """Those of larger models are."""
     roles = build(name)
     expected = stepped(roles, ours=False)
-    monkeypatch.setattr("lightning_rlhf.rollout.product.SMALLEST", 0)
+    monkeypatch.setattr("lightning_rlhf.kernels.joint_linear.SMALLEST", 0)
     torch.testing.assert_close(stepped(roles, ours=True), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     roles, hidden = build("qwen3"), torch.randn(3, 32)
     for smallest in (0, 2**30):
-        monkeypatch.setattr("lightning_rlhf.rollout.product.SMALLEST", smallest)
-        step = Step(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+        monkeypatch.setattr("lightning_rlhf.kernels.joint_linear.SMALLEST", smallest)
+        step = DecodeStep(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
         torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
 
 
@@ -144,7 +144,7 @@ def test_a_head_that_is_more_than_a_product_is_asked_itself() -> None:
 
     roles = build("qwen3")
     roles.causal_lm.get_output_embeddings().__class__ = Doubled
-    step = Step(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+    step = DecodeStep(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
     hidden = torch.randn(3, 32)
     assert torch.equal(step.head(hidden), roles.head(hidden))
 
@@ -155,7 +155,7 @@ def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
     name: str, smallest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rounds in other places. Root mean squares of the distance to fp32."""
-    monkeypatch.setattr("lightning_rlhf.rollout.product.SMALLEST", smallest)
+    monkeypatch.setattr("lightning_rlhf.kernels.joint_linear.SMALLEST", smallest)
     roles = build(name)
     exact = stepped(roles, ours=False)
     roles.causal_lm.bfloat16()
@@ -173,17 +173,19 @@ def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
-    """The first token is read with the prompt, the last one by nobody."""
+    """The first token is read with the prompt, the last one by nobody; one step is a check."""
     prompts: Prompts = make_prompts([7, 8, 9], [13])
-    with patch.object(Step, "__call__", autospec=True, side_effect=Step.__call__) as step:
+    with patch.object(
+        DecodeStep, "__call__", autospec=True, side_effect=DecodeStep.__call__
+    ) as step:
         params = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=(VOCABULARY,))
         sampler = NativeSampler(build("qwen3"), params)
         sampler.sample(prompts, 1, torch.Generator().manual_seed(0))
-    assert step.call_count == 4
+    assert step.call_count == 4 + 1
 
 
 def steps(roles: Roles) -> bool:
-    return can_step(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+    return can_decode(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
 
 
 def test_what_it_does_not_compute_is_left_to_the_model() -> None:
@@ -256,15 +258,15 @@ def test_autocast_around_a_step_changes_no_bit(name: str) -> None:
     """What is computed in fp32 on purpose stays so."""
     roles = build(name)
     roles.causal_lm.bfloat16()
-    outside = stepped(roles, ours=True, folded=False)
+    outside = stepped(roles, ours=True, merged=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cache = roomy_cache(roles.causal_lm.config, 5 + STEPS)
-        assert can_step(roles.causal_lm, cache)
-    step = Step.__call__
+        assert can_decode(roles.causal_lm, cache)
+    step = DecodeStep.__call__
 
     def under_autocast(*args: Any) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return step(*args)
 
-    with patch.object(Step, "__call__", under_autocast):
-        assert torch.equal(stepped(roles, ours=True, folded=False), outside)
+    with patch.object(DecodeStep, "__call__", under_autocast):
+        assert torch.equal(stepped(roles, ours=True, merged=False), outside)

@@ -11,34 +11,22 @@ from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_rlhf.core.products import linear, product
-from lightning_rlhf.models.layers import LINEAR, QUICK
+from lightning_rlhf.kernels.layers import FastLayer
+from lightning_rlhf.kernels.products import linear, product
 
-FOLD_FROM = 2  # times the operations of adding an adapter to W, from which it pays
-
-
-def quicken(model: nn.Module) -> None:
-    """Let plain linear layers under LoRA, and layers that `QUICK` knows, compute as ours do.
-
-    What these have no fast way for is computed by PEFT and transformers.
-    """
-    for layer in model.modules():
-        if type(layer) is LoRALinear and type(layer.base_layer) in LINEAR:
-            layer.__class__ = QuickLinear
-        elif type(layer) in QUICK:
-            layer.__class__ = QUICK[type(layer)]
+MERGE_FROM = 2  # operations saved over operations of adding an adapter to W, from which it pays
 
 
-def is_plain_sum(layer: LoRALinear) -> bool:
-    """Whether the layer is W + sum of scale * B A: no DoRA or other variant, no bias in it."""
+def is_plain_lora(layer: LoRALinear) -> bool:
+    """Return whether the layer is W + sum of scale * B A, without DoRA, a variant or LoRA bias."""
     return not layer.merged and not any(
         layer.use_dora.get(adapter) or layer.lora_bias.get(adapter) or adapter in layer.lora_variant
         for adapter in layer.active_adapters
     )
 
 
-def drops(layer: LoRALinear) -> bool:
-    """Whether an active adapter leaves out some of its input, at random."""
+def has_dropout(layer: LoRALinear) -> bool:
+    """Return whether an active adapter applies dropout."""
     return layer.training and any(
         isinstance(layer.lora_dropout[adapter], nn.Dropout)
         for adapter in layer.active_adapters
@@ -46,8 +34,8 @@ def drops(layer: LoRALinear) -> bool:
     )
 
 
-class QuickLinear(LoRALinear):
-    """PEFT's linear layer, its active adapters added in place, or to the weight.
+class FusedLoRALinear(FastLayer, LoRALinear):
+    """PEFT's linear layer with its active adapters added in place, or to the weight.
 
         y = x W^T + b + sum_i scale_i (x A_i^T) B_i^T
 
@@ -74,29 +62,29 @@ class QuickLinear(LoRALinear):
             or base.weight.requires_grad
             or (base.bias is not None and base.bias.requires_grad)
             or not (autocast or all(a.dtype == dtype for a, _ in pairs))
-            or not is_plain_sum(self)
-            or drops(self)
+            or not is_plain_lora(self)
+            or has_dropout(self)
         ):
             return super().forward(x, *args, **kwargs)
         matrices = [matrix.to(dtype) for pair in pairs for matrix in pair]
         scales = [self.scaling[adapter] for adapter in adapters]
-        formula = _Folded if dtype == torch.float32 and self._folding_pays(x) else _Added
+        formula = _MergedLoRA if dtype == torch.float32 and self._merging_pays(x) else _AddedLoRA
         return formula.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)  # type: ignore
 
     def activate(self, adapters: Sequence[str]) -> None:
-        """Compute with these adapters; what is trainable stays trainable.
+        """Activate these adapters, and leave what is trainable as it is.
 
-        PEFT's `set_adapter` goes through all matrices to set that too.
+        PEFT's `set_adapter` sets `requires_grad` of every matrix too.
         """
         self._active_adapter = list(adapters)
 
-    def _folding_pays(self, x: Float[Tensor, "*n i"]) -> bool:
-        """Whether adding an adapter to W takes far fewer operations than to every token."""
+    def _merging_pays(self, x: Float[Tensor, "*n i"]) -> bool:
+        """Return whether adding an adapter to W takes far fewer operations than to every token."""
         inner, outer = self.in_features, self.out_features
-        return x.numel() // inner * (inner + outer) > FOLD_FROM * inner * outer
+        return x.numel() // inner * (inner + outer) > MERGE_FROM * inner * outer
 
 
-class _Folded(torch.autograd.Function):
+class _MergedLoRA(torch.autograd.Function):
     """x (W + sum_i scale_i B_i A_i)^T + b, and the gradients of x, A_i and B_i."""
 
     @staticmethod
@@ -134,7 +122,7 @@ class _Folded(torch.autograd.Function):
         return dx, None, None, None, *gradients
 
 
-class _Added(torch.autograd.Function):
+class _AddedLoRA(torch.autograd.Function):
     """x W^T + b + sum_i scale_i (x A_i^T) B_i^T, and the gradients of x, A_i and B_i."""
 
     @staticmethod

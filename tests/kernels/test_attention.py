@@ -12,19 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
-from lightning_rlhf.models import attention
-from lightning_rlhf.models.attention import (
-    WIDE_SDPA,
-    _Causal,
-    _TurnedNorm,
-    signed,
-    turned,
-    wide_sdpa,
+from lightning_rlhf.kernels import attention
+from lightning_rlhf.kernels.attention import (
+    FAST_SDPA,
+    _CausalAttention,
+    apply_rotary,
+    fast_sdpa,
+    signed_sin,
 )
-from lightning_rlhf.models.layers import QUICK
 from lightning_rlhf.models.roles import Roles
 
 from .conftest import build_model
@@ -45,7 +41,7 @@ def states(dtype: torch.dtype) -> list[Tensor]:
 
 def gradients(states: list[Tensor], mask: Tensor | None, *, ours: bool) -> list[Tensor]:
     states = [x.clone().requires_grad_() for x in states]
-    attend = wide_sdpa if ours else sdpa_attention_forward
+    attend = fast_sdpa if ours else sdpa_attention_forward
     output, _ = attend(Heads(), *states, mask)
     slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     output.backward(slope.to(output.dtype))
@@ -94,7 +90,7 @@ def test_in_bf16_short_rows_keep_what_is_looked_at_while_it_fits(
     narrow = states(torch.bfloat16)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        patch.object(_Causal, "apply", wraps=_Causal.apply) as asked,
+        patch.object(_CausalAttention, "apply", wraps=_CausalAttention.apply) as asked,
     ):
         found = gradients(narrow, None, ours=True)
     assert asked.call_count == (scores == 2 * 4 * 7 * 7)
@@ -138,8 +134,8 @@ def test_what_short_rows_do_not_know_is_computed_in_fp32(
     narrow, options = states(torch.bfloat16), {}
     change(narrow, options)
     learning = [x.clone().requires_grad_() for x in narrow]
-    with patch.object(_Causal, "apply", wraps=_Causal.apply) as spy:
-        found, _ = wide_sdpa(Heads(), *learning, None, **options)
+    with patch.object(_CausalAttention, "apply", wraps=_CausalAttention.apply) as spy:
+        found, _ = fast_sdpa(Heads(), *learning, None, **options)
     assert spy.call_count == asked
     expected, _ = sdpa_attention_forward(Heads(), *(x.float() for x in narrow), None, **options)
     assert off(found.detach(), expected.double()) < 0.01
@@ -155,7 +151,7 @@ def test_the_gradient_of_short_rows_is_the_formulas() -> None:
     """In fp32, where nothing is rounded: softmax(scale Q K^T) V by autograd."""
     query, key, value = (x.requires_grad_() for x in states(torch.float32))
     dy = torch.randn(query.shape, generator=torch.Generator().manual_seed(1))
-    found = _Causal.apply(query, key, value, 0.3)
+    found = _CausalAttention.apply(query, key, value, 0.3)
     wide = (x.repeat_interleave(2, dim=1) for x in (key, value))
     expected = F.scaled_dot_product_attention(query, *wide, is_causal=True, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -173,7 +169,7 @@ def test_all_else_is_as_the_library_hands_it_on(case: str) -> None:
     query, key, value = states(torch.float32 if case == "fp32" else torch.bfloat16)
     query.requires_grad_(case == "fp32")
     with patch.object(attention, "sdpa_attention_forward", return_value=(query, None)) as asked:
-        output, _ = wide_sdpa(Heads(), query, key, value, None, scaling=0.5)
+        output, _ = fast_sdpa(Heads(), query, key, value, None, scaling=0.5)
     assert output is query
     assert [id(x) for x in asked.call_args.args[1:4]] == [id(x) for x in (query, key, value)]
 
@@ -186,11 +182,11 @@ def test_a_model_attends_by_it_and_its_files_do_not_tell(family: str, tmp_path: 
     with torch.no_grad():
         before = model(input_ids=tokens, attention_mask=mask.long()).logits
         Roles(model)
-        assert model.config._attn_implementation == WIDE_SDPA
+        assert model.config._attn_implementation == FAST_SDPA
         after = model(input_ids=tokens, attention_mask=mask.long()).logits
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
     model.config.save_pretrained(tmp_path)
-    assert WIDE_SDPA not in (tmp_path / "config.json").read_text()
+    assert FAST_SDPA not in (tmp_path / "config.json").read_text()
 
 
 def test_another_attention_that_was_asked_for_stays() -> None:
@@ -206,7 +202,7 @@ def test_a_rotation_learns_the_bits_that_autograd_learns(rotated: int, dtype: to
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(5, 3, 8, generator=generator).to(dtype) for _ in range(2))
     angles = torch.randn(5, 1, rotated // 2, generator=generator).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(dtype), signed(angles.sin().to(dtype))
+    cos, sin = angles.cos().to(dtype), signed_sin(angles.sin().to(dtype))
 
     def formula(x: Tensor) -> Tensor:
         part = x[..., :rotated]
@@ -215,78 +211,7 @@ def test_a_rotation_learns_the_bits_that_autograd_learns(rotated: int, dtype: to
         return torch.cat([y, x[..., rotated:]], dim=-1)
 
     found, expected = [], []
-    for rotate, outcome in ((lambda x: turned(x, cos, sin), found), (formula, expected)):
+    for rotate, outcome in ((lambda x: apply_rotary(x, cos, sin), found), (formula, expected)):
         y = rotate(x.requires_grad_())
         outcome += [y.detach(), *torch.autograd.grad(y, x, dy)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("rotated", [8, 6])
-@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Qwen3_5RMSNorm])
-def test_a_rotation_behind_a_norm_is_the_one_behind_the_other(
-    kind: type[nn.Module], rotated: int
-) -> None:
-    """And its gradient: the formulas in float64."""
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(5, 3, 8, generator=generator) for _ in range(2))
-    angles = torch.randn(5, 1, rotated // 2, generator=generator).repeat(1, 1, 2)
-    cos, sin = angles.cos(), signed(angles.sin())
-    norm = QUICK[kind](8).requires_grad_(False)
-    norm.weight.copy_(torch.randn(8, generator=generator))
-    with patch.object(_TurnedNorm, "apply", wraps=_TurnedNorm.apply) as asked:
-        y = turned(x.requires_grad_(), cos, sin, norm)
-    assert asked.call_count == 1
-    (dx,) = torch.autograd.grad(y, x, dy)
-    weight = norm.weight.double() + (kind is Qwen3_5RMSNorm)
-    wide = x.detach().double().requires_grad_()
-    normed = weight * wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    expected = turned(normed, cos.double(), sin.double())
-    assert off(y.detach(), expected.detach()) <= 1e-6
-    (expected_dx,) = torch.autograd.grad(expected, wide, dy.double())
-    assert off(dx, expected_dx) <= 1e-6
-
-
-def test_in_bf16_both_are_rounded_once() -> None:
-    """Beside them, the norm and then the rotation, each rounded: further from the truth."""
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(50, 3, 8, generator=generator).bfloat16() for _ in range(2))
-    angles = torch.randn(50, 1, 4, generator=generator).repeat(1, 1, 2)
-    cos, sin = angles.cos().bfloat16(), signed(angles.sin().bfloat16())
-    norm = QUICK[Qwen3RMSNorm](8).requires_grad_(False).bfloat16()
-    wide = x.double().requires_grad_()
-    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    truth = turned(normed, cos.double(), sin.double())
-    (true_dx,) = torch.autograd.grad(truth, wide, dy.double())
-    x.requires_grad_()
-    found = []
-    for y in (turned(x, cos, sin, norm), turned(norm(x), cos, sin)):
-        (dx,) = torch.autograd.grad(y, x, dy)
-        found.append((off(y.detach(), truth.detach()), off(dx, true_dx)))
-    once, twice = found
-    assert max(once) < 2.0**-8
-    assert all(a < b for a, b in zip(once, twice, strict=True))
-
-
-@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Qwen3_5RMSNorm])
-def test_the_norm_before_a_rotation_learns_its_weight(kind: type[nn.Module]) -> None:
-    """As it does by itself."""
-    x, dy = numbers(5, 3, 8), numbers(5, 3, 8, seed=1)
-    angles = numbers(5, 1, 4, seed=2).repeat(1, 1, 2)
-    cos, sin = angles.cos(), signed(angles.sin())
-    norm = QUICK[kind](8)
-    (together,) = torch.autograd.grad(turned(x, cos, sin, norm), norm.weight, dy)
-    (apart,) = torch.autograd.grad(turned(norm(x), cos, sin), norm.weight, dy)
-    assert off(together, apart.double()) <= 1e-6
-
-
-def test_a_norm_of_another_dtype_is_its_own() -> None:
-    x, table = numbers(5, 3, 8).bfloat16(), torch.ones(5, 1, 8)
-    norm = QUICK[Qwen3RMSNorm](8)
-    with patch.object(_TurnedNorm, "apply") as asked:
-        y = turned(x, table, 0 * table, norm)
-    assert asked.call_count == 0
-    assert torch.equal(y, norm(x))
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -11,19 +11,28 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from lightning_rlhf.models import layers
+from lightning_rlhf.kernels import layers
+from lightning_rlhf.kernels.layers import (
+    FastLayer,
+    OneDNNLinear,
+    _LinearFunction,
+    _RMSNormFunction,
+    fast_class,
+    library_class,
+)
+from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.layers import QUICK, QuickDeltaNet, QuickProjection, _Normed, _Projected
 from lightning_rlhf.models.roles import POLICY, Roles
 
 from .conftest import VOCABULARY, build_model
 
 FAMILIES = ("qwen3", "llama", "qwen2", "qwen3_5_text")
-NORMS = [norm for norm in QUICK if "Norm" in norm.__name__]
-OURS_TO_LIBRARY = {ours: library for library, ours in QUICK.items()}
+NORMS = [LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, modeling_qwen3_5.Qwen3_5RMSNorm]
 WIDTH = 12
 
 
@@ -40,11 +49,12 @@ def a_policy(family: str, **changes: Any) -> Roles:
 @contextmanager
 def plain(roles: Roles) -> Iterator[None]:
     """Inside, transformers computes all its layers."""
-    ours = [module for module in roles.modules() if type(module) in OURS_TO_LIBRARY]
+    layers = roles.modules()
+    ours = [m for m in layers if isinstance(m, FastLayer) and not isinstance(m, FusedLoRALinear)]
     classes = [type(module) for module in ours]
     assert ours
     for module in ours:
-        module.__class__ = OURS_TO_LIBRARY[type(module)]
+        module.__class__ = library_class(module)
     try:
         yield
     finally:
@@ -87,10 +97,16 @@ def test_hidden_states_and_gradients_are_those_of_transformers(
     assert relative(gradient, expected_gradient) <= 1e-5
 
 
+def fast_norm(kind: type[nn.Module], width: int) -> Any:
+    fast = fast_class(kind)
+    assert fast is not None
+    return fast(width)
+
+
 def a_norm(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Ours and the library's, with the same frozen weights."""
     generator = torch.Generator().manual_seed(0)
-    pair = QUICK[kind](WIDTH), kind(WIDTH)
+    pair = fast_norm(kind, WIDTH), kind(WIDTH)
     weight = torch.randn(WIDTH, generator=generator)
     for norm in pair:
         norm.requires_grad_(False).weight.copy_(weight)
@@ -124,7 +140,7 @@ def test_a_norm_is_the_formula(kind: type[nn.Module]) -> None:
     ours, _ = a_norm(kind)
     x, dy = numbers(5, 3, WIDTH), numbers(5, 3, WIDTH, seed=2)
     x[0] *= 1e-3  # where eps counts
-    with patch.object(_Normed, "apply", wraps=_Normed.apply) as asked:
+    with patch.object(_RMSNormFunction, "apply", wraps=_RMSNormFunction.apply) as asked:
         y, dx = both(ours, x, dy)
     assert asked.call_count == 1
     expected, expected_dx = both(exactly(ours), x.double(), dy.double())
@@ -224,9 +240,9 @@ def test_a_projection_by_onednn_says_and_learns_what_the_formula_does(
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(name not in frozen)
     ours = deepcopy(plain)
-    ours.__class__ = QuickProjection
+    ours.__class__ = OneDNNLinear
     x, dy = numbers(*shape), numbers(*shape[:-1], 6, seed=2)
-    with patch.object(_Projected, "apply", wraps=_Projected.apply) as asked:
+    with patch.object(_LinearFunction, "apply", wraps=_LinearFunction.apply) as asked:
         found = learned(ours, x, dy)
     assert asked.call_count == 1
     expected = learned(plain.double(), x.double(), dy.double())
@@ -238,67 +254,23 @@ def test_a_projection_by_onednn_says_and_learns_what_the_formula_does(
 @pytest.mark.usefixtures("by_onednn")
 def test_rows_of_another_length_are_refused_in_torchs_words() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        QuickProjection(4, 6)(numbers(5, 3))
+        OneDNNLinear(4, 6)(numbers(5, 3))
 
 
 @pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_projection_in_16_bits_is_torchs(dtype: torch.dtype) -> None:
     """By autocast too."""
-    ours = QuickProjection(4, 6).to(dtype)
+    ours = OneDNNLinear(4, 6).to(dtype)
     x = numbers(5, 4).to(dtype)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32),
-        patch.object(_Projected, "apply") as asked,
+        patch.object(_LinearFunction, "apply") as asked,
     ):
         y = ours(x)
         assert torch.equal(y, nn.functional.linear(x, ours.weight, ours.bias))
     assert asked.call_count == 0
     assert y.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_swiglu_says_and_learns_the_same_bits_and_keeps_one_tensor_less(
-    family: str, dtype: torch.dtype
-) -> None:
-    roles = Roles(build_model(family).to(dtype))
-    mlp = roles.causal_lm.base_model.layers[0].mlp
-    x, dy = (numbers(5, roles.hidden_size, seed=seed).to(dtype) for seed in (1, 2))
-    kept: list[int] = []
-
-    def outcome() -> tuple[Tensor, Tensor]:
-        seen: dict[int, int] = {}
-
-        def keep(x: Tensor) -> Tensor:
-            seen[x.untyped_storage().data_ptr()] = x.numel()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            y = mlp(x.requires_grad_())
-        kept.append(sum(seen.values()))
-        return y.detach(), torch.autograd.grad(y, x, dy)[0]
-
-    found = outcome()
-    with plain(roles):
-        expected = outcome()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert kept[1] - kept[0] == 5 * mlp.gate_proj.out_features
-
-
-@pytest.mark.parametrize("change", ["activation", "no gradient"])
-def test_what_is_no_gradient_through_a_swiglu_is_left_to_transformers(change: str) -> None:
-    activation = "gelu" if change == "activation" else "silu"
-    roles = Roles(build_model("qwen3", hidden_act=activation))
-    mlp, x = roles.causal_lm.base_model.layers[0].mlp, numbers(5, roles.hidden_size)
-    forward = Qwen3MLP.forward
-    with (
-        torch.set_grad_enabled(change != "no gradient"),
-        patch.object(Qwen3MLP, "forward", autospec=True, side_effect=forward) as asked,
-    ):
-        found = mlp(x)
-        assert asked.call_count == 1
-        assert torch.equal(found, forward(mlp, x))
 
 
 @pytest.mark.parametrize(
@@ -313,13 +285,5 @@ def test_the_delta_rule_reads_equal_chunks(length: int, size: int) -> None:
         roles.hidden(torch.ones(1, length, dtype=torch.long))
     sizes = {call.kwargs["chunk_size"] for call in asked.call_args_list}
     assert sizes == {size}
-    assert size <= layers.LONGEST_CHUNK
+    assert size <= layers.MAX_CHUNK
     assert -length % size < -(-length // size)
-
-
-def test_layers_are_ours_from_the_start_and_stay_in_their_family() -> None:
-    roles = Roles(build_model("qwen3_5_text"))
-    found = {type(module) for module in roles.modules()}
-    assert QuickDeltaNet in found
-    assert not found & QUICK.keys()
-    assert issubclass(QUICK[Qwen3RMSNorm], Qwen3RMSNorm)

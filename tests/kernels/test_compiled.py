@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_rlhf.core import products
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.models import compiled
+from lightning_rlhf.kernels import compiled, products
+from lightning_rlhf.kernels.decoder import compile_layers
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.loading import load_causal_lm
-from lightning_rlhf.models.packed import compile_layers, recompute
 from lightning_rlhf.models.roles import POLICY, Roles
 
 from .conftest import LORA, build_config, build_model
@@ -89,7 +88,7 @@ def test_all_weights_can_be_trained_through_them(family: str, asked: list[str]) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_gradient_checkpointing_too(family: str, asked: list[str]) -> None:
     roles = a_policy(family)
-    recompute(roles.causal_lm)
+    roles.recompute_layers()
     assert_alike(*both(roles), 1e-5)
     assert len(asked) == 2 * sum(CALLS[family])
 

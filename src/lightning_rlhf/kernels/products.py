@@ -1,4 +1,4 @@
-"""Matrix products by the faster library, and those that it compiles for their shapes."""
+"""Matrix products by the faster library, MKL or oneDNN."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 ROWS = 64  # of activations; half as many make twice as many shapes
 WORTH, FEWEST = 2**23, 4
-"""Multiplications: fewer save too little for what oneDNN keeps of one more shape. Rows or columns
-of a matrix: fewer are done before it has begun."""
+"""Fewest multiplications, and fewest rows and columns of a matrix, of a product for oneDNN: smaller
+ones save too little for what it keeps of each shape."""
 
 
 @cache
 def fp32_by_onednn() -> bool:
-    """Whether oneDNN multiplies in fp32 on this CPU faster than torch does by itself.
+    """Return whether oneDNN multiplies in fp32 on this CPU faster than torch does by itself.
 
     torch calls MKL, which computes on AMD's processors with vectors of 256 bits; where they have
     AVX-512 oneDNN takes half the time.
@@ -33,7 +33,7 @@ def fp32_by_onednn() -> bool:
 
 
 def by_onednn(x: Float[Tensor, "*n k"], others: int = WORTH) -> bool:
-    """Whether `linear` and `product` of x and a matrix of so many rows (columns) go to oneDNN."""
+    """Return whether a product of x and a matrix of so many rows (columns) goes to oneDNN."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
@@ -46,7 +46,7 @@ def by_onednn(x: Float[Tensor, "*n k"], others: int = WORTH) -> bool:
 def linear(
     x: Float[Tensor, "n i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None = None
 ) -> Float[Tensor, "n o"]:
-    """x W^T + b, of which autograd learns nothing."""
+    """Return x W^T + b, outside autograd."""
     if by_onednn(x, len(weight)):
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return y
@@ -54,7 +54,7 @@ def linear(
 
 
 def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "n m"]:
-    """a b, of which autograd learns nothing."""
+    """Return a b, outside autograd."""
     if not by_onednn(a, b.shape[1]):
         return a @ b
     if a.is_contiguous() or len(a) <= b.shape[1]:
@@ -62,8 +62,8 @@ def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "
     return linear(b.T, a).T  # of the two, oneDNN is handed a copy of the first
 
 
-def compiled_by_shape(x: Tensor) -> bool:
-    """Whether products with x are best compiled for few shapes: where oneDNN computes them.
+def compiles_by_shape(x: Tensor) -> bool:
+    """Return whether oneDNN computes products with x, which it compiles for each shape.
 
     It takes 0.4 to 1 ms for each shape that it has not met, and keeps what it compiled: 0.6 to 0.75
     MB a shape, of up to 1,024 shapes.
@@ -75,5 +75,5 @@ def compiled_by_shape(x: Tensor) -> bool:
 
 
 def rounded_up(count: int, multiple: int) -> int:
-    """The smallest multiple that is not below the count."""
+    """Return the smallest multiple that is not below the count."""
     return -(-count // multiple) * multiple

@@ -11,11 +11,11 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 
-from lightning_rlhf.models import lora
-from lightning_rlhf.models.lora import QuickLinear, _Added, _Folded
+from lightning_rlhf.kernels import lora
+from lightning_rlhf.kernels.lora import FusedLoRALinear, _AddedLoRA, _MergedLoRA
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 
-from .test_folding import TOKENS, a_policy
+from .test_merging import TOKENS, a_policy
 
 PEFT_FORWARD = LoRALinear.forward
 
@@ -36,7 +36,7 @@ def quick_and_plain(
     quick = outcome(roles, tokens)
     quick = quick[0], {n: g.clone() for n, g in quick[1].items()}
     with monkeypatch.context() as patch:
-        patch.setattr(QuickLinear, "forward", PEFT_FORWARD)
+        patch.setattr(FusedLoRALinear, "forward", PEFT_FORWARD)
         plain = outcome(roles, tokens)
     return quick, plain
 
@@ -54,11 +54,11 @@ def peft_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[LoRALinear]:
     return asked
 
 
-def quick_layers(roles: Roles) -> list[QuickLinear]:
-    return [module for module in roles.modules() if isinstance(module, QuickLinear)]
+def quick_layers(roles: Roles) -> list[FusedLoRALinear]:
+    return [module for module in roles.modules() if isinstance(module, FusedLoRALinear)]
 
 
-@pytest.mark.parametrize("formula", [_Added, _Folded])
+@pytest.mark.parametrize("formula", [_AddedLoRA, _MergedLoRA])
 def test_the_formula_has_the_gradients_that_autograd_gives_it(
     formula: type[torch.autograd.Function],
 ) -> None:
@@ -86,22 +86,22 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of what was multiplied with the sum of the matrices."""
     shapes: list[torch.Size] = []
 
-    class Spy(_Folded):
+    class Spy(_MergedLoRA):
         @staticmethod
         def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
             shapes.append(x.shape)
-            return _Folded.forward(ctx, x, *args)
+            return _MergedLoRA.forward(ctx, x, *args)
 
-    monkeypatch.setattr(lora, "_Folded", Spy)
+    monkeypatch.setattr(lora, "_MergedLoRA", Spy)
     return shapes
 
 
 @pytest.mark.parametrize("library", ["", "by_onednn"])
-@pytest.mark.parametrize("folding", [0, 1e9])
+@pytest.mark.parametrize("merging", [0, 1e9])
 @pytest.mark.parametrize("role", [POLICY, "sft"])
 def test_hidden_states_and_gradients_are_those_of_peft(
     role: str,
-    folding: float,
+    merging: float,
     library: str,
     monkeypatch: pytest.MonkeyPatch,
     peft_is_asked: list[LoRALinear],
@@ -110,7 +110,7 @@ def test_hidden_states_and_gradients_are_those_of_peft(
 ) -> None:
     """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
     asked = request.getfixturevalue(library) if library else None
-    monkeypatch.setattr(lora, "FOLD_FROM", folding)
+    monkeypatch.setattr(lora, "MERGE_FROM", merging)
     roles = a_policy()
     roles._stack("sft", trainable=role == "sft")
     roles.play(role)
@@ -120,12 +120,12 @@ def test_hidden_states_and_gradients_are_those_of_peft(
         # Of a layer what it says and the gradient of its input, which the first three have not;
         # and four for an adapter that learns, where it stands in the weight.
         count, learns = len(quick_layers(roles)), quick_layers(roles)[0].active_adapters.count(role)
-        assert len(asked) == 2 * count - 3 + (4 * learns * count if folding == 0 else 0)
+        assert len(asked) == 2 * count - 3 + (4 * learns * count if merging == 0 else 0)
         folds.clear()
     before = len(peft_is_asked)
     (hidden, gradients), (plain, plain_gradients) = quick_and_plain(roles, monkeypatch)
     assert len(peft_is_asked) == before
-    assert len(folds) == (len(quick_layers(roles)) if folding == 0 else 0)
+    assert len(folds) == (len(quick_layers(roles)) if merging == 0 else 0)
     torch.testing.assert_close(hidden, plain, atol=1e-5, rtol=0)
     assert gradients.keys() == plain_gradients.keys()
     assert all(f".{role}." in name for name in gradients)
@@ -137,16 +137,16 @@ def test_hidden_states_and_gradients_are_those_of_peft(
         )
 
 
-@pytest.mark.parametrize(("tokens", "folded"), [(19, False), (20, True)])
+@pytest.mark.parametrize(("tokens", "merged"), [(19, False), (20, True)])
 def test_many_tokens_are_multiplied_with_the_sum(
-    tokens: int, folded: bool, folds: list[torch.Size]
+    tokens: int, merged: bool, folds: list[torch.Size]
 ) -> None:
     """16 x 24 numbers of W cost what 9.6 tokens of 16 and 24 do: from twice as many on it pays."""
     roles = a_policy()
     roles.play(POLICY)
     layer = next(layer for layer in quick_layers(roles) if layer.out_features == 24)
     layer(torch.zeros(1, tokens, 16))
-    assert folds == [(1, tokens, 16)] * folded
+    assert folds == [(1, tokens, 16)] * merged
 
 
 def test_16_bits_never_are(folds: list[torch.Size]) -> None:

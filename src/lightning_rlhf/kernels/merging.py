@@ -1,4 +1,4 @@
-"""Adapters standing in the weights, for as long as nothing is trained."""
+"""Adapters merged into the weights for as long as nothing is trained."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from peft.tuners.lora import Linear as LoRALinear
 from torch import nn
 
-from lightning_rlhf.models.layers import LINEAR, QuickProjection
-from lightning_rlhf.models.lora import is_plain_sum
+from lightning_rlhf.kernels.layers import LINEAR, OneDNNLinear
+from lightning_rlhf.kernels.lora import is_plain_lora
 
 
 @contextmanager
-def folded(model: nn.Module) -> Iterator[None]:
-    """Inside, every layer under LoRA is one plain linear layer, W + sum of scale * B A.
+def merged_adapters(model: nn.Module) -> Iterator[None]:
+    """Put one plain linear layer, W + sum of scale * B A, in place of every LoRA layer.
 
-    One matrix product instead of three for each active adapter. The layers themselves are put
-    aside and back, so that nothing is rounded twice. Layers that do not compute in fp32, where the
-    sum would round the adapter away, stay as they are, and so do quantised ones and variants.
+    One matrix product instead of three for each active adapter. The LoRA layers themselves are
+    kept and put back, so that nothing is rounded twice. Layers that do not compute in fp32, where
+    the sum would round the adapter away, stay as they are, and so do quantised ones and variants.
 
     Memory: a second copy of the weights under LoRA.
     """
@@ -27,7 +27,7 @@ def folded(model: nn.Module) -> Iterator[None]:
     try:
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
-                if isinstance(layer, LoRALinear) and _foldable(layer):
+                if isinstance(layer, LoRALinear) and _can_merge(layer):
                     swapped.append((parent, name, layer))
                     setattr(parent, name, _plain(layer))
         yield
@@ -36,13 +36,13 @@ def folded(model: nn.Module) -> Iterator[None]:
             setattr(parent, name, layer)
 
 
-def _foldable(layer: LoRALinear) -> bool:
+def _can_merge(layer: LoRALinear) -> bool:
     base = layer.base_layer
     return (
         type(base) in LINEAR
         and base.weight.dtype == torch.float32
         and not torch.is_autocast_enabled(base.weight.device.type)
-        and is_plain_sum(layer)
+        and is_plain_lora(layer)
     )
 
 
@@ -53,7 +53,7 @@ def _plain(layer: LoRALinear) -> nn.Linear:
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:
             weight = weight + layer.get_delta_weight(adapter)
-    plain = QuickProjection(base.in_features, base.out_features, bias=False, device="meta")
+    plain = OneDNNLinear(base.in_features, base.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
     plain.bias = base.bias
     return plain.eval()

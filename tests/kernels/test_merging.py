@@ -1,4 +1,4 @@
-"""Adapters folded into the weights say what they say beside them, and leave no trace."""
+"""Adapters merged into the weights say what they say beside them, and leave no trace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_role_says_the_same_from_plain_layers(role: str) -> None:
     roles = a_policy()
     with roles.acting(role):
         beside = logits(roles)
-        with roles.folded():
+        with roles.merged():
             assert lora_layers(roles) == 0
             torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
         assert torch.equal(logits(roles), beside)
@@ -66,7 +66,7 @@ def test_the_plain_layers_go_to_onednn_where_that_is_faster(
     roles = a_policy()
     adapted = sum(isinstance(module, LoRALinear) for module in roles.modules())
     by_onednn.clear()
-    with roles.folded():
+    with roles.merged():
         roles.hidden(TOKENS)
     assert len(by_onednn) == adapted > 0
 
@@ -76,7 +76,7 @@ def test_afterwards_the_very_modules_are_back() -> None:
     before: dict[str, Any] = {name: id(module) for name, module in roles.named_modules()}
     state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
     trained = [name for name, p in roles.named_parameters() if p.requires_grad]
-    with pytest.raises(KeyboardInterrupt), roles.folded():
+    with pytest.raises(KeyboardInterrupt), roles.merged():
         raise KeyboardInterrupt
     assert {name: id(module) for name, module in roles.named_modules()} == before
     assert list(before) == [name for name, _ in roles.named_modules()]
@@ -89,7 +89,7 @@ def test_in_16_bits_the_layers_stay_as_they_are() -> None:
     roles = a_policy(torch.bfloat16)
     layers = lora_layers(roles)
     beside = logits(roles)
-    with roles.folded():
+    with roles.merged():
         assert lora_layers(roles) == layers > 0
         assert torch.equal(logits(roles), beside)
 
@@ -98,7 +98,7 @@ def test_under_autocast_the_layers_stay_as_they_are() -> None:
     """It casts the sum to bf16, weight and adapter alike."""
     roles = a_policy()
     layers = lora_layers(roles)
-    with torch.autocast("cpu", torch.bfloat16), roles.folded():
+    with torch.autocast("cpu", torch.bfloat16), roles.merged():
         assert lora_layers(roles) == layers > 0
 
 
@@ -114,7 +114,7 @@ def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool])
             if ".other." in name:
                 parameter.add_(0.1)
     beside = logits(roles)
-    with roles.folded():
+    with roles.merged():
         assert lora_layers(roles) == 2  # q_proj of two layers; the others have nothing to add
         torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
 
@@ -125,7 +125,7 @@ def test_an_adapter_that_stands_in_the_weights_already_is_not_added_again() -> N
     beside = logits(roles)
     roles.model.merge_adapter(["sft", POLICY])
     layers = lora_layers(roles)
-    with roles.folded():
+    with roles.merged():
         assert lora_layers(roles) == layers
         torch.testing.assert_close(logits(roles), beside, atol=1e-4, rtol=0)
 
@@ -134,10 +134,10 @@ def test_no_other_role_is_played_from_folded_weights() -> None:
     """They are the acting role's; another one would speak with its voice."""
     roles = a_policy()
     roles.play(POLICY)
-    with roles.folded():
-        with pytest.raises(RuntimeError, match="reference cannot be played while policy is folded"):
+    with roles.merged():
+        with pytest.raises(RuntimeError, match="reference cannot be played while policy is merged"):
             roles.play(REFERENCE)
-        with roles.folded(), roles.acting(POLICY):
+        with roles.merged(), roles.acting(POLICY):
             assert lora_layers(roles) == 0
         with pytest.raises(RuntimeError, match="reference cannot be played"):
             roles.play(REFERENCE)
@@ -153,5 +153,5 @@ def test_without_adapters_there_is_nothing_to_fold() -> None:
     )  # fmt: skip
     roles = Roles(AutoModelForCausalLM.from_config(config).eval())
     before = logits(roles)
-    with roles.folded():
+    with roles.merged():
         assert torch.equal(logits(roles), before)

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.models import packing
+from lightning_rlhf.kernels import packing
+from lightning_rlhf.kernels.decoder import PackedDecoderLayer
+from lightning_rlhf.kernels.packing import WORTH, Packing, columns_to_add, gather_rows, scatter_rows
+from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.packed import PACKED, recompute
-from lightning_rlhf.models.packing import WORTH, Packing, columns_to_add, put, taken
 from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
 
 from .conftest import VOCABULARY, build_model
@@ -281,13 +282,13 @@ def test_rows_are_taken_from_their_places_and_put_there() -> None:
     """Rows 2 and 0 of four: gradients go the way back, and places without a row have none."""
     places = torch.tensor([2, 0])
     x = torch.tensor([[1.0], [2.0], [3.0], [4.0]], requires_grad=True)
-    two = taken(x, places)
+    two = gather_rows(x, places)
     assert two.tolist() == [[3.0], [1.0]]
     two.backward(torch.tensor([[5.0], [6.0]]))
     assert x.grad is not None
     assert x.grad.tolist() == [[6.0], [0.0], [5.0], [0.0]]
     y = torch.tensor([[7.0], [8.0]], requires_grad=True)
-    four = put(y, places, 4)
+    four = scatter_rows(y, places, 4)
     assert four.tolist() == [[8.0], [0.0], [7.0], [0.0]]
     four.backward(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
     assert y.grad is not None
@@ -298,14 +299,14 @@ def test_places_are_all_that_is_kept_for_the_way_back() -> None:
     x, places = torch.zeros(2, 3, requires_grad=True), torch.tensor([1, 0])
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda nothing: nothing):
-        put(taken(x, places), places, 4)
+        scatter_rows(gather_rows(x, places), places, 4)
     assert [tuple(x.shape) for x in kept] == [(2,), (2,)]
 
 
 def test_a_family_that_is_not_known_computes_everything() -> None:
     model = build_model("gpt2")
     roles = Roles(model)
-    assert not any(type(module) in PACKED.values() for module in model.modules())
+    assert not any(isinstance(module, PackedDecoderLayer) for module in model.modules())
     mask = torch.tensor(WANTED["a response in each row"])
     tokens = tokens_of(mask)
     assert torch.equal(roles.hidden_at(tokens, mask), roles.hidden(tokens)[mask])
@@ -317,7 +318,7 @@ def test_layers_that_are_computed_once_more_say_and_learn_the_same(family: str) 
     roles, mask = a_policy(family), torch.tensor(WANTED["a response in each row"])
     tokens = tokens_of(mask)
     expected, expected_gradient = outcome(roles, roles.hidden_at(tokens, mask))
-    recompute(roles.causal_lm)
+    roles.recompute_layers()
     found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
     assert torch.equal(found, expected)
     assert torch.equal(gradient, expected_gradient)
@@ -332,7 +333,7 @@ def test_they_are_computed_once_more_as_the_role_that_they_were_computed_as() ->
         roles = a_policy("qwen3")
         roles.add_adapter(CRITIC, LoRASettings(r=4, alpha=8, target_modules="all-linear"), seed=1)
         if again:
-            recompute(roles.causal_lm)
+            roles.recompute_layers()
         roles.play(POLICY)
         with roles.acting(CRITIC):
             hidden = roles.hidden_at(tokens, mask)
@@ -354,7 +355,7 @@ def test_what_goes_into_a_layer_is_all_that_is_kept() -> None:
     for again in (False, True):
         roles = a_policy("qwen3", num_hidden_layers=6)
         if again:
-            recompute(roles.causal_lm)
+            roles.recompute_layers()
         seen: dict[int, int] = {}
 
         def keep(x: Tensor, seen: dict[int, int] = seen) -> Tensor:
@@ -370,6 +371,21 @@ def test_what_goes_into_a_layer_is_all_that_is_kept() -> None:
     assert saved[False] > 10 * inputs
 
 
-def test_an_architecture_whose_layers_are_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.gradient_checkpointing=true, but gpt2 .*Qwen3"):
-        recompute(build_model("gpt2"))
+def test_layers_of_other_families_are_recomputed_too() -> None:
+    """By the library's own layers, and bit for bit."""
+    model = build_model("gpt2").requires_grad_(True)
+    roles, tokens = Roles(model), torch.arange(8)[None]
+    expected = torch.autograd.grad(roles.hidden(tokens).sum(), model.parameters())
+    seen: list[int] = []
+    model.base_model.h[0].mlp.register_forward_pre_hook(lambda *_: seen.append(0))
+    roles.recompute_layers()
+    found = torch.autograd.grad(roles.hidden(tokens).sum(), model.parameters())
+    assert all(map(torch.equal, found, expected))
+    assert len(seen) == 2
+
+
+def test_a_model_without_layers_to_recompute_is_refused() -> None:
+    model = build_model("gpt2")
+    model.base_model.h = torch.nn.ModuleList()
+    with pytest.raises(ConfigError, match=r"model\.gradient_checkpointing=true, but gpt2"):
+        recompute(model)

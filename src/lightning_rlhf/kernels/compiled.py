@@ -14,15 +14,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
 
 from lightning_rlhf.core.errors import ConfigError, first_line
-from lightning_rlhf.core.products import by_onednn
-from lightning_rlhf.models.attention import attend, turned
-from lightning_rlhf.models.layers import LINEAR, SILU, weight_and_eps
-from lightning_rlhf.models.lora import QuickLinear, drops, is_plain_sum
-from lightning_rlhf.models.packing import Packing, put, taken
+from lightning_rlhf.kernels.attention import apply_rotary, causal_attention, is_gated
+from lightning_rlhf.kernels.layers import LINEAR, weight_and_eps
+from lightning_rlhf.kernels.lora import FusedLoRALinear, has_dropout, is_plain_lora
+from lightning_rlhf.kernels.packing import Packing, gather_rows, scatter_rows
+from lightning_rlhf.kernels.products import by_onednn
 
+SILU = "SiLU", "SiLUActivation"
 VARIANTS = 64
 """Programs of one function, of which torch allows 8. The first layer, the last and those between
 have their own, so do one row and several, every number of adapters, short rows and long ones in
@@ -33,7 +33,7 @@ class Norm(NamedTuple):
     """w x / sqrt(mean(x^2) + eps)."""
 
     weight: Float[Tensor, " d"]
-    """In fp32."""
+    """Weight in fp32."""
     eps: float
 
     @classmethod
@@ -60,9 +60,9 @@ class SwiGLU(NamedTuple):
 
     @classmethod
     def of(cls, norm: nn.Module, mlp: Any, x: Tensor) -> SwiGLU | None:
-        """None where something else is computed of x."""
+        """Return the layer's tensors, None where the layer computes something else."""
         layers = _linears(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        if layers is None or not isinstance(mlp.act_fn, SILU):
+        if layers is None or type(mlp.act_fn).__name__ not in SILU:
             return None
         return cls(Norm.of(norm), *layers)
 
@@ -76,22 +76,22 @@ class Attention(NamedTuple):
     value: Linear
     out: Linear
     head_norms: tuple[Norm, ...]
-    """Of queries and of keys, where there are any."""
+    """Norms of queries and of keys, where there are any."""
     size: int
-    """Of a head."""
+    """Size of a head."""
     scale: float
-    """Of a query's product with a key."""
+    """Factor of a query's product with a key."""
     gated: bool
-    """Each query stands beside its gate."""
+    """Whether a gate is projected beside each query."""
 
     @classmethod
     def of(cls, norm: nn.Module, layer: Any, x: Tensor) -> Attention | None:
-        """None where something else is computed of x."""
+        """Return the layer's tensors, None where the layer computes something else."""
         layers = _linears(x, layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
         if layers is None:
             return None
         norms = [Norm.of(getattr(layer, n)) for n in ("q_norm", "k_norm") if hasattr(layer, n)]
-        gated = isinstance(layer, Qwen3_5Attention)
+        gated = is_gated(layer)
         query, key, value, out = layers
         return cls(
             Norm.of(norm),
@@ -107,9 +107,9 @@ class Attention(NamedTuple):
 
 
 def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
-    """Linear layers that compute in the dtype of x; None where one of them does not.
+    """Return the tensors of linear layers, None where one does not compute in the dtype of x.
 
-    None too where the compiler would call a library that takes twice as long as ours does.
+    None too where the compiler would call a library that takes twice as long as oneDNN does.
     """
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -119,8 +119,8 @@ def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
     base: Any
     for layer in layers:
         base, adapters = layer, []
-        if isinstance(layer, QuickLinear):
-            if layer.disable_adapters or drops(layer) or not is_plain_sum(layer):
+        if isinstance(layer, FusedLoRALinear):
+            if layer.disable_adapters or has_dropout(layer) or not is_plain_lora(layer):
                 return None
             base = layer.base_layer
             for name in layer.active_adapters:
@@ -136,15 +136,15 @@ def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
 
 
 class Head(nn.Module):
-    """Sizes in an attention head; those in a module are constants to the compiler.
+    """Sizes of an attention head; those in a module are constants to the compiler.
 
     For heads of any size it would write loops that take one number at a time.
     """
 
-    def __init__(self, size: int, turned: int) -> None:
-        """turned: how many of its dimensions are rotated."""
+    def __init__(self, size: int, rotated: int) -> None:
+        """rotated: number of dimensions that are rotated."""
         super().__init__()
-        self.size, self.turned = size, turned
+        self.size, self.rotated = size, rotated
 
 
 def decoder_layer(
@@ -152,30 +152,30 @@ def decoder_layer(
     attention: Attention,
     swiglu: SwiGLU,
     packing: Packing,
-    turns: Sequence[tuple[Tensor, Tensor]],
+    tables: Sequence[tuple[Tensor, Tensor]],
     *,
     is_last: bool,
 ) -> Float[Tensor, "M d"]:
-    """A whole layer, compiled. turns: `Packing.turns` for keys and for queries."""
+    """Compute a whole layer, compiled. tables: `Packing.rotary_tables` of keys and of queries."""
     real = packing.real
     if real is None:  # one program for both
         real = torch.arange(packing.rows * packing.columns, device=x.device)
     asked, asked_real = (packing.wanted, packing.wanted_real) if is_last else (real, None)
-    places = real, asked, asked_real, packing.rows, packing.columns
-    head = Head(attention.size, turns[0][0].shape[-1])
+    indices = real, asked, asked_real, packing.rows, packing.columns
+    head = Head(attention.size, tables[0][0].shape[-1])
     with torch.autocast(x.device.type, enabled=False):
-        return compiled(_decoder_layer)(x, attention, swiglu, head, *turns, *places)
+        return compiled(_decoder_layer)(x, attention, swiglu, head, *tables, *indices)
 
 
 def feed_forward(x: Float[Tensor, "N d"], swiglu: SwiGLU) -> Float[Tensor, "N d"]:
-    """What stands behind the mixer of positions, compiled."""
+    """Compute a layer's SwiGLU with its norm and residual, compiled."""
     with torch.autocast(x.device.type, enabled=False):
         return compiled(_feed_forward)(x, swiglu)
 
 
 @cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For tensors of any length."""
+    """Return the function compiled for tensors of any length."""
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     return torch.compile(function, dynamic=True, fullgraph=True)
 
@@ -202,22 +202,23 @@ def _decoder_layer(
     attention: Attention,
     swiglu: SwiGLU,
     head: Head,
-    turn: tuple[Tensor, Tensor],
-    query_turn: tuple[Tensor, Tensor],
+    key_tables: tuple[Tensor, Tensor],
+    query_tables: tuple[Tensor, Tensor],
     real: Int[Tensor, " N"],
     asked: Int[Tensor, " M"],
     asked_real: Int[Tensor, " M"] | None,
     rows: int,
     columns: int,
 ) -> Float[Tensor, "M d"]:
-    """real, asked: places of the N tokens, and of the M that look at them, among rows x columns.
+    """Compute a layer of packed positions.
 
-    asked_real: places of the M among the N; None: they are all.
+    real, asked: indices among rows x columns of the N tokens, and of the M that attend to them.
+    asked_real: indices of the M among the N; None: they are all.
     """
-    asking = x if asked_real is None else taken(x, asked_real)
+    asking = x if asked_real is None else gather_rows(x, asked_real)
     size = head.size
     n = _normed(x, attention.norm)
-    m = n if asked_real is None else taken(n, asked_real)
+    m = n if asked_real is None else gather_rows(n, asked_real)
     query, key, value = (
         _projected(at, layer)
         for at, layer in ((m, attention.query), (n, attention.key), (n, attention.value))
@@ -230,15 +231,15 @@ def _decoder_layer(
     if attention.head_norms:
         query, key = map(_normed, (query, key), attention.head_norms)
     query, key = (
-        turned(h, cos[..., : head.turned], sin[..., : head.turned]).flatten(1)
-        for h, (cos, sin) in ((query, query_turn), (key, turn))
+        apply_rotary(h, cos[..., : head.rotated], sin[..., : head.rotated]).flatten(1)
+        for h, (cos, sin) in ((query, query_tables), (key, key_tables))
     )
     query, key, value = (
-        put(h, places, rows * columns).view(rows, columns, -1, size).transpose(1, 2)
+        scatter_rows(h, places, rows * columns).view(rows, columns, -1, size).transpose(1, 2)
         for h, places in ((query, asked), (key, real), (value, real))
     )
-    mixed = attend(query, key, value, attention.scale).reshape(rows * columns, -1)
-    mixed = taken(mixed, asked)
+    mixed = causal_attention(query, key, value, attention.scale).reshape(rows * columns, -1)
+    mixed = gather_rows(mixed, asked)
     mixed = mixed if gate is None else mixed * gate.sigmoid()
     return _feed_forward(asking + _projected(mixed, attention.out), swiglu)
 

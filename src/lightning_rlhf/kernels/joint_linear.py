@@ -1,4 +1,4 @@
-"""A matrix product with a few rows, done many times with the same weights."""
+"""Linear layers of one input as one product, for a few rows and many calls."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from jaxtyping import Float
 from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 
-from lightning_rlhf.core.products import by_onednn, linear
+from lightning_rlhf.kernels.products import by_onednn, linear
 
 ROWS = 32  # what a packed weight is laid out for; it is right for any other number too
 SMALLEST, LARGEST = 2**17, 2**25
-"""Numbers of a weight that is worth packing in fp32; and of one whose copy would take too much
+"""Elements of a weight from which packing pays in fp32, and above which its copy takes too much
 memory."""
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-"""Of torch.ops.mkldnn, by which torch.compile packs weights; another release may not have them."""
+"""Operators of torch.ops.mkldnn by which torch.compile packs weights; a release may lack them."""
 
 
-class Product:
+class JointLinear:
     """W x + sum_i scale_i B_i A_i x + b, of one linear layer or of several of one input.
 
     Computed as [W, scale_i B_i] [x, A_i x] + b. Memory: a copy of W where there are adapters,
@@ -39,14 +39,14 @@ class Product:
     def __call__(
         self, x: Float[Tensor, "B i"], onto: Float[Tensor, "B o"] | None = None
     ) -> Float[Tensor, "B o"]:
-        """Added to `onto` where it is given."""
+        """Return the product, added to `onto` where it is given."""
         if self.inward is not None:
             x = torch.cat([x, self.inward(x)], dim=1)
         return self.weight(x, onto)
 
 
 class _Weight:
-    """W x + b, W as the processor reads it best."""
+    """W x + b with W laid out as the processor reads it fastest."""
 
     def __init__(self, weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None) -> None:
         self.bias = bias
@@ -70,7 +70,7 @@ class _Weight:
 
 
 def _can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
-    """Whether oneDNN's own layout is there for the weight, and worth making.
+    """Return whether oneDNN has a layout of its own for the weight that is worth making.
 
     A product of 1 to 64 rows is then 1.2 to 2 times as fast as one of the plain layout, which on a
     CPU goes to a library that lays it out anew each time. bf16 goes to oneDNN in either layout.
@@ -84,7 +84,7 @@ def _can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
 
 
 def _adapters(layer: nn.Linear | LoRALinear, base: nn.Linear) -> tuple[Tensor, Tensor]:
-    """All A_i of a layer, [r, i], and all scale_i B_i, [o, r]; r is 0 where it has none."""
+    """Return all A_i of a layer, [r, i], and all scale_i B_i, [o, r]; r is 0 where it has none."""
     weight = base.weight
     inward = [weight.new_zeros(0, base.in_features)]
     outward = [weight.new_zeros(base.out_features, 0)]

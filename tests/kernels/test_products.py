@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core import products
-from lightning_rlhf.core.products import compiled_by_shape, linear, product, rounded_up
+from lightning_rlhf.kernels import products
+from lightning_rlhf.kernels.products import compiles_by_shape, linear, product, rounded_up
 
 EPYC, XEON = "AMD EPYC 9654", "Intel Xeon Platinum 8480"
 
@@ -159,7 +159,7 @@ def test_what_onednn_multiplies_is_compiled_for_few_shapes(
     x = torch.empty(2, dtype=dtype, device=device)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         where = {"anywhere": True, "nowhere": False}.get(expected, faster)
-        assert compiled_by_shape(x) is where
+        assert compiles_by_shape(x) is where
 
 
 def test_a_number_is_rounded_up() -> None:

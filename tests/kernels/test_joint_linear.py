@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_rlhf.models.lora import quicken
-from lightning_rlhf.rollout import product
-from lightning_rlhf.rollout.product import Product
+from lightning_rlhf.kernels import joint_linear as product
+from lightning_rlhf.kernels.joint_linear import JointLinear
+from lightning_rlhf.kernels.patch import patch
 
 LAYOUTS = pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
 
@@ -28,7 +28,7 @@ def layers(bias: bool, adapted: bool) -> list[nn.Module]:
     if adapted:
         config = LoraConfig(r=2, lora_alpha=6, target_modules=["a", "b"], init_lora_weights=False)
         three = get_peft_model(three, config).base_model.model  # type: ignore[arg-type]
-        quicken(three)
+        patch(three)
     return [three.a, three.b, three.c]  # type: ignore[list-item]
 
 
@@ -47,7 +47,7 @@ def test_it_is_the_layers_side_by_side(
 ) -> None:
     monkeypatch.setattr(product, "SMALLEST", smallest)
     of = layers(bias, adapted)
-    joint, one = Product(*of), Product(of[0])  # type: ignore[arg-type]
+    joint, one = JointLinear(*of), JointLinear(of[0])  # type: ignore[arg-type]
     assert joint.weight.packed == (smallest == 0)
     x, onto = torch.randn(rows, 16), torch.randn(rows, 57)
     side_by_side = expected(of, x)
@@ -62,7 +62,7 @@ def test_a_plain_layout_goes_to_onednn_where_that_is_faster(
 ) -> None:
     monkeypatch.setattr(product, "SMALLEST", 2**30)
     of = layers(bias=True, adapted=True)
-    joint = Product(*of)  # type: ignore[arg-type]
+    joint = JointLinear(*of)  # type: ignore[arg-type]
     x, onto = torch.randn(40, 16), torch.randn(40, 57)
     found = joint(x), joint(x, onto=onto)
     assert by_onednn == [(40, 16), (40, 20), (40, 16), (40, 20)]
@@ -79,7 +79,7 @@ def test_it_changes_nothing_that_it_is_given(
     monkeypatch.setattr(product, "SMALLEST", smallest)
     x, onto = torch.randn(3, 16), torch.randn(3, 57)
     before = x.clone(), onto.clone()
-    Product(*layers(True, True))(x, onto=onto)  # type: ignore[arg-type]
+    JointLinear(*layers(True, True))(x, onto=onto)  # type: ignore[arg-type]
     assert torch.equal(x, before[0])
     assert torch.equal(onto, before[1])
 
@@ -89,8 +89,8 @@ def test_a_copy_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(product, "SMALLEST", 0)
     monkeypatch.setattr(product, "LARGEST", 16 * 12)
     a, b, _ = layers(bias=False, adapted=False)
-    assert Product(a).weight.packed  # type: ignore[arg-type]
-    assert not Product(a, b).weight.packed  # type: ignore[arg-type]
+    assert JointLinear(a).weight.packed  # type: ignore[arg-type]
+    assert not JointLinear(a, b).weight.packed  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -99,6 +99,6 @@ def test_a_torch_without_the_operators_multiplies_plainly(monkeypatch: pytest.Mo
     monkeypatch.setattr(product, "OPERATORS", (*product.OPERATORS, "_renamed"))
     of = layers(bias=True, adapted=False)
     x = torch.randn(3, 16)
-    plain = Product(*of)  # type: ignore[arg-type]
+    plain = JointLinear(*of)  # type: ignore[arg-type]
     assert not plain.weight.packed
     torch.testing.assert_close(plain(x), expected(of, x), rtol=1e-5, atol=1e-5)

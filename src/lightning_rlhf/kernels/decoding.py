@@ -1,4 +1,4 @@
-"""One further token of every row, in as few operations as it takes.
+"""One decoding step of a trunk in few operations.
 
 A decoder's layers compute a single token in some forty small operations each, most of which cost
 more to call than to carry out. Here projections of one input are one product, queries and keys are
@@ -8,6 +8,7 @@ normalised and rotated together, and residuals are added by the product that mak
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -16,25 +17,21 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5Attention,
-    Qwen3_5GatedDeltaNet,
-    Qwen3_5RMSNorm,
-)
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from lightning_rlhf.models.attention import signed, turned
-from lightning_rlhf.models.layers import LINEAR, weight_and_eps
-from lightning_rlhf.models.lora import QuickLinear, is_plain_sum
-from lightning_rlhf.models.packed import PACKED, TRUNKS
-from lightning_rlhf.rollout.cache import RoomyLayer
-from lightning_rlhf.rollout.product import Product
+from lightning_rlhf.core.errors import first_line
+from lightning_rlhf.kernels.attention import apply_rotary, is_gated, signed_sin
+from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
+from lightning_rlhf.kernels.joint_linear import JointLinear
+from lightning_rlhf.kernels.layers import LINEAR, is_zero_centred, weight_and_eps
+from lightning_rlhf.kernels.lora import FusedLoRALinear, is_plain_lora
+from lightning_rlhf.kernels.patch import rounding, same_logits
 
 
-class Step:
+class DecodeStep:
     """A trunk's forward pass of one token a row, behind those that its cache holds.
 
-    Its weights are those that the model has while it is made.
+    The weights are those that the model has while the step is made.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, cache: DynamicCache) -> None:
@@ -44,7 +41,7 @@ class Step:
         self.norm = _Norm.of(trunk.norm)
         head = causal_lm.get_output_embeddings()
         alike = _is_known(head) and head.weight.dtype == self.embed.weight.dtype
-        self.head = Product(head) if alike else head
+        self.head = JointLinear(head) if alike else head
         """Logits of hidden states."""
 
     def __call__(
@@ -53,21 +50,21 @@ class Step:
         mask: Bool[Tensor, "B S"],
         positions: Int[Tensor, "B 1"],
     ) -> Float[Tensor, "B d"]:
-        """What the next token is predicted from. mask: of all S tokens, this one included."""
+        """Return the last hidden states. mask: of all S tokens, this one included."""
         with torch.autocast(tokens.device.type, enabled=False):
             hidden = self.embed(tokens.squeeze(1))
             cos, sin = self.rotary(hidden, positions)
-            turn = cos, signed(sin)
-            unseen = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+            tables = cos, signed_sin(sin)
+            bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
             for layer in self.layers:
-                hidden = layer(hidden, turn, unseen[:, None, None])
+                hidden = layer(hidden, tables, bias[:, None, None])
             return self.norm(hidden)
 
 
-def can_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Whether `Step` computes what the model does: a known decoder in one dtype."""
+def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Return whether `DecodeStep` computes what the model does: a patched decoder in one dtype."""
     trunk, device = causal_lm.base_model, causal_lm.device.type
-    if type(trunk) not in TRUNKS or type(trunk.embed_tokens) is not nn.Embedding:
+    if family(causal_lm) is None or type(trunk.embed_tokens) is not nn.Embedding:
         return False
     dtype = causal_lm.get_input_embeddings().weight.dtype
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
@@ -75,23 +72,60 @@ def can_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
     modules = dict(trunk.named_modules()).items()
     linear = [m for name, m in modules if hasattr(m, "in_features") and ".lora_" not in name]
     return (
-        all(type(layer) in PACKED.values() for layer in trunk.layers)
+        all(isinstance(layer, PackedDecoderLayer) for layer in trunk.layers)
         and not any(isinstance(module, AuxiliaryTrainingWrapper) for _, module in modules)
         and causal_lm.config.hidden_act == "silu"
-        and all(type(layer) in (RoomyLayer, LinearAttentionLayer) for layer in cache.layers)
+        and all(_is_known_cache(layer) for layer in cache.layers)
         and all(_is_known(layer) and layer.weight.dtype == dtype for layer in linear)
+        and _agrees(causal_lm)
     )
 
 
+@torch.no_grad()
+def _agrees(causal_lm: PreTrainedModel) -> bool:
+    """Return whether a step computes what the trunk does; asked once a model, with a warning."""
+    trunk = causal_lm.base_model
+    if not hasattr(trunk, "steps_agree"):
+        tokens = (
+            torch.arange(1, 9, device=causal_lm.device)[None]
+            * 7919
+            % trunk.embed_tokens.num_embeddings
+        )
+        cache, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
+        trunk(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
+        expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+        try:
+            found = DecodeStep(causal_lm, cache)(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
+        except Exception as error:  # of code that was written for other layers: anything
+            fault = f"fails: {first_line(error)}"
+        else:
+            same = same_logits(found, expected, rounding(causal_lm))
+            fault = "" if same else "gives other hidden states"
+        trunk.steps_agree = not fault
+        if fault:
+            warnings.warn(
+                f"sampling is slower, by {causal_lm.config.model_type}'s own layers: the fast "
+                f"decoding step {fault}",
+                stacklevel=2,
+            )
+    return bool(trunk.steps_agree)
+
+
+def _is_known_cache(layer: Any) -> bool:
+    """Return whether a cache keeps all keys and values, or a state of linear attention."""
+    whole = isinstance(layer, DynamicLayer) and not layer.is_sliding
+    return whole or type(layer) is LinearAttentionLayer
+
+
 def _is_known(layer: nn.Module) -> bool:
-    """Whether the layer is linear, and nothing but the sum of its adapters is added to it."""
-    if type(layer) is not QuickLinear:
+    """Return whether the layer is linear with nothing added to it but its adapters."""
+    if type(layer) is not FusedLoRALinear:
         return type(layer) in LINEAR
-    return type(layer.base_layer) in LINEAR and is_plain_sum(layer)
+    return type(layer.base_layer) in LINEAR and is_plain_lora(layer)
 
 
 class _Layer:
-    """A mixer of positions and a SwiGLU, each behind a norm and added to what was there."""
+    """Attention or the delta rule, then a SwiGLU, each with its norm and residual."""
 
     def __init__(self, layer: Any, cache: Any) -> None:
         self.before = _Norm.of(layer.input_layernorm)
@@ -100,13 +134,13 @@ class _Layer:
         self.mix = (
             _DeltaRule(layer.linear_attn, cache) if linear else _Attention(layer.self_attn, cache)
         )
-        self.gate_up = Product(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self.down = Product(layer.mlp.down_proj)
+        self.gate_up = JointLinear(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self.down = JointLinear(layer.mlp.down_proj)
 
     def __call__(
-        self, hidden: Float[Tensor, "B d"], turn: tuple[Tensor, Tensor], unseen: Tensor
+        self, hidden: Float[Tensor, "B d"], tables: tuple[Tensor, Tensor], bias: Tensor
     ) -> Float[Tensor, "B d"]:
-        hidden = self.mix(self.before(hidden), turn, unseen, onto=hidden)
+        hidden = self.mix(self.before(hidden), tables, bias, onto=hidden)
         gate, up = self.gate_up(self.after(hidden)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), onto=hidden)
 
@@ -114,13 +148,13 @@ class _Layer:
 class _Attention:
     """Attention of one query a head, gated where the model gates it."""
 
-    def __init__(self, layer: Any, cache: RoomyLayer) -> None:
+    def __init__(self, layer: Any, cache: DynamicLayer) -> None:
         self.cache, self.size, self.scale = cache, layer.head_dim, layer.scaling
-        self.gated = isinstance(layer, Qwen3_5Attention)
-        self.joint = Product(layer.q_proj, layer.k_proj, layer.v_proj)
+        self.gated = is_gated(layer)
+        self.joint = JointLinear(layer.q_proj, layer.k_proj, layer.v_proj)
         self.kv = layer.k_proj.out_features // self.size
         self.q = layer.num_key_value_groups * self.kv
-        self.out = Product(layer.o_proj)
+        self.out = JointLinear(layer.o_proj)
         self.norm = None
         if hasattr(layer, "q_norm"):
             self.norm = _Norm.of(*[layer.q_norm] * self.q, *[layer.k_norm] * self.kv)
@@ -128,8 +162,8 @@ class _Attention:
     def __call__(
         self,
         x: Float[Tensor, "B d"],
-        turn: tuple[Float[Tensor, "B 1 r"], Float[Tensor, "B 1 r"]],
-        unseen: Float[Tensor, "B 1 1 S"],
+        tables: tuple[Float[Tensor, "B 1 r"], Float[Tensor, "B 1 r"]],
+        bias: Float[Tensor, "B 1 1 S"],
         onto: Float[Tensor, "B d"],
     ) -> Float[Tensor, "B d"]:
         rows, q, kv = len(x), self.q, self.kv
@@ -140,11 +174,11 @@ class _Attention:
             gate = both[:, :, 1].reshape(rows, -1)
             heads = torch.cat([both[:, :, 0], heads[:, 2 * q :]], dim=1)
         qk = heads[:, : q + kv]
-        qk = turned(qk if self.norm is None else self.norm(qk), *turn)
+        qk = apply_rotary(qk if self.norm is None else self.norm(qk), *tables)
         keys, values = self.cache.update(qk[:, q:, None], heads[:, q + kv :, None])
         queries = qk[:, :q].view(rows, kv, -1, self.size)
-        seen = _attended(queries, keys, values, unseen, self.scale).reshape(rows, -1)
-        return self.out(seen if gate is None else seen * gate.sigmoid_(), onto=onto)
+        mixed = _attended(queries, keys, values, bias, self.scale).reshape(rows, -1)
+        return self.out(mixed if gate is None else mixed * gate.sigmoid_(), onto=onto)
 
 
 class _DeltaRule:
@@ -155,24 +189,26 @@ class _DeltaRule:
     Source: Yang et al. 2024, eq. 10, https://arxiv.org/abs/2412.06464
     """
 
-    def __init__(self, layer: Qwen3_5GatedDeltaNet, cache: LinearAttentionLayer) -> None:
+    def __init__(self, layer: Any, cache: LinearAttentionLayer) -> None:
         self.cache, self.size = cache, layer.head_k_dim
-        self.joint = Product(layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
+        self.joint = JointLinear(
+            layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
+        )
         self.kernel = layer.conv1d.weight.squeeze(1).T.contiguous()[:, None]
         self.bias = layer.conv1d.bias
         self.k, self.v = layer.num_k_heads, layer.num_v_heads
         self.widths = [len(self.kernel[0, 0]), layer.value_dim, self.v, self.v]
         self.rate, self.shift = -layer.A_log.float().exp(), layer.dt_bias
         self.norm = _Norm(layer.norm.weight.float(), layer.norm.variance_epsilon)
-        self.out = Product(layer.out_proj)
+        self.out = JointLinear(layer.out_proj)
         scale = self.rate.new_tensor([1 / self.size] * self.k + [self.size**-0.5] * self.k)
         self.unit = _Norm(scale[:, None].expand(-1, self.size), 1e-6 / self.size)
         """Keys of length 1, queries of length 1 / sqrt(size)."""
 
     def __call__(
-        self, x: Float[Tensor, "B d"], turn: Any, unseen: Any, onto: Float[Tensor, "B d"]
+        self, x: Float[Tensor, "B d"], tables: Any, bias: Any, onto: Float[Tensor, "B d"]
     ) -> Float[Tensor, "B d"]:
-        """As attention; of positions and of what is seen its state says all."""
+        """Compute as attention does; the state stands for positions and mask."""
         rows = len(x)
         mixed, z, b, a = self.joint(x).split(self.widths, dim=-1)
         mixed = self._convolved(mixed)
@@ -189,12 +225,11 @@ class _DeltaRule:
         known = torch.matmul(key[:, :, None], state).squeeze(2)
         new = (value - known).mul_(b.float().sigmoid()[..., None])
         state.addcmul_(key[..., None], new[:, :, None])
-        said = torch.matmul(query[:, :, None], state).squeeze(2)
-        said = self.norm(said)
-        return self.out(said.view(rows, -1).mul_(F.silu(z.float())).to(x.dtype), onto=onto)
+        read = self.norm(torch.matmul(query[:, :, None], state).squeeze(2))
+        return self.out(read.view(rows, -1).mul_(F.silu(z.float())).to(x.dtype), onto=onto)
 
     def _convolved(self, x: Float[Tensor, "B c"]) -> Float[Tensor, "B c"]:
-        """With the tokens before, of which the cache keeps the latest, oldest first; in fp32."""
+        """Convolve in fp32 with the tokens before, which the cache keeps, oldest first."""
         window = self.cache.conv_states[0].permute(2, 0, 1)
         window = torch.cat([window[1:], x[None]])
         self.cache.conv_states[0] = window.permute(1, 2, 0)
@@ -213,14 +248,14 @@ class _Norm:
 
     @classmethod
     def of(cls, *norms: Any) -> _Norm:
-        """The model's own, one or one for each head."""
+        """Return the norm of the model's own, one or one for each head."""
         weights, eps = zip(*map(weight_and_eps, norms), strict=True)
         weight = weights[0] if len(norms) == 1 else torch.stack(weights)
-        centred = isinstance(norms[0], Qwen3_5RMSNorm)
+        centred = is_zero_centred(norms[0])
         return cls(weight if centred else weight.to(norms[0].weight.dtype), eps[0])
 
     def __call__(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
-        """On a CPU as sqrt(d) w x / hypot(|x|, sqrt(d eps)): four operations, not eight."""
+        """Normalise; on a CPU as sqrt(d) w x / hypot(|x|, sqrt(d eps)), half the operations."""
         if x.device.type != "cpu":
             wide = x.to(self.weight.dtype)
             return F.rms_norm(wide, x.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
@@ -233,13 +268,13 @@ def _attended(
     query: Float[Tensor, "B K G s"],
     key: Float[Tensor, "B K S s"],
     value: Float[Tensor, "B K S s"],
-    unseen: Float[Tensor, "B 1 1 S"],
+    bias: Float[Tensor, "B 1 1 S"],
     scale: float,
 ) -> Float[Tensor, "B K G s"]:
-    """Attention; on a CPU by two products in fp32, twice as fast in 16 bits for one query."""
+    """Compute attention; on a CPU by two fp32 products, twice as fast in 16 bits for one query."""
     if query.device.type != "cpu":
-        unseen = unseen.to(query.dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=unseen, scale=scale)
+        bias = bias.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     weights = torch.matmul(query.float(), key.float().transpose(2, 3))
-    weights = torch.add(unseen, weights, alpha=scale).softmax(-1)
+    weights = torch.add(bias, weights, alpha=scale).softmax(-1)
     return torch.matmul(weights, value.float()).to(query.dtype)

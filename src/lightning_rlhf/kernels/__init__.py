@@ -1,0 +1,1 @@
+"""Faster layers behind one switch: everything computes without them too."""

@@ -1,0 +1,167 @@
+"""Decoder layers that compute only what the wanted hidden states depend on."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.kernels.attention import FAST_SDPA, apply_rotary, fast_sdpa, is_gated
+from lightning_rlhf.kernels.compiled import Attention, SwiGLU, decoder_layer, feed_forward
+from lightning_rlhf.kernels.layers import LIBRARY, FastLayer
+from lightning_rlhf.kernels.packing import Packing, gather_rows
+
+TRUNKS = {
+    "LlamaModel": "Llama",
+    "Qwen2Model": "Qwen2",
+    "Qwen3Model": "Qwen3",
+    "Qwen3_5TextModel": "Qwen3_5",
+}
+"""Class of a trunk -> family. It calls its layers one after another, does nothing else and hands a
+packing on to them. A class that is derived from one of these may compute something else."""
+FAMILIES = ", ".join(sorted(TRUNKS.values()))
+ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
+"""Classes of projections, norms of queries and keys, rotations, and a gate in the last."""
+
+
+def family(model: PreTrainedModel) -> str | None:
+    """Return the family of a model, None where it is none that the fast layers know."""
+    trunk = type(model.base_model)
+    return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(LIBRARY) else None
+
+
+class PackedDecoderLayer(FastLayer, nn.Module):
+    """A decoder layer whose attention reads padded rows and all else packed positions.
+
+    The last layer computes the wanted positions only, but for keys and values. `compiles`: where
+    gradients are enabled the layer is compiled, linear attention apart.
+    """
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+    is_last = False
+    compiles = False
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, packing: Packing | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Return [M, d] from the last layer, else [N, d], where a packing is given."""
+        if packing is None:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        if hidden_states.ndim == 3:  # the embeddings
+            hidden_states = packing.pack(hidden_states.flatten(0, 1))
+        swiglu = attention = None
+        if self.compiles and torch.is_grad_enabled():
+            swiglu = SwiGLU.of(self.post_attention_layernorm, self.mlp, hidden_states)
+            mixer = getattr(self, "self_attn", None)
+            if kwargs["attention_mask"] is None and _is_plain(mixer):
+                attention = Attention.of(self.input_layernorm, mixer, hidden_states)
+        if swiglu and attention:
+            tables = [
+                packing.rotary_tables(*kwargs["position_embeddings"], last=last)
+                for last in (False, self.is_last)
+            ]
+            return decoder_layer(
+                hidden_states, attention, swiglu, packing, tables, is_last=self.is_last
+            )
+        mixed = self._mix(self.input_layernorm(hidden_states), packing, **kwargs)
+        if self.is_last:
+            hidden_states = gather_rows(hidden_states, packing.wanted_real)
+        hidden_states = hidden_states + mixed
+        if swiglu:
+            return feed_forward(hidden_states, swiglu)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def _mix(
+        self,
+        x: Float[Tensor, "N d"],
+        packing: Packing,
+        *,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        **kwargs: Any,
+    ) -> Float[Tensor, "M d"]:
+        if isinstance(mixer := getattr(self, "linear_attn", None), nn.Module):
+            mixed = mixer(packing.pad(x), attention_mask=attention_mask)
+        else:
+            mixer = self.get_submodule("self_attn")
+            if attention_mask is None and _is_plain(mixer):
+                return _attend(mixer, x, packing, position_embeddings, is_last=self.is_last)
+            mixed, _ = mixer(
+                packing.pad(x),
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        return packing.pack(mixed.flatten(0, 1), last=self.is_last)
+
+
+@cache
+def packed_class(layer: type) -> type[nn.Module]:
+    """Return the fast class of a decoder layer's class."""
+    return type(f"Packed{layer.__name__}", (PackedDecoderLayer, layer), {})
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether `_attend` computes what the layer does."""
+    return (
+        type(layer).__name__ in ATTENTION
+        and layer.config._attn_implementation == FAST_SDPA
+        and not (layer.training and layer.attention_dropout)
+    )
+
+
+def _attend(
+    layer: Any,
+    x: Float[Tensor, "N d"],
+    packing: Packing,
+    position_embeddings: tuple[Float[Tensor, "#B S r"], Float[Tensor, "#B S r"]],
+    *,
+    is_last: bool,
+) -> Float[Tensor, "M d"]:
+    """Compute causal attention, for which queries, keys and values alone are padded."""
+    size, rows, columns = layer.head_dim, packing.rows, packing.columns
+    asking = gather_rows(x, packing.wanted_real) if is_last else x
+    query, key, value = layer.q_proj(asking), layer.k_proj(x), layer.v_proj(x)
+    gate = None
+    if is_gated(layer):
+        query, gate = query.unflatten(1, (-1, 2 * size)).chunk(2, dim=-1)
+    query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
+    if hasattr(layer, "q_norm"):
+        query, key = layer.q_norm(query), layer.k_norm(key)
+    query = apply_rotary(query, *packing.rotary_tables(*position_embeddings, last=is_last))
+    key = apply_rotary(key, *packing.rotary_tables(*position_embeddings))
+    query = packing.pad(query.flatten(1), last=is_last)
+    key, value = packing.pad(key.flatten(1)), packing.pad(value)
+    query, key, value = (
+        heads.view(rows, columns, -1, size).transpose(1, 2) for heads in (query, key, value)
+    )
+    mixed, _ = fast_sdpa(layer, query, key, value, None, scaling=layer.scaling)
+    mixed = packing.pack(mixed.reshape(rows * columns, -1), last=is_last)
+    return layer.o_proj(mixed if gate is None else mixed * gate.flatten(1).sigmoid())
+
+
+def rotates_by_length(model: PreTrainedModel) -> bool:
+    """Return whether rotations depend on the length of the longest row, padding included."""
+    rope = model.base_model.rotary_emb.rope_type
+    return "dynamic" in rope or rope == "longrope"
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Let the model's fast layers be compiled, where gradients are enabled.
+
+    Raises ConfigError where the architecture has none.
+    """
+    if family(model) is None:
+        raise ConfigError(
+            f"model.compile=true, but {model.config.model_type} has layers of another kind; "
+            f"allowed: false, or a model of {FAMILIES}"
+        )
+    for layer in model.base_model.layers:
+        layer.compiles = True

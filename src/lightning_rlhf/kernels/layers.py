@@ -1,0 +1,159 @@
+"""Faster layers: an RMS norm of few passes, linear attention in short chunks, fp32 products."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_rlhf.kernels.products import by_onednn, linear, product
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_CHUNK = 40  # tokens; what costs most of the delta rule grows with its square
+LIBRARY = "transformers.models."
+
+
+class FastLayer:
+    """A layer whose class stands in place of its last base class, which it falls back to."""
+
+
+def library_class(layer: nn.Module) -> type[nn.Module]:
+    """Return the class that the library gave to a layer."""
+    kind = type(layer)
+    return kind.__bases__[-1] if isinstance(layer, FastLayer) else kind
+
+
+class FusedRMSNorm(FastLayer, nn.Module):
+    """y = w x / rms(x), in fp32 and rounded once; most of the library's round x / rms(x) too."""
+
+    def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+        if not is_fused_norm(self, x):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        return _RMSNormFunction.apply(x, *weight_and_eps(self))  # type: ignore
+
+
+def is_fused_norm(norm: nn.Module, x: Tensor) -> bool:
+    """Return whether `norm` is a FusedRMSNorm in the dtype of x."""
+    return (
+        isinstance(norm, FusedRMSNorm)
+        and x.dtype == norm.get_parameter("weight").dtype
+        and x.dtype in DTYPES
+    )
+
+
+def is_zero_centred(norm: nn.Module) -> bool:
+    """Return whether the norm's parameter is w - 1, as in Qwen3.5."""
+    return library_class(norm).__name__ == "Qwen3_5RMSNorm"
+
+
+def weight_and_eps(norm: Any) -> tuple[Float[Tensor, " d"], float]:
+    """Return w in fp32 and eps of a norm that has a fast class."""
+    if is_zero_centred(norm):
+        return 1 + norm.weight.float(), norm.eps
+    return norm.weight.float(), norm.variance_epsilon
+
+
+class ChunkedDeltaNet(FastLayer, nn.Module):
+    """Linear attention in chunks of equal length, on a CPU.
+
+    The library fills every sequence up to a multiple of 64 tokens.
+    """
+
+    def forward(self, hidden_states: Float[Tensor, "B S d"], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the layer's output, [B, S, d]."""
+        if hidden_states.device.type == "cpu":
+            length = hidden_states.shape[1]
+            kwargs["chunk_size"] = -(-length // -(-length // MAX_CHUNK))
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+class OneDNNLinear(FastLayer, nn.Linear):
+    """A linear layer whose fp32 products go to oneDNN where that is faster."""
+
+    def forward(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
+        if (
+            x.dtype != self.weight.dtype
+            or x.shape[-1] != self.in_features
+            or torch.is_autocast_enabled("cpu")
+            or not by_onednn(x, self.out_features)
+        ):
+            return super().forward(x)
+        rows = x.reshape(-1, x.shape[-1])
+        y: Tensor = _LinearFunction.apply(rows, self.weight, self.bias)  # type: ignore
+        return y.view(*x.shape[:-1], len(self.weight))
+
+
+LINEAR = nn.Linear, OneDNNLinear
+"""Classes that compute W x + b and nothing else."""
+MIXINS: dict[str, type[FastLayer]] = {
+    "LlamaRMSNorm": FusedRMSNorm,
+    "Qwen2RMSNorm": FusedRMSNorm,
+    "Qwen3RMSNorm": FusedRMSNorm,
+    "Qwen3_5RMSNorm": FusedRMSNorm,
+    "Qwen3_5GatedDeltaNet": ChunkedDeltaNet,
+}
+"""Name of a class of transformers -> what goes before it in the bases of its fast class."""
+
+
+@cache
+def fast_class(layer: type) -> type[nn.Module] | None:
+    """Return the fast class of a layer's class, None where there is none."""
+    if layer is nn.Linear:
+        return OneDNNLinear
+    mixin = MIXINS.get(layer.__name__) if layer.__module__.startswith(LIBRARY) else None
+    return mixin and type(f"Fast{layer.__name__}", (mixin, layer), {})
+
+
+class _LinearFunction(torch.autograd.Function):
+    """x W^T + b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "n i"], weight: Float[Tensor, "o i"], bias: Tensor | None
+    ) -> Float[Tensor, "n o"]:
+        wanted_x, wanted_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wanted_weight else None, weight if wanted_x else None)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "n o"]) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return (
+            None if weight is None else product(dy, weight),
+            None if x is None else product(dy.T, x),
+            dy.sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """w x / rms(x), rms(x) = sqrt(mean(x^2) + eps), and its gradient.
+
+        dx = g / rms - x <g, x> / (d rms^3),   g = w dy,   dw = sum of dy x / rms
+
+    Autograd of the formula keeps three tensors as large as x in fp32 and makes a dozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "*n d"], weight: Float[Tensor, " d"], eps: float
+    ) -> Float[Tensor, "*n d"]:
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "*n d"]) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        wide, dy = x.float(), dy.float()
+        dw = (dy * wide).mul_(scale).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        g = dy * weight
+        along = (g * wide).sum(-1, keepdim=True).mul_(scale.pow(3)).div_(-x.shape[-1])
+        return g.mul_(scale).addcmul_(wide, along).to(x.dtype), dw, None

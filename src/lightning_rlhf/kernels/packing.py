@@ -1,0 +1,158 @@
+"""Which positions of padded rows are computed, and gathering and scattering them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_rlhf.kernels.attention import signed_sin
+from lightning_rlhf.kernels.products import ROWS, rounded_up
+
+WORTH = 0.08  # share of padding from which packing saves more than its copies cost
+MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS where shapes are to be few
+COLUMNS, MOST_ADDED = 16, 0.04
+"""Attention on a CPU takes up to a third more time for a length that is no multiple; and the share
+of columns that it costs less than."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Positions of B padded rows of length S that token-wise layers compute.
+
+    Letters: N positions that a wanted one depends on, M wanted ones, each with a few others that
+    round the number up.
+    """
+
+    rows: int
+    """Number of rows, B."""
+    columns: int
+    """Length of the padded rows, S."""
+    real: Int[Tensor, " N"] | None
+    """Indices of the N among B x S; None: all are computed."""
+    wanted: Int[Tensor, " M"]
+    """Indices of the M among B x S."""
+    wanted_real: Int[Tensor, " M"]
+    """Indices of the M among the N."""
+    count: int
+    """Number of wanted positions without those that round it up."""
+    _rotary: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        wanted: Bool[Tensor, "B S"],
+        *,
+        few_shapes: bool = False,
+    ) -> Packing:
+        """Return what to compute: each row from its first position up to its last wanted one.
+
+        few_shapes: N and M are multiples of a larger number, where there are others enough to fill
+        them up with.
+        """
+        rows, columns = wanted.shape
+        multiple = ROWS if few_shapes else MULTIPLE
+        real = wanted.flip(1).cummax(1).values.flip(1).flatten()
+        last = _filled_up(wanted.flatten(), real, multiple)
+        count = int(wanted.sum())
+        if real.float().mean() > 1 - WORTH:
+            return cls(rows, columns, None, last, last, count)
+        number = real.cumsum(0) - 1
+        indices = _filled_up(real, ~real, multiple)
+        return cls(rows, columns, indices, last, number[last], count)
+
+    def pack(self, x: Float[Tensor, "BS d"], *, last: bool = False) -> Float[Tensor, "N d"]:
+        """Gather the N positions; `last`: the M wanted ones, as the last layer computes them."""
+        indices = self.wanted if last else self.real
+        return x if indices is None else gather_rows(x, indices)
+
+    def pad(self, x: Float[Tensor, "N d"], *, last: bool = False) -> Float[Tensor, "B S d"]:
+        """Scatter what `pack` gathered into padded rows, 0 elsewhere."""
+        indices = self.wanted if last else self.real
+        x = x if indices is None else scatter_rows(x, indices, self.rows * self.columns)
+        return x.view(self.rows, self.columns, x.shape[-1])
+
+    def rotary_tables(
+        self, cos: Float[Tensor, "#B S r"], sin: Float[Tensor, "#B S r"], *, last: bool = False
+    ) -> tuple[Float[Tensor, "N 1 r"], Float[Tensor, "N 1 r"]]:
+        """Return cos and signed sin of the positions that `pack` keeps; made once."""
+        if last not in self._rotary:
+            self._rotary[last] = tuple(  # type: ignore[assignment]
+                self.pack(table.repeat(self.rows, 1), last=last)[:, None]
+                for table in (cos[0], signed_sin(sin[0]))
+            )
+        return self._rotary[last]
+
+
+def columns_to_add(columns: int, *, few_shapes: bool = False) -> int:
+    """Return by how many columns rows are extended to a length that attention is fast on.
+
+    0 where they would cost more than they save; few_shapes: up to a multiple of COLUMNS always.
+    """
+    more = rounded_up(columns, COLUMNS) - columns
+    return more if few_shapes or more <= MOST_ADDED * columns else 0
+
+
+def _filled_up(
+    chosen: Bool[Tensor, " n"], others: Bool[Tensor, " n"], multiple: int
+) -> Int[Tensor, " m"]:
+    """Return the indices of what is chosen, then of as many others as round the number up."""
+    indices, more = (x.nonzero().squeeze(1) for x in (chosen, others & ~chosen))
+    return torch.cat([indices, more[: rounded_up(len(indices), multiple) - len(indices)]])
+
+
+def gather_rows(x: Float[Tensor, "n d"], indices: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
+    """Return the rows of x at these indices, each at most once."""
+    return _Gather.apply(x, indices)  # type: ignore
+
+
+def scatter_rows(
+    x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
+) -> Float[Tensor, "n d"]:
+    """Return `count` rows: those of x at these indices, 0 elsewhere."""
+    return _Scatter.apply(x, indices, count)  # type: ignore
+
+
+def _scattered(
+    x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
+) -> Float[Tensor, "n d"]:
+    return x.new_zeros(count, x.shape[1]).index_copy_(0, indices, x)
+
+
+class _Gather(torch.autograd.Function):
+    """`gather_rows`; autograd's own gradient adds the rows up one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "n d"], indices: Int[Tensor, " m"]
+    ) -> Float[Tensor, "m d"]:
+        ctx.save_for_backward(indices)
+        ctx.count = len(x)
+        return x.index_select(0, indices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None]:
+        (indices,) = ctx.saved_tensors
+        return _scattered(dy, indices, ctx.count), None
+
+
+class _Scatter(torch.autograd.Function):
+    """`scatter_rows`; autograd by itself would keep x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
+    ) -> Float[Tensor, "n d"]:
+        ctx.save_for_backward(indices)
+        return _scattered(x, indices, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "m d"], None, None]:
+        (indices,) = ctx.saved_tensors
+        return dy.index_select(0, indices), None, None

@@ -1,0 +1,214 @@
+"""The switch: fast layers in place of a model's own, where they can and should be."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from inspect import signature
+from typing import Literal, NamedTuple
+
+import torch
+import transformers
+from peft.tuners.lora import Linear as LoRALinear
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rlhf.core.config import KernelChoice
+from lightning_rlhf.core.errors import ConfigError, first_line
+from lightning_rlhf.kernels.attention import use_fast_sdpa
+from lightning_rlhf.kernels.decoder import FAMILIES, family, packed_class
+from lightning_rlhf.kernels.layers import LIBRARY, LINEAR, FastLayer, fast_class
+from lightning_rlhf.kernels.lora import FusedLoRALinear
+from lightning_rlhf.kernels.packing import Packing
+
+STRUCTURE: Mapping[str, tuple[set[str], set[str]]] = {
+    "Model": (
+        {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds",
+         "use_cache", "kwargs"},
+        {"embed_tokens", "layers", "norm", "rotary_emb"},
+    ),
+    "DecoderLayer": (
+        {"hidden_states", "position_embeddings", "attention_mask", "position_ids",
+         "past_key_values", "use_cache", "kwargs"},
+        {"self_attn", "linear_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    ),
+    "Attention": (
+        {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"},
+        {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
+    ),
+    "GatedDeltaNet": (
+        {"hidden_states", "cache_params", "attention_mask", "kwargs"},
+        {"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},
+    ),
+    "MLP": ({"x"}, {"gate_proj", "up_proj", "down_proj", "act_fn"}),
+    "RMSNorm": ({"x", "hidden_states"}, set()),
+    "RMSNormGated": ({"hidden_states", "gate"}, set()),
+    "RotaryEmbedding": ({"x", "position_ids"}, set()),
+}  # fmt: skip
+"""End of a class name -> arguments of its forward and names of its layers, as the fast layers know
+them."""
+LORA = ("lora_A", "lora_B", "lora_dropout", "lora_bias", "lora_variant", "scaling", "use_dora")
+"""Attributes of PEFT's linear layer that the fast one reads."""
+
+
+class Kernels(NamedTuple):
+    """Which layers a model computes with."""
+
+    kind: Literal["fast", "plain"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"kernels: {self.kind} ({self.reason})"
+
+
+def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
+    """Patch the model's layers as `choice` says, or give it its own back.
+
+    Fast layers whose model computes something else than before are taken out again: with auto a
+    warning tells so.
+
+    Raises ConfigError where the choice is fast and the model cannot have fast layers.
+    """
+    unpatch(model)
+    kernels = choose(choice, model)
+    if kernels.kind == "plain":
+        return kernels
+    fault = structure_fault(model) or patch_fault(model)
+    if fault is None:
+        return kernels
+    unpatch(model)
+    reason = f"{model.config.model_type} of transformers {transformers.__version__}: {fault}"
+    if choice == "fast":
+        raise ConfigError(f"model.kernels is 'fast', but {reason}; allowed: auto, plain")
+    warnings.warn(f"the model keeps its own layers, which are slower: {reason}", stacklevel=2)
+    return Kernels("plain", reason)
+
+
+def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
+    """Return the kernels for a model where its weights are.
+
+    Raises ConfigError where the choice is fast and the model is of another family, or sharded.
+    """
+    name, device = model.config.model_type, model.device.type
+    place = "the CPU" if device == "cpu" else device
+    sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    if choice == "plain":
+        return Kernels("plain", "model.kernels=plain")
+    if family(model) is None:
+        found = f"{name} has layers of another kind"
+        if choice == "fast":
+            raise ConfigError(
+                f"model.kernels is 'fast', but {found}; allowed: auto, plain, or a model of "
+                f"{FAMILIES}"
+            )
+        return Kernels("plain", found)
+    if sharded:
+        if choice == "fast":
+            raise ConfigError(
+                "model.kernels is 'fast', but the weights are sharded; allowed: auto, plain"
+            )
+        return Kernels("plain", "the weights are sharded")
+    if choice == "auto" and not _compiles(model):
+        if device != "cpu":
+            return Kernels("plain", f"fast ones are not measured on {place}")
+        if _processes() > 1:
+            return Kernels("plain", "fast ones are not measured in several processes")
+    return Kernels("fast", f"{name} on {place}")
+
+
+def _compiles(model: PreTrainedModel) -> bool:
+    return any(layer.__dict__.get("compiles") for layer in model.base_model.modules())
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def patch(model: nn.Module) -> None:
+    """Give every layer that has a fast class that class."""
+    for layer in model.modules():
+        kind = fast_class(type(layer))  # type: ignore[arg-type]
+        if type(layer) is LoRALinear and type(layer.base_layer) in LINEAR:
+            kind = FusedLoRALinear if all(hasattr(layer, name) for name in LORA) else None
+        layer.__class__ = kind or type(layer)
+
+
+def patch_decoder(model: PreTrainedModel) -> None:
+    """Let the model's decoder layers take a `Packing`, and attend by the fast SDPA."""
+    use_fast_sdpa(model, fast=True)
+    layers = model.base_model.layers
+    for layer in layers:
+        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
+        layer.is_last = layer is layers[-1]
+
+
+def unpatch(model: PreTrainedModel) -> None:
+    """Give every layer the class that its library gave it."""
+    use_fast_sdpa(model, fast=False)
+    for layer in model.modules():
+        if isinstance(layer, FastLayer):
+            layer.__class__ = type(layer).__bases__[-1]
+            layer.__dict__.pop("is_last", None)
+
+
+def structure_fault(model: PreTrainedModel) -> str | None:
+    """Return what in the library's classes is not as the fast layers know it, None if all is."""
+    kind = family(model)
+    for layer in model.base_model.modules():
+        name = type(layer).__name__
+        if not type(layer).__module__.startswith(LIBRARY):
+            continue
+        end = name.removeprefix(str(kind)).removeprefix("Text")
+        if end not in STRUCTURE:
+            if "Activation" in name:
+                continue
+            return f"{name} is not known"
+        arguments, children = STRUCTURE[end]
+        more = {*signature(type(layer).forward).parameters} - {"self"} - arguments
+        more |= {child for child, _ in layer.named_children()} - children
+        if more:
+            return f"{name} has {', '.join(sorted(more))}"
+    return None
+
+
+@torch.no_grad()
+def patch_fault(model: PreTrainedModel) -> str | None:
+    """Patch the model; return how it then computes otherwise than before, None if it does not.
+
+    Compared are the hidden states of two short rows, the second one padded.
+    """
+    trunk = model.base_model
+    tokens = (
+        torch.arange(1, 33, device=model.device).view(2, 16)
+        * 7919
+        % trunk.embed_tokens.num_embeddings
+    )
+    wanted = torch.ones_like(tokens, dtype=torch.bool)
+    wanted[1, 9:] = False
+    expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
+    patch(model)
+    patch_decoder(model)
+    try:
+        packing = Packing.of(wanted)
+        found = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
+    except Exception as error:  # of code that was written for other layers: anything
+        return f"the fast layers fail: {first_line(error)}"
+    quantised = getattr(model, "is_quantized", False)  # its activations are rounded too
+    tolerance = 0.5 if quantised else rounding(model)
+    same = same_logits(found[: packing.count], expected, tolerance)
+    return None if same else "the fast layers give other hidden states"
+
+
+def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Return whether the root mean square of a - b is at most `tolerance` times that of b."""
+    a, b = a.float(), b.float()
+    return bool((a - b).square().mean() <= tolerance**2 * b.square().mean())
+
+
+def rounding(model: PreTrainedModel) -> float:
+    """Return by how much logits of one model differ, relatively, if computed in another way.
+
+    1e-4 in fp32 (other kernels, other order of sums), 3e-2 in 16 bits (weights rounded once more).
+    """
+    return 1e-4 if model.dtype == torch.float32 else 3e-2

@@ -1,0 +1,237 @@
+"""The switch: which layers a model gets, and that it gets its own back where ours do not fit."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3 import modeling_qwen3
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.kernels import decoding, patch
+from lightning_rlhf.kernels.decoder import PackedDecoderLayer, compile_layers
+from lightning_rlhf.kernels.layers import FastLayer
+from lightning_rlhf.kernels.patch import choose
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
+
+from .conftest import LORA, VOCABULARY, build_config, build_model
+
+FAMILIES = ("qwen3", "llama", "qwen2", "qwen3_5_text")
+PARAMS = SamplingParams(max_response_tokens=4, temperature=1.0, end_token_ids=(VOCABULARY,))
+TOKENS = torch.arange(12).view(2, 6) * 7 % VOCABULARY
+WANTED = torch.tensor([[False] * 3 + [True] * 3, [False, True, True, False, False, False]])
+
+
+def classes(model: nn.Module) -> list[type[nn.Module]]:
+    return [type(module) for module in model.modules()]
+
+
+def is_fast(model: nn.Module) -> bool:
+    return any(isinstance(module, FastLayer) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
+def test_plain_is_the_libraries_own_layers_from_end_to_end(family: str, make_prompts: Any) -> None:
+    """Classes, attention, an instance's own attributes; hidden states are the library's bits."""
+    model = build_model(family)
+    before = classes(model), model.config._attn_implementation
+    own = [set(vars(module)) for module in model.modules()]
+    with torch.no_grad():
+        expected = model.base_model(input_ids=TOKENS, use_cache=False).last_hidden_state[WANTED]
+    roles = Roles(model, "plain")
+    assert str(roles.kernels) == "kernels: plain (model.kernels=plain)"
+    assert (classes(model), model.config._attn_implementation) == before
+    assert [set(vars(module)) for module in model.modules()] == own
+    with torch.no_grad():
+        assert torch.equal(roles.hidden_at(TOKENS, WANTED), expected)
+    roles.add_adapter(POLICY, LORA)
+    with roles.merged():
+        assert {kind.__module__.partition(".")[0] for kind in classes(roles.model)} <= {
+            "torch", "transformers", "peft",
+        }  # fmt: skip
+    prompts: Prompts = make_prompts([7, 8, 9], [13])
+    rollout = NativeSampler(roles, PARAMS).sample(prompts, 1, torch.Generator().manual_seed(0))
+    assert rollout.response_mask.all()
+    assert not is_fast(roles)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_is_fast_for_a_known_family_on_the_cpu_and_gives_the_layers_back(family: str) -> None:
+    model = build_model(family)
+    before = classes(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        roles = Roles(model)
+    assert str(roles.kernels) == f"kernels: fast ({model.config.model_type} on the CPU)"
+    assert all(isinstance(layer, PackedDecoderLayer) for layer in model.base_model.layers)
+    patch.unpatch(model)
+    assert classes(model) == before
+    again = Roles(model)
+    again.add_adapter(POLICY, LORA)
+    patch.unpatch(model)
+    assert not is_fast(again)
+
+
+def test_auto_leaves_other_families_alone_and_fast_refuses_them() -> None:
+    roles = Roles(build_model("gpt2"))
+    assert str(roles.kernels) == "kernels: plain (gpt2 has layers of another kind)"
+    assert not is_fast(roles)
+    with pytest.raises(ConfigError, match=r"model\.kernels is 'fast', but gpt2 .*Qwen3"):
+        Roles(build_model("gpt2"), "fast")
+
+
+def test_weights_that_are_sharded_or_elsewhere_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build_model("qwen3")
+    monkeypatch.setattr(patch, "_processes", lambda: 2)
+    assert choose("auto", model).kind == "plain"
+    assert choose("fast", model).kind == "fast"
+    monkeypatch.undo()
+    next(model.parameters()).device_mesh = "two machines"  # type: ignore[attr-defined]
+    assert choose("auto", model).kind == "plain"
+    with pytest.raises(ConfigError, match="sharded"):
+        choose("fast", model)
+    elsewhere = build_model("qwen3").to("meta")
+    assert str(choose("auto", elsewhere)) == "kernels: plain (fast ones are not measured on meta)"
+    compile_layers(elsewhere)
+    assert choose("auto", elsewhere).kind == "fast"
+
+
+def test_auto_decides_anew_where_the_weights_are_moved() -> None:
+    roles = Roles(build_model("qwen3"))
+    roles.add_adapter(POLICY, LORA)
+    assert is_fast(roles)
+    roles.to("meta")
+    assert not is_fast(roles)
+    assert roles.kernels.kind == "plain"
+
+
+def changed_norm(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library's norm multiplies by something more."""
+    forward = modeling_qwen3.Qwen3RMSNorm.forward
+
+    def twice(self: Any, hidden_states: Tensor) -> Tensor:
+        return 1.5 * forward(self, hidden_states)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", twice)
+    return "other hidden states"
+
+
+def changed_arguments(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library's layer takes an argument that ours does not know."""
+    forward = modeling_qwen3.Qwen3DecoderLayer.forward
+
+    def more(self: Any, hidden_states: Tensor, attention_bias: Any = None, **kwargs: Any) -> Tensor:
+        return forward(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3DecoderLayer, "forward", more)
+    return "Qwen3DecoderLayer has attention_bias"
+
+
+def changed_layers(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The library's layer has one layer more."""
+    init = modeling_qwen3.Qwen3DecoderLayer.__init__
+
+    def more(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.router = nn.Identity()
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3DecoderLayer, "__init__", more)
+    return "Qwen3DecoderLayer has router"
+
+
+def renamed_attribute(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What ours reads is called otherwise: ours fails."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return hidden_states * self.weight
+
+    init = modeling_qwen3.Qwen3RMSNorm.__init__
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        del self.variance_epsilon
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "__init__", without)
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", forward)
+    return "the fast layers fail"
+
+
+@pytest.mark.parametrize(
+    "change", [changed_norm, changed_arguments, changed_layers, renamed_attribute]
+)
+def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = re.escape(change(monkeypatch))
+    model = build_model("qwen3")
+    with torch.no_grad():
+        expected = model.base_model(input_ids=TOKENS, use_cache=False).last_hidden_state[WANTED]
+    with pytest.warns(UserWarning, match=f"slower: qwen3 of transformers .*{told}"):
+        roles = Roles(model)
+    assert roles.kernels.kind == "plain"
+    assert not is_fast(roles)
+    with torch.no_grad():
+        assert torch.equal(roles.hidden_at(TOKENS, WANTED), expected)
+    with pytest.raises(ConfigError, match=f"model.kernels is 'fast', but .*{told}"):
+        Roles(build_model("qwen3"), "fast")
+
+
+def test_a_step_that_computes_something_else_is_left_out_with_a_warning(
+    make_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sample(roles: Roles) -> Tensor:
+        prompts: Prompts = make_prompts([7, 8, 9], [13])
+        generator = torch.Generator().manual_seed(0)
+        return NativeSampler(roles, PARAMS).sample(prompts, 1, generator).tokens
+
+    expected = sample(Roles(build_model("qwen3"), "plain"))
+    attended = decoding._attended
+    monkeypatch.setattr(decoding, "_attended", lambda *args: 2 * attended(*args))
+    roles = Roles(build_model("qwen3"))
+    with pytest.warns(UserWarning, match="sampling is slower.* gives other hidden states"):
+        found = sample(roles)
+    assert torch.equal(found, expected)
+    with warnings.catch_warnings():  # once a model
+        warnings.simplefilter("error")
+        sample(roles)
+
+
+def learned(model: PreTrainedModel, kernels: Any) -> tuple[Tensor, Tensor]:
+    roles = Roles(model, kernels)
+    roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
+    with torch.no_grad():
+        for i, parameter in enumerate(roles.trained_by(POLICY)):
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(i))
+    hidden = roles.hidden_at(TOKENS, WANTED)
+    (
+        hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+    ).sum().backward()
+    return hidden.detach(), torch.cat([p.grad.flatten() for p in roles.trained_by(POLICY)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_say_and_learn_the_same(family: str) -> None:
+    fast, plain = (learned(build_model(family), kernels) for kernels in ("fast", "plain"))
+    for found, expected in zip(fast, plain, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_what_compiles_needs_fast_layers() -> None:
+    assert build_config(from_config={"model_type": "qwen3"}, tokenizer="t").kernels == "auto"
+    with pytest.raises(ConfigError, match=r"model\.kernels.*'plain'.*compile"):
+        build_config(
+            from_config={"model_type": "qwen3"}, tokenizer="t", compile=True, kernels="plain"
+        )
+    with pytest.raises(ConfigError, match=r"model\.kernels.*quick.*auto.*fast.*plain"):
+        build_config(from_config={"model_type": "qwen3"}, tokenizer="t", kernels="quick")
