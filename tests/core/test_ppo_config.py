@@ -51,7 +51,7 @@ BOUNDS: list[tuple[str, Any, str]] = [
     ("whiten_rewards", 1, "true, false"),
 ]
 CHOICES: dict[str, str] = {
-    "rollout": "native, hf",
+    "rollout": "native, hf, 'path/to/file.py:Class' or 'package.module:Class'",
     "score_normalization": "none, running, running_scale",
     "missing_eos": "none, subtract, replace",
     "kl_estimator": "k1, k2, k3, abs, mse, full",
