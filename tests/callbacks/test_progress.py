@@ -43,7 +43,10 @@ def test_time_is_written_for_people() -> None:
      (math.nan, "nan"), (-math.inf, "-inf")],
 )  # fmt: skip
 def test_a_metric_stays_short_whatever_its_size(number: float, expected: str) -> None:
-    assert progress.headline_text({"kl_divergence": number}, "ppo") == f"kl_divergence {expected}"
+    assert (
+        progress.headline_text({"kl_divergence": number}, ("kl_divergence",))
+        == f"kl_divergence {expected}"
+    )
 
 
 def test_without_a_terminal_there_is_a_line_each_tenth_of_the_run(

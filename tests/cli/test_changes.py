@@ -66,6 +66,6 @@ def test_a_run_of_a_version_without_a_choice_of_kernels_goes_on_as_it_was(tmp_pa
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"stage": "sft", "model": {"name": "a"}}))
     now = {"stage": "sft", "model": {"name": "a", "kernels": "auto"}}
-    assert changes(now, file) == []
+    assert changes(STAGES["sft"], now, file) == []
     now["model"] = {"name": "a", "kernels": "plain"}
-    assert changes(now, file) == ['model.kernels was "auto", is "plain"']
+    assert changes(STAGES["sft"], now, file) == ['model.kernels was "auto", is "plain"']

@@ -278,7 +278,7 @@ def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
 def test_a_choice_of_nothing_is_called_null(workplace: Workplace) -> None:
     command = ["stage=ppo", "reward=model", "reward.name_or_path=x/y", "reward.dtype=a"]
     error = workplace.mini(*command).error
-    assert error == "reward.dtype is 'a'; allowed: null, float32, bfloat16"
+    assert error == "reward.dtype is 'a'; allowed: float32, bfloat16, or null"
 
 
 def test_the_random_reward_warns_and_runs(finished: Workplace) -> None:

@@ -23,7 +23,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it is too late to refuse")
 
     for stage in ("sft", "rm", "ppo"):
-        monkeypatch.setattr(f"lightning_rlhf.stages.run.run_{stage}", load)
+        monkeypatch.setattr(f"lightning_rlhf.stages.train_{stage}.run_{stage}", load)
 
 
 def linked(place: Workplace, link: Path) -> Path:

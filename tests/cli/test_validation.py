@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lightning_rlhf.core.results import SFTEvaluation
 from lightning_rlhf.modules.sft import SFTModule
 
 from .conftest import Workplace, given, rows, weights
@@ -43,9 +44,9 @@ def test_a_run_shorter_than_val_every_validates_at_tenths_and_learns_the_same(
 def test_the_best_evaluation_is_named_with_its_number(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def judged(self: SFTModule, *_: object) -> dict[str, torch.Tensor]:
+    def judged(self: SFTModule, *_: object) -> SFTEvaluation:
         loss = {2: 1.5, 4: 1.25, 6: 2.0}[self.iteration]
-        return {"nll_sum": torch.tensor(2 * loss), "tokens": torch.tensor(2)}
+        return SFTEvaluation(nll_sum=torch.tensor(2 * loss), tokens=torch.tensor(2))
 
     monkeypatch.setattr(SFTModule, "validation_step", judged)
     assert (

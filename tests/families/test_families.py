@@ -110,6 +110,7 @@ class Run:
             attn_implementation=None,
             gradient_checkpointing=False,
             compile=False,
+            kernels="auto",
             trust_remote_code=False,
             lora=LoRASettings(r=4, alpha=32, target_modules="all-linear"),
         )

@@ -197,8 +197,8 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
     # As they were typed: an item of the list that is an interpolation would be resolved.
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
-    if OmegaConf.select(cfg, "recipe") is not None:
-        if OmegaConf.select(cfg, "stage") is not None:
+    if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
+        if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
         from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
         from lightning_rlhf.stages.settings import folder_names, plain
@@ -218,7 +218,10 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     from lightning_rlhf.stages.stage import AUTO
 
     unresolved: Any = OmegaConf.to_container(cfg)
-    stage, names = OmegaConf.select(cfg, "stage"), stage_names(unresolved)
+    stage, names = (
+        OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False),
+        stage_names(unresolved),
+    )
     if not in_sweep and stage in names:
         refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -93,22 +93,33 @@ def fits(found: Any, kind: Any) -> bool:
     return True
 
 
+class RuleError(ValueError):
+    """A rule between the fields of a section that does not hold."""
+
+    def __init__(self, words: Callable[[str], str]) -> None:
+        """words: what is written before the name of a field, such as "ppo." -> message."""
+        super().__init__(words(""))
+        self.words = words
+
+
 def rule(holds: bool, field: str, found: Any, allowed: str) -> None:
-    """Raise ValueError unless it holds, in the `__post_init__` of a validated dataclass.
+    """Raise RuleError unless it holds, in the `__post_init__` of a validated dataclass.
 
     `build` turns it into a ConfigError, with the key of the section before the name of the field.
     """
     if not holds:
-        raise ValueError(refused(field, found, allowed))
+        raise RuleError(lambda section: refused(f"{section}{field}", found, allowed))
 
 
 def check_divides(small_field: str, small: int, large_field: str, large: int) -> None:
-    """Raise ValueError, as `rule` does, unless `small` divides `large`."""
+    """Raise RuleError, as `rule` does, unless `small` divides `large`."""
     if large % small:
         divisors = ", ".join(str(n) for n in range(1, large + 1) if large % n == 0)
-        raise ValueError(
-            f"{large_field} is {large}, which {small_field} = {small} does not divide; allowed for "
-            f"{small_field}: {divisors}"
+        raise RuleError(
+            lambda section: (
+                f"{section}{large_field} is {large}, which {section}{small_field} = "
+                f"{small} does not divide; allowed for {section}{small_field}: {divisors}"
+            )
         )
 
 
@@ -216,8 +227,9 @@ def _line(detail: ErrorDetails, cls: Any, node: Any, key: str) -> tuple[str, str
             break
         rest.pop(0)
         hint = _parts(hint)[0] if _is_section(hint) else hint
-    if detail["type"] == "value_error" and dataclasses.is_dataclass(hint):
-        return key, f"{key}.{detail['ctx']['error']}"
+    broken = detail["ctx"]["error"] if detail["type"] == "value_error" else None
+    if isinstance(broken, RuleError):
+        return key, broken.words(f"{key}.")
     found = detail["input"] if rest and all(isinstance(part, int) for part in rest) else node
     return key, refused(key, found, allowed(hint, found))
 

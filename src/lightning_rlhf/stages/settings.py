@@ -140,10 +140,10 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
     Raises ConfigError where a value is missing or cannot be resolved.
     """
-    stage = OmegaConf.select(cfg, "stage")
-    others = {*stage_names(cfg)} - {stage}
-    keys = [str(key) for key in cfg if key not in others]
     try:
+        unresolved: Any = OmegaConf.to_container(cfg)
+        others = {*stage_names(unresolved)} - {OmegaConf.select(cfg, "stage")}
+        keys = [str(key) for key in cfg if key not in others]
         nodes = {key: cfg[key] for key in keys if not OmegaConf.is_missing(cfg, key)}
         missing = set(keys) - set(nodes)
         for node in filter(OmegaConf.is_config, nodes.values()):

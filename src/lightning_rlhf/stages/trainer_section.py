@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,13 @@ def has_gpu() -> bool:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
-    if runpy.run_path(str(Path(spec.origin).with_name("version.py")))["cuda"] is None:
+    file = Path(spec.origin).with_name("version.py")
+    version = importlib.util.spec_from_file_location("torch.version", file)
+    assert version is not None
+    assert version.loader is not None
+    built = importlib.util.module_from_spec(version)
+    version.loader.exec_module(built)
+    if built.cuda is None:
         return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")

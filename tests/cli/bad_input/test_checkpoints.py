@@ -204,8 +204,8 @@ OWN: list[tuple[Edit, list[str]]] = [
     (within(data={"chat_template_kwargs": 5}), ["data.chat_template_kwargs is 5"]),
     (within(model=...), ["model is 'missing'"]),
     (within(model="tiny"), ["model is 'tiny'"]),
-    (within(model={"lora": 5}), ["model.lora is 5"]),
-    (within(model={"lora": {}}), ["model.lora.alpha is missing"]),
+    (within(model={"lora": 5}), ["model.name is missing"]),
+    (within(model={"lora": {}}), ["model.name is missing", "13 more"]),
 ]
 
 

@@ -162,7 +162,10 @@ COMMANDS: list[tuple[list[str], list[str]]] = [
     (["stage=sft", "sed=1"], ["sed is not a known key; did you mean seed?"]),
     (["stage=ppo", "pp.kl_coef=1"], ["pp is not a known key; did you mean ppo?"]),
     (["stage=sft", "run.x=1"], ["run.x is not a known key; did you mean run?"]),
-    (["stage=ppo", "zebra=1"], ["zebra is not a known key; allowed: data, debug, eval, job"]),
+    (
+        ["stage=ppo", "zebra=1"],
+        ["zebra is not a known key; allowed: callbacks, data, debug, eval, job"],
+    ),
     (["stage=sft", "data.max_val_row=1"], ["did you mean data.max_val_rows?"]),
     (["stage=sft", "trainer.thread=1"], ["did you mean trainer.threads?"]),
     (["stage=sft", "model.lora.alpa=1"], ["did you mean model.lora.alpha?"]),

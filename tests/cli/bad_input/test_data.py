@@ -236,5 +236,5 @@ def test_as_a_shell_sees_it(workplace: Workplace) -> None:
     command = [*MODULE, "stage=sft", "data=files"]
     outcome = workplace.process(command, f"{KEY['sft']}=data/sft_train.jsonl")
     assert "data/sft_train.jsonl, line 2: broken JSON" in outcome.error
-    assert outcome.out == ""
+    assert outcome.out == "computing on the CPU, 32-true\n"
     assert list((workplace.folder / "outputs").iterdir()) == []
