@@ -87,7 +87,7 @@ def test_a_classifier_as_the_hub_has_them(judged: Workplace) -> None:
     [
         ("normalization=stored", "reward.normalization is 'stored', but classifier was not trained "
          "by stage=rm, which measures mean and deviation; allowed: none, running"),
-        ("uncertainty_coef=1", "reward.uncertainty_coef is 1; allowed: 0, since classifier is no "
+        ("uncertainty_coef=1", "reward.uncertainty_coef is 1.0; allowed: 0, since classifier is no "
          "ensemble of stage=rm"),
         ("chat_template=./none.jinja", "reward.chat_template is './none.jinja', and there is no "
          "such file; allowed: a Jinja file, pair, null for the tokenizer's own"),
