@@ -17,7 +17,7 @@ from lightning_rlhf.stages.stage import TrainerConfig
 AUTO = "auto"
 GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
 CPU = {"precision": "32-true", "weights_dtype": "float32"}
-"""Values that auto stands for on a GPU, and on the CPU."""
+"""Values of the keys set to auto, on a GPU and on the CPU."""
 PASSED = (
     "benchmark", "callbacks", "detect_anomaly", "deterministic", "enable_model_summary",
     "enable_progress_bar", "limit_val_batches", "max_time", "plugins", "profiler", "strategy",
