@@ -60,7 +60,7 @@ def adapted_coef(
         coef' = coef * (1 + e * episodes / horizon)
 
     kl, target: KL in nats a response. horizon: number of episodes over which an error of e changes
-    the coefficient by about its e-fold, for example 0.1 by a tenth.
+    the coefficient by a relative amount of about e.
     Source: Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593
     Departs: K_beta = 0.1 a batch there; horizon makes it independent of the batch's size, as in
     the code of that paper (episodes / horizon in place of K_beta).
