@@ -114,9 +114,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
     }
     stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
-    with Working(
-        "looking through the data"
-    ):  # before training, so that errors in any stage's data show early
+    with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
             if cfg.overwrite or not is_finished(settings):
                 LOAD[settings.definition.data](settings.data, settings.seed)

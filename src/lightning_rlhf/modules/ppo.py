@@ -107,7 +107,7 @@ class PPOModule(L.LightningModule):
             critic: one for advantage=gae, None for the others.
             prompts: split ("train", "val") -> rows of the data.
             microbatch: size of the micro-batches, shared with the reward's model and halved for
-                both at once; None for a size of its own.
+                both at once; None makes one from ppo.microbatch_size.
             sampler: sampler of the responses; None builds the one that ppo.rollout names.
         """
         super().__init__()

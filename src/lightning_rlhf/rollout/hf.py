@@ -46,7 +46,7 @@ class HFSampler:
         devices = [] if roles.device.type == "cpu" else [roles.device]
         with torch.random.fork_rng(devices):
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-            # The model's own settings would replace those that are not set here.
+            # The model's own settings would fill in those that are not set here.
             model.generation_config = _generation_config(params)
             try:
                 tokens = model.generate(
