@@ -1,1 +1,1 @@
-"""The command line: compose a configuration, choose the job, word what is refused."""
+"""The command line: composes a configuration, chooses the job and words the errors."""

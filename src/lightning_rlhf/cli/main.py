@@ -64,7 +64,7 @@ def main() -> None:
         replay(words[1:])
         return
     register_resolvers()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra refuses is said here, in one line
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
         given = parse_arguments(words)
         refuse_secrets(given)
@@ -86,7 +86,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def printed_safely(given: Namespace) -> Iterator[None]:
-    """Print without secrets what Hydra prints of the configuration where it runs nothing."""
+    """Remove secrets from the configuration that Hydra prints where it runs no job."""
     if not (given.cfg or given.info or given.help or given.hydra_help):
         yield
         return
@@ -99,7 +99,7 @@ def printed_safely(given: Namespace) -> Iterator[None]:
 
 
 def completed_stages(given: Namespace) -> list[str]:
-    """Return the completions of `stage=`, for Hydra a plain value, if the shell asks for them."""
+    """Return the completions of `stage=` if the shell asks for them; Hydra knows no choices."""
     if not given.shell_completion or "COMP_LINE" not in os.environ:
         return []
     if not os.environ["COMP_LINE"].split(" ")[-1].startswith("stage="):
@@ -108,7 +108,7 @@ def completed_stages(given: Namespace) -> list[str]:
 
 
 def register_resolvers() -> None:
-    """Register what conf/ refers to.
+    """Register the resolvers and the configuration that conf/ refers to.
 
     `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, and the
     configuration `open` a mapping that takes any key on the command line.
@@ -128,8 +128,8 @@ def resolved(cfg: DictConfig) -> Any:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
-    """Run one job of what Hydra composed. Return why a sweep's job failed, None elsewhere."""
-    sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B writes it down
+    """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
+    sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
@@ -159,7 +159,7 @@ def compose(cfg: DictConfig) -> str | None:
             sys.exit(1)
         return sweep.mark_failed(cfg, told)
     except Exception as error:
-        # Not left to Hydra, which would show the overrides as well, passwords among them.
+        # Printed here, since Hydra would also print the overrides, with passwords in them.
         print(shown(traceback.format_exc()), file=sys.stderr, end="")
         if not in_sweep:
             sys.exit(1)
@@ -168,7 +168,7 @@ def compose(cfg: DictConfig) -> str | None:
 
 
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
-    """Return how to go on with what was stopped; nothing where it had not come that far."""
+    """Return how to resume a stopped run; an empty list where there is nothing to resume."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
     from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
     from lightning_rlhf.stages.settings import read_settings
@@ -194,8 +194,8 @@ def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
 
 
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
-    """Run the recipe, or the stage; a sweep that is called again does what is not done yet."""
-    # As they were typed: an item of the list that is an interpolation would be resolved.
+    """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
+    # As typed: indexing the list would resolve an interpolation.
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
     if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
         if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:

@@ -1,6 +1,6 @@
-"""Error messages for what Hydra refuses: one line each, from the typed fields of its errors.
+"""Error messages for Hydra's errors: one line each, from their typed fields.
 
-An error that Hydra has in prose alone is shown with its first paragraph.
+An error that Hydra describes in prose alone is shown with its first paragraph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OWN_FILE = (
     "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "
     "`defaults: [config, _self_]`"
 )
-"""Advice on how to give a configuration of one's own."""
+"""Advice on how to add a user's own configuration."""
 LONGEST = 400
 """Maximum number of characters shown of a library's message."""
 
@@ -42,7 +42,7 @@ class VisibleFormatter(logging.Formatter):
 
 
 def program_name() -> str:
-    """Return how the command was called: python train.py, lightning-rlhf."""
+    """Return the name of the command: python train.py or lightning-rlhf."""
     name = Path(sys.argv[0]).name
     if name == "__main__.py":
         return "python -m lightning_rlhf"
@@ -83,7 +83,7 @@ def _reason(error: Exception, given: Namespace) -> str:
 
 
 def _not_parsed(error: OverrideParseException, words: Sequence[str]) -> str:
-    """Return why an override does not parse; of an address not what Hydra says, which shows it."""
+    """Return why an override does not parse; for an address without Hydra's text."""
     from lightning_rlhf.stages.registry import STAGES
 
     given, wanted = error.override, "KEY=VALUE"
@@ -115,7 +115,7 @@ def _missing_file(
 
 
 def _unknown_key(cause: OmegaConfBaseException, words: Sequence[str]) -> str:
-    """Return which key is not there, and the keys beside which it would stand."""
+    """Return a message on an unknown key, with the keys of its section."""
     node: Any = OmegaConf.to_container(cause.parent_node)  # type: ignore[arg-type]
     node.pop("hydra", None)
     key, full = str(cause.key), str(cause.full_key)
@@ -137,21 +137,21 @@ def _unknown_key(cause: OmegaConfBaseException, words: Sequence[str]) -> str:
             return str(refusal)
     if not node:
         return f"{full} is not a known key; did you mean {prefix.rstrip('.')}?"
-    # As core/ words it of a section; worded here, since that imports what checks values.
+    # The wording of core/ for a section; repeated here, since core/ imports pydantic.
     close = difflib.get_close_matches(key, node, n=1)
     hint = f"did you mean {prefix}{close[0]}?" if close else f"allowed: {', '.join(sorted(node))}"
     return f"{full} is not a known key; {hint}"
 
 
 def _unquoted(override: str) -> str:
-    """Return how to give an address in which Hydra takes a sign for one of its own."""
+    """Return how to quote an address with a character that has a meaning in Hydra's grammar."""
     key = re.match(r"([\w.@/+~]+)\s*[=:]\s*['\"]?$", override[: address_at(override)])
     quoted = f"""'{key[1] if key else "reward.url"}="http://..."'"""
     return f"{without_address(override)} is no override; quote it, in both kinds: {quoted}"
 
 
 def _shown(error: Exception, words: Sequence[str]) -> str:
-    """Return the first paragraph of what a library says, and the first line of its cause."""
+    """Return the first paragraph of a library's message, and the first line of its cause."""
     told = re.split(r"\n\n|\nSee https:", without_secrets(str(error), words))[0]
     if error.__cause__ is not None:
         told += " " + without_secrets(str(error.__cause__), words).split("\n")[0]

@@ -1,4 +1,4 @@
-"""The words of a command: Hydra's options, and overrides as Hydra itself parses them."""
+"""The arguments of a command: Hydra's options, and overrides as Hydra itself parses them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-# What @hydra.main parses with; Hydra has no public name for it.
+# The parser of @hydra.main; Hydra has no public name for it.
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,17 +17,17 @@ from lightning_rlhf.cli.secrecy import without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
 
 GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
-"""Groups of conf/ of which one file is chosen."""
+"""Groups of conf/ from which one file each is chosen."""
 CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
 """Pattern of the name of a file in a group of conf/, or in a folder below it."""
 READ_BY = {"advantage": "ppo"}
-"""Mapping from a group whose file goes into the section of a stage to the stage."""
+"""Group whose file becomes part of a stage's section -> the stage."""
 
 
 def parse_arguments(words: Sequence[str]) -> Namespace:
-    """Return Hydra's options and, in `overrides`, the words that are none, in their order.
+    """Return Hydra's options and, in `overrides`, all other arguments in their order.
 
-    Hydra's own call of the parser takes overrides on one side of the options alone.
+    Hydra's own call of the parser accepts overrides only on one side of the options.
 
     Raises ConfigError where an option is unknown or its value is wrong.
     """
@@ -37,7 +37,7 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.error = lambda message: refuse(without_secrets(message, words))  # type: ignore
-    # --info may have a value, for which the parser would take an override.
+    # --info has an optional value, and the parser would take an override for it.
     told = [
         "--info=all" if word in ("--info", "-i") and "=" in after else word
         for word, after in zip(words, [*words[1:], ""], strict=True)
@@ -49,7 +49,7 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
 
 
 def options_last(words: Sequence[str], given: Namespace) -> list[str]:
-    """Return the words of a command with its overrides first, as Hydra's parser takes them."""
+    """Return the arguments of a command with its overrides first, as Hydra's parser needs them."""
     return [*given.overrides, *(word for word in words if word not in given.overrides)]
 
 
@@ -59,19 +59,19 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 
 
 def key_of(override: str) -> str:
-    """Return the key of an override: ++ppo.lr=1 -> ppo.lr"""
+    """Return the key of an override: ppo.lr for ++ppo.lr=1."""
     return override.lstrip("+~").split("=")[0]
 
 
 def stage_of(override: Override, stages: Collection[str]) -> str | None:
-    """Return the one of `stages` in whose section the override sets something, if it is one."""
+    """Return which of `stages` has the section that the override changes, None where none has."""
     key = override.package or READ_BY.get(override.key_or_group, override.key_or_group)
     section = key.partition(".")[0]
     return section if section in stages else None
 
 
 def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str]) -> None:
-    """Raise ConfigError where an override sets what only another of `stages` reads."""
+    """Raise ConfigError where an override sets a key that only another of `stages` reads."""
     for override in parse_overrides(words):
         owner = stage_of(override, stages)
         if owner not in (None, stage):
@@ -86,7 +86,7 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
 def check_choices(choices: Mapping[str, Any]) -> None:
     """Raise ConfigError where a choice names its file by a path, as model=../model/tiny does.
 
-    Hydra would find the file, but not the numbers that are filed under the choice's name.
+    Hydra would find the file, but not the values stored under the name of the choice.
     """
     for group in GROUPS:
         choice = choices.get(group)

@@ -24,9 +24,9 @@ from lightning_rlhf.stages.settings import read_settings
 
 
 def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Run the program in `folder` with the numbers of PPO and print what it claims.
+    """Run the program in `folder` with the settings of PPO and print its claims.
 
-    Raises RLHFError where a claim fails of the recipe as it is written.
+    Raises RLHFError where a claim of the unchanged recipe fails.
     """
     assert recipe.program is not None
     sys.path.insert(0, str(folder))

@@ -47,9 +47,9 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "cut off": ("resume=auto",),
     "outdated": ("overwrite=true",),
 }
-"""Mapping from the state of a stage to the overrides with which it is run."""
+"""State of a stage -> overrides with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
-"""Keys that the recipe reads itself and does not hand to its stages."""
+"""Keys that the recipe reads itself and does not pass to its stages."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -59,7 +59,7 @@ class Recipe:
     title: str
     stages: Words
     program: str | None
-    """File whose `main(PPOConfig, seed, folder)` returns claims, in place of stages."""
+    """File whose `main(PPOConfig, seed, folder)` returns claims; it replaces the stages."""
     overrides: Words
     """Overrides for every stage; those of the user take precedence."""
     promises: Annotated[
@@ -69,7 +69,7 @@ class Recipe:
     ]
     """Bounds that hold for the recipe's own model and data with any seed."""
     next: Words
-    """Suggestions for afterwards; {folder} is the run's, {given} the last stage's overrides."""
+    """Suggested next commands; {folder} is the run's, {given} the last stage's overrides."""
 
     def __post_init__(self) -> None:
         rule(bool(self.stages) != bool(self.program), "stages", self.stages,
@@ -80,7 +80,7 @@ class Recipe:
 
 
 def recipe_folder(name: str, recipes: Path) -> Path:
-    """Return the folder of a recipe: one in `recipes`, or one of the user's own by its path.
+    """Return the folder of a recipe: one in `recipes`, or a user's own by its path.
 
     Raises ConfigError where it holds no recipe.yaml.
     """
@@ -97,7 +97,7 @@ def recipe_folder(name: str, recipes: Path) -> Path:
 
 
 def read_recipe(folder: Path) -> Recipe:
-    """Return the recipe in a folder. Raises ConfigError where it is none."""
+    """Return the recipe in a folder. Raises ConfigError where it is not valid."""
     file = folder / "recipe.yaml"
     try:
         return build(Recipe, OmegaConf.to_container(OmegaConf.load(file)), "recipe")
@@ -106,7 +106,7 @@ def read_recipe(folder: Path) -> Recipe:
 
 
 def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Run what is not done yet, then show what came out and check the promises.
+    """Run the stages that are not finished, then show the results and check the promises.
 
     Raises RLHFError where a stage fails or a promise is not kept.
     """
@@ -114,7 +114,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
     }
     stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
-    with Working("looking through the data"):  # a fault in the last stage's costs no training
+    with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
             if cfg.overwrite or not is_finished(settings):
                 LOAD[settings.definition.data](settings.data, settings.seed)
@@ -141,7 +141,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 def run_stages(
     stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, anew: bool
 ) -> list[str]:
-    """Run the stages that are not done yet, or all of them anew. Return those that were run."""
+    """Run the stages that are not finished, or all of them anew. Return those that were run."""
     ran = []
     for stage, settings in stages.items():
         state = "outdated" if anew else state_of(settings)
@@ -157,7 +157,7 @@ def run_stages(
 def stage_overrides(
     recipe: Recipe, stage: str, overrides: Sequence[str], job: str | None
 ) -> tuple[str, ...]:
-    """Return the overrides of one stage: the recipe's, and the user's in their place."""
+    """Return the overrides of one stage: the recipe's, replaced by the user's for equal keys."""
     given = [o for o in overrides if key_of(o) not in OWN]
     keys = {key_of(o) for o in given}
     told = parse_overrides([*(o for o in recipe.overrides if key_of(o) not in keys), *given])
@@ -168,7 +168,7 @@ def stage_overrides(
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
-    """Run one stage as a process of its own, on this terminal, until its `final/` is there."""
+    """Run one stage as a separate process on this terminal, until it has written `final/`."""
     command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
     status = run_command(command, {IN_RECIPE: stage})
     if status or not (folder / FINAL).is_dir():
@@ -179,18 +179,18 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration of one stage, from the same file as the recipe's own."""
+    """Return the configuration of one stage, composed from the same file as the recipe's."""
     return compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
 
 
 def search_path() -> list[str]:
-    """Return the overrides that name further folders of configurations, as they were given."""
+    """Return the overrides that name further configuration folders, as given."""
     given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
     return [word for word in given if key_of(word) == "hydra.searchpath"]
 
 
 def own_configs() -> list[str]:
-    """Return the options that name configurations of the user's own, as they were given."""
+    """Return the options that name the user's own configurations, as given."""
     hydra = HydraConfig.get()
     sources = hydra.runtime.config_sources
     folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
@@ -199,9 +199,9 @@ def own_configs() -> list[str]:
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Show before and after, samples side by side and pictures; returns each stage's metrics.
+    """Show metrics and samples before and after, and pictures; return each stage's metrics.
 
-    ran: stages that were run just now, whose results stand above.
+    ran: stages that were run in this call, whose results are already printed.
     """
     finals = {stage: find(str(folder_of(s) / FINAL), stage) for stage, s in stages.items()}
     metrics: dict[str, Mapping[str, float]] = {

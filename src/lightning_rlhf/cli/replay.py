@@ -1,4 +1,4 @@
-"""lightning-rlhf replay: a recorded update of PPO, or the batch that broke a run off, once more."""
+"""lightning-rlhf replay: repeats a recorded update of PPO, or the batch at which a run ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_rlhf.stages.console import say_error
 
 
 def replay(arguments: Sequence[str]) -> None:
-    """Replay and show; exit status 1 after an error or a difference from the record."""
+    """Replay a run and show it; exit with status 1 after an error or a difference."""
     given = parser().parse_args(arguments)
     try:
         if given.iteration is not None:
@@ -33,7 +33,7 @@ def replay(arguments: Sequence[str]) -> None:
 
 
 def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_code: bool) -> bool:
-    """Return whether it came out as recorded. Libraries load here, so that --help is quick."""
+    """Replay a run and return whether it equals the record. Slow imports are made here."""
     from lightning_rlhf.replay.plan import settings_of
     from lightning_rlhf.replay.rows import plan_rows, show_rows
     from lightning_rlhf.replay.show import replay_update

@@ -17,14 +17,14 @@ from lightning_rlhf.rewards.address import HIDDEN, redacted
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Environment variables from which libraries read a token; reward.token_env names another."""
 SHORTEST = 4
-"""Minimum length of a secret that is hidden everywhere; a shorter one is hidden in addresses."""
+"""Minimum length, in characters, of a secret that is hidden everywhere; a shorter one is hidden in
+addresses alone."""
 
 
 def refuse_secrets(given: Namespace) -> None:
     """Raise ConfigError where a secret would be written before a run can hide it.
 
-    In the names of a sweep, and in the overrides that Hydra keeps in a file.
-
+    This concerns the names of a sweep, and the overrides that Hydra stores in a file.
     given: the parsed command line.
     """
     secret = [shown for word in given.overrides if (shown := without_address(word)) != word]
@@ -57,8 +57,8 @@ def address_at(word: str) -> int | None:
 def without_secrets(text: str, words: Sequence[str] = (), secrets: Sequence[str] = ()) -> str:
     """Return a text without the user, the password and the query of any address in it.
 
-    words: overrides whose addresses are found in the text whatever signs are in them.
-    secrets: what is hidden wherever it stands.
+    words: overrides whose addresses are found in the text whatever characters they contain.
+    secrets: texts that are hidden wherever they occur.
     """
     for address in (word[at:] for word in words if (at := address_at(word)) is not None):
         if address:
@@ -71,7 +71,7 @@ def without_secrets(text: str, words: Sequence[str] = (), secrets: Sequence[str]
 
 
 def without_printed(text: str, words: Sequence[str]) -> str:
-    """Return what Hydra prints of a configuration that was composed of `words`, without secrets.
+    """Return Hydra's output about a configuration composed from `words`, without secrets.
 
     text: YAML after --cfg, YAML between other lines after --info.
     """
@@ -88,8 +88,8 @@ def without_printed(text: str, words: Sequence[str]) -> str:
 def secrets_of(*trees: Any) -> set[str]:
     """Return the secrets that configurations hold or name, each at least SHORTEST characters long.
 
-    The tokens in the environment, and of every address its password and its query; the user and a
-    single value of the query only if they are no word that is used elsewhere, as in a path.
+    These are the tokens in the environment, and the password and the query of every address; the
+    user and a single value of the query only if they are not used elsewhere, as in a path.
     """
     found: set[str] = set()
     words: set[str] = set()
@@ -106,7 +106,7 @@ def secrets_of(*trees: Any) -> set[str]:
 
 
 def words_of(tree: Any) -> Iterator[str]:
-    """Yield the words that messages consist of: those outside of addresses, and the folder's."""
+    """Yield the words that messages may contain: those outside addresses, and the folder's."""
     text = str(tree)
     for address in addresses(tree):
         text = text.replace(address, "")

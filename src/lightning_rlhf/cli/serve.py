@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def serve_reward(arguments: Sequence[str]) -> None:
-    """Serve until Ctrl-C or SIGTERM; an error is one message and exit status 1."""
+    """Serve until Ctrl-C or SIGTERM; an error prints one message and exits with status 1."""
     given = parser().parse_intermixed_args(arguments)
     try:
         server = make_server(given)
@@ -35,7 +35,7 @@ def serve_reward(arguments: Sequence[str]) -> None:
 
 
 def make_server(given: argparse.Namespace) -> RewardServer:
-    """Return the server that the command line asks for, its address and model ready.
+    """Return the server for the command line's arguments, with its address bound and model loaded.
 
     Raises:
         ConfigError: an argument is wrong, or the libraries of the server are not installed.
@@ -54,7 +54,7 @@ def make_server(given: argparse.Namespace) -> RewardServer:
 
 
 def load_scorer(final: str, overrides: Sequence[str]) -> Score:
-    """Return the reward at a folder or hub id. Libraries load here, so that --help is quick."""
+    """Return the score function of a folder or hub id. Slow imports are made here."""
     from lightning_rlhf.stages.console import quiet_libraries
     from lightning_rlhf.stages.text_rewards import text_scorer
 

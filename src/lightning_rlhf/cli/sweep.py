@@ -1,4 +1,4 @@
-"""Sweeps: a folder for each job, jobs that fail alone, one table at the end."""
+"""Sweeps: a folder for each job, independent failures of jobs, and one table at the end."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
-"""Patterns of the characters that the name of a job's folder does not hold."""
+"""Patterns of the characters that are not allowed in the name of a job's folder."""
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "callbacks", "trainer")
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
-    """Give the job of a sweep its folder.
+    """Set the folder of a sweep's job.
 
-    overrides: the job's; varied: keys in which the jobs of the sweep differ.
+    overrides: overrides of the job; varied: keys in which the jobs of the sweep differ.
     """
     whole = whole_name(overrides)
     is_whole = whole is not None and is_begun(cfg, whole)
@@ -54,9 +54,9 @@ def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) ->
 
 
 def varied_keys(config: DictConfig) -> tuple[str, ...]:
-    """Return the keys for which a sweep was given more than a value.
+    """Return the keys for which a sweep was given more than one value.
 
-    config: Hydra's own of the sweep.
+    config: Hydra's own configuration of the sweep.
     """
     given = parse_overrides(config.hydra.overrides.task)
     keys = [o.key_or_group for o in given if o.is_sweep_override()]
@@ -67,8 +67,8 @@ def varied_keys(config: DictConfig) -> tuple[str, ...]:
 def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
     """Return the name of a job's folder: the values of the keys that vary in the sweep.
 
-    stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. What the path says
-    already is left out; where nothing else varies, the name holds all overrides.
+    stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. Values in the path
+    are omitted; where nothing else varies, the name holds all overrides.
     """
     values = dict(part.split("=", 1) for part in _kept(overrides) if "=" in part)
     keys = sorted(key for key in values if key in varied)
@@ -86,8 +86,8 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
 def whole_name(overrides: Sequence[str]) -> str | None:
     """Return the name that holds all overrides: ppo.kl_coef-0.1+seed-1.
 
-    It is the job's where a folder has it already, and where the short name is that of another
-    sweep in the same run.
+    It is used where a folder of this name exists already, and where another sweep in the same run
+    uses the short name.
     """
     return folder_name(re.sub(ODD, "-", "+".join(sorted(_kept(overrides)))), ODD)
 
@@ -95,8 +95,8 @@ def whole_name(overrides: Sequence[str]) -> str | None:
 def folder_name(text: str, foreign: str) -> str | None:
     """Return `text` as the name of a folder, None where it is empty.
 
-    Characters that match `foreign` become "-". A digest of the text is appended to what was changed
-    or cut, so that two texts have two names.
+    Characters that match `foreign` become "-". A digest of the text is appended to a name that was
+    changed or cut, so that different texts have different names.
     """
     name = re.sub(foreign, "-", text).rstrip(".")
     if name != text or len(name.encode()) > LONGEST:
@@ -106,15 +106,15 @@ def folder_name(text: str, foreign: str) -> str | None:
 
 
 def _kept(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that change what is computed and are not part of the run's path."""
+    """Return the overrides that change the results and are not part of the run's path."""
     return [o.lstrip("+~") for o in overrides if key_of(o) not in (*IN_PATH, *NEUTRAL)]
 
 
 def is_begun(cfg: DictConfig, job: str) -> bool:
-    """Return whether a folder for the job is there."""
+    """Return whether a folder for the job exists."""
     try:
         parts = str(cfg.outputs), str(cfg.run), str(cfg.model.name), job
-    except OmegaConfBaseException:  # which the job itself tells
+    except OmegaConfBaseException:  # the job itself reports it
         return False
     return Path(*parts).is_dir()
 
@@ -125,12 +125,12 @@ def is_of_another(cfg: DictConfig) -> bool:
         settings = read_settings(cfg)
         file = folder_of(settings) / CONFIG
         return file.is_file() and bool(changes(settings.definition, settings.tree, file))
-    except RLHFError:  # which the job itself tells
+    except RLHFError:  # the job itself reports it
         return False
 
 
 def mark_failed(cfg: DictConfig, reason: str) -> str:
-    """Leave the reason in the job's folder, unless a finished run is there. Returns it."""
+    """Write the reason to the job's folder unless it holds a finished run; return the reason."""
     if not isinstance(cfg.outputs, str):
         return reason
     folder = _folder(cfg)
@@ -143,15 +143,15 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
 
 
 class SweepTable:
-    """Prints what every job of a sweep came to; the exit status tells whether all were fine."""
+    """Table of the results of every job of a sweep, and the exit status of the sweep."""
 
     def __init__(self) -> None:
         self._rows: list[SweepRow] = []
         self._failures: dict[str, str] = {}
-        """Mapping from the overrides of a job to the reason why it failed."""
+        """Overrides of a job -> reason why it failed."""
 
     def add(self, job_return: JobReturn) -> None:
-        """Note what a job came to."""
+        """Add the result of a job."""
         overrides = tuple(job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
@@ -171,7 +171,7 @@ class SweepTable:
         self._rows.append(SweepRow(overrides=overrides, status=status, metrics=shown))
 
     def show(self) -> None:
-        """Print the table and what failed, which ends the command with status 1."""
+        """Print the table and the failed jobs; exit with status 1 if there are any."""
         if self._rows:
             get_console().print(sweep_table(self._rows))
         for job, failure in self._failures.items():
@@ -181,11 +181,10 @@ class SweepTable:
 
 
 def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
-    """Return what a run of the stage came to, by the names of metrics.
+    """Return the final metrics of a run of the stage by name.
 
-    final: its `final/` folder.
-
-    Raises CheckpointError where that is missing or damaged.
+    final: `final/` folder of the run.
+    Raises CheckpointError where it is missing or damaged.
     """
     if not final.is_dir():
         raise CheckpointError(f"{final} is missing")
@@ -198,13 +197,13 @@ def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
 
 
 def _folder(cfg: DictConfig) -> Path:
-    """Return the folder that the job writes to; of a whole recipe that of its last stage."""
+    """Return the folder that the job writes to; for a whole recipe that of its last stage."""
     stage = ppo.STAGE.name if cfg.stage is None else cfg.stage
     job = None if cfg.job is None else str(cfg.job)
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
 
 
 def _stage(cfg: DictConfig) -> Stage:
-    """Return the stage of a job; the last stage where it is a whole recipe."""
+    """Return the stage of a job; for a whole recipe the last stage."""
     tree: Any = OmegaConf.to_container(cfg)
     return ppo.STAGE if tree["stage"] is None else chosen_stage(tree)

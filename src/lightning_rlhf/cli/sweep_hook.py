@@ -1,4 +1,4 @@
-"""Hydra callback that shows the table of a sweep, and imports nothing elsewhere."""
+"""Hydra callback that shows the table of a sweep; it imports no slow library in other modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much better an action was than the critic expected."""
+"""Advantage estimators: GAE, REINFORCE++, RLOO, GRPO and Dr. GRPO."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalised advantage estimation over right-padded responses.
+    """Compute generalised advantage estimation over right-padded responses.
 
         delta_t = r_t + gamma * V_{t+1} - V_t          V after the last real token is 0
         A_t     = delta_t + gamma * gae_lambda * A_{t+1}
         R_t     = A_t + V_t
 
     gae_lambda 1 gives the Monte-Carlo return minus the value, 0 the one-step error. A response
-    that ran out of room is treated as ended: what it was worth is what its score says.
+    that was cut at its maximum length is treated as ended: no value is bootstrapped after it.
 
     Returns: advantages and returns (the critic's targets), both 0 on padding.
     Source: Schulman et al. 2015, eq. 11-16, https://arxiv.org/abs/1506.02438
@@ -42,21 +42,21 @@ def gae(
 def rewards_to_go(
     rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float
 ) -> Float[Tensor, "B T"]:
-    """Discounted sum of a token's reward and of those after it: R_t = r_t + gamma * R_{t+1}.
+    """Return the discounted sum of each token's and all later rewards: R_t = r_t + gamma * R_{t+1}.
 
-    GAE with gae_lambda 1 and all values 0. Whitened over the batch it is the advantage of
-    REINFORCE++. Returns 0 on padding. Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262
+    It equals GAE with gae_lambda 1 and all values 0. Whitened over the batch it is the advantage of
+    REINFORCE++. It is 0 on padding. Source: Hu et al. 2025, https://arxiv.org/abs/2501.03262
     """
     advantages, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0)
     return advantages
 
 
 def leave_one_out(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """A response's return over the mean of the others to the same prompt (RLOO).
+    """Return each response's return minus the mean of the others to the same prompt (RLOO).
 
         A_i = R_i - mean_{j != i} R_j
 
-    returns: of whole responses; each `group_size` in a row answer one prompt.
+    returns: returns of whole responses; each `group_size` in a row answer one prompt.
     Source: Ahmadian et al. 2024, eq. 9, https://arxiv.org/abs/2402.14740
     """
     groups = returns.view(-1, group_size)
@@ -65,7 +65,9 @@ def leave_one_out(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor
 
 
 def group_centered(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """A response's return over the mean of its group (Dr. GRPO): leave-one-out, times (1 - 1/G).
+    """Return each response's return minus the mean of its group (Dr. GRPO).
+
+    This is leave-one-out times (1 - 1/G), where G is `group_size`.
 
     Source: Liu et al. 2025, section 3, https://arxiv.org/abs/2503.20783
     """
@@ -74,14 +76,14 @@ def group_centered(returns: Float[Tensor, " B"], group_size: int) -> Float[Tenso
 
 
 def group_normalised(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """A response's return in standard deviations of its group (GRPO).
+    """Return each response's return, standardised within its group (GRPO).
 
         A_i = (R_i - mean R) / (std R + 1e-4)     population deviation; a group all alike gets 0
 
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
     Departs: the population's deviation, as in whitening here; the paper does not say which.
     """
-    groups = returns.double().view(-1, group_size)  # fp32 rounding must not tell equal ones apart
+    groups = returns.double().view(-1, group_size)  # fp32 rounding could separate equal returns
     centered = groups - groups.mean(dim=1, keepdim=True)
     deviation = groups.std(dim=1, correction=0, keepdim=True)
     return (centered / (deviation + 1e-4)).flatten().to(returns.dtype)

@@ -1,4 +1,4 @@
-"""Programs that come with a model, chat templates and regular expressions, kept within limits."""
+"""Limits of time and memory for chat templates and regular expressions that come with a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from lightning_rlhf.core.errors import ConfigError
 
 SECONDS = 10.0
-"""Processor time that one rendering of a chat template may take."""
+"""Largest processor time of one rendering of a chat template, in seconds."""
 MEMORY = 1 << 30
-"""Bytes that one rendering of a chat template may take."""
+"""Largest memory of one rendering of a chat template, in bytes."""
 CHARACTERS = 1_000_000
-"""Characters that a chat template may write, beyond ten times those of the messages."""
+"""Largest number of characters of a rendered chat template, beyond ten times the messages'."""
 
 
 class Tokenizer(Protocol):
@@ -26,18 +26,18 @@ class Tokenizer(Protocol):
     name_or_path: str
 
     def apply_chat_template(self, conversation: Any, **arguments: Any) -> Any:
-        """Return the dialogue as its chat template writes it."""
+        """Return the dialogue as rendered by the chat template."""
 
 
 @contextmanager
 def bounded(seconds: float, memory: int) -> Iterator[None]:
-    """Limit what runs inside to `seconds` of the process's time and `memory` bytes more than now.
+    """Limit the code inside to `seconds` of processor time and `memory` bytes more than now.
 
-    Outside the main thread, which alone is sent signals, nothing is limited (`rewards.serve` scores
-    in the main thread for this reason); memory is on Linux alone.
+    Works in the main thread alone, since only it handles signals (`rewards.serve` scores in the
+    main thread for this reason); memory is limited on Linux alone.
 
     Raises:
-        TimeoutError, MemoryError: inside, where it takes more.
+        TimeoutError, MemoryError: raised inside where a limit is exceeded.
     """
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         yield
@@ -60,12 +60,12 @@ def bounded(seconds: float, memory: int) -> Iterator[None]:
 
 
 class _Expired(BaseException):
-    """Raised when the time is over. No Exception, since Jinja's compiler catches these."""
+    """Raised when the time is over; not an Exception, since Jinja's compiler catches these."""
 
 
 @contextmanager
 def _address_space(more: int) -> Iterator[None]:
-    """Limit the process inside to `more` bytes of address space beyond what it has, on Linux."""
+    """Limit the process inside to `more` bytes of address space beyond its present, on Linux."""
     if not sys.platform.startswith("linux"):
         yield
         return
@@ -86,13 +86,13 @@ def _address_space(more: int) -> Iterator[None]:
 def write_dialogue(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], **arguments: Any
 ) -> str:
-    """Return the dialogue as the tokenizer's chat template writes it, within the limits above.
+    """Return the dialogue as rendered by the tokenizer's chat template, within the limits above.
 
-    arguments: those of `apply_chat_template`.
+    arguments: further arguments of `apply_chat_template`.
 
     Raises:
-        ConfigError: it takes more time or memory, or writes more, than a template may.
-        Exception: whatever a template raises that refuses these messages.
+        ConfigError: the template exceeds a limit of time, memory or length.
+        Exception: any error of a template that refuses these messages.
     """
     most = CHARACTERS + 10 * sum(len(message["content"]) for message in messages)
     try:

@@ -14,27 +14,28 @@ from lightning_rlhf.core.validation import (
 )
 
 PAIR = "pair"
-"""As a chat template: tokenizer(prompt, response)."""
+"""Value of `chat_template` that calls tokenizer(prompt, response) instead of a template."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ClassifierConfig:
-    """Which sequence classifier scores, and how it is loaded and reads a text."""
+    """Sequence classifier that scores texts: how it is loaded and how it reads a text."""
 
     name_or_path: Annotated[Text, described("a folder or hub id")]
     revision: Text | None
     tokenizer: Text | None
-    """Hub id or folder; None is the model's own."""
+    """Hub id or folder of the tokenizer; None is the model's own."""
     chat_template: Text | None
-    """A Jinja file, PAIR for tokenizer(prompt, response), or None for the tokenizer's own."""
+    """Path of a Jinja file, PAIR for tokenizer(prompt, response), or None for the tokenizer's own
+    template."""
     label: Annotated[
         NonNegativeInt | Text | None, described("a number, the name of an output, or null")
     ]
     """Number or name of the output that is the reward; None where there is only one."""
     dtype: DType | None
-    """None is as it was trained by stage=rm, or as it is stored."""
+    """Type of the weights; None is the type of the training by stage=rm, or that of the file."""
     quantization: Quantization
     attn_implementation: Text | None
     trust_remote_code: bool
     max_tokens: PositiveInt | None
-    """Largest number of tokens of a text; None is as many as it has positions for."""
+    """Largest number of tokens of a text; None is the model's number of positions."""

@@ -29,7 +29,7 @@ Normalization = Literal["none", "stored", "running"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StageConfig:
-    """AdamW, its schedule, and the rhythm of validations and checkpoints of every stage."""
+    """Settings of AdamW, its schedule, validations and checkpoints, common to all stages."""
 
     lr: PositiveFloat
     adam_beta2: Annotated[float, Field(gt=0, lt=1)]
@@ -42,22 +42,22 @@ class StageConfig:
     val_every: PositiveInt
     checkpoint_every: PositiveInt
     checkpoint_minutes: PositiveFloat | None
-    """Minutes after which a checkpoint is also written, however few the steps; None is never."""
+    """Minutes after which a checkpoint is written, whatever the number of steps; None is never."""
     checkpoints_kept: PositiveInt
-    """Number of the latest checkpoints that are kept, beside the best one."""
+    """Number of latest checkpoints that are kept, besides the best one."""
     max_nonfinite: PositiveInt
 
     def validation_interval(self, steps: int) -> int:
-        """Return the steps between validations of a run of `steps`.
+        """Return the number of steps between validations of a run of `steps`.
 
-        val_every, or a tenth of a run that is shorter, rounded up.
+        It is val_every, or for a shorter run a tenth of it, rounded up.
         """
         return self.val_every if self.val_every <= steps else math.ceil(steps / 10)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SupervisedConfig(StageConfig):
-    """Keys that supervised fine-tuning and reward modelling have in common."""
+    """Settings common to supervised fine-tuning and reward modelling."""
 
     finetune: Finetune
     epochs: Annotated[float, Field(gt=0, le=MOST)]
@@ -69,33 +69,34 @@ class SupervisedConfig(StageConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning."""
+    """Settings of supervised fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvalConfig:
-    """Evaluation of a reward."""
+    """Settings of the evaluation of a reward."""
 
     samples: Count
     """Number of responses of the SFT model that are scored."""
     temperature: PositiveFloat
     """Sampling temperature of those responses."""
     batch_size: Count
-    """Number of responses that are sampled, or read by a head on the policy's base, at once."""
+    """Number of responses that are sampled at once, or scored at once by a head on the policy's
+    base."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RMConfig(SupervisedConfig):
-    """Reward modelling."""
+    """Settings of reward modelling."""
 
     heads: Count
-    """Number of heads of the ensemble, whose spread says how sure the reward model is."""
+    """Number of heads of the ensemble, whose spread measures the reward model's uncertainty."""
     margin_coef: NonNegativeFloat
-    """Price of the margin that the data give, in units of reward."""
+    """Factor of the margins in the data, in units of reward."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    """Share of the labels that are believed to be wrong."""
+    """Assumed share of wrong labels."""
     center_coef: NonNegativeFloat
-    """Weight of the pull of each pair's rewards towards 0."""
+    """Weight of the loss that centers the rewards of each pair at 0."""
     calibration_samples: Annotated[int, Field(ge=2, le=MOST)]
     """Number of SFT samples on which the reward's mean and standard deviation are measured."""
     temperature: PositiveFloat
@@ -110,11 +111,12 @@ class Term:
     weight: float
     """Factor of the component; below 0 for a penalty."""
     normalization: Normalization
-    """none | stored: the source standardises its own number | running: by all numbers so far."""
+    """none | stored: standardised by the source itself | running: by the moments of all numbers so
+    far."""
     clip: float | None
-    """Bound of the normalised component's absolute value; None = no clip."""
+    """Bound of the normalised component's absolute value; None does not clip."""
 
     @property
     def is_paid_as_reported(self) -> bool:
-        """Return whether `paid_sum` takes the very number that `weighted_sum` takes."""
+        """Return whether `paid_sum` and `weighted_sum` use the same number of the component."""
         return self.normalization != "running" and self.clip is None

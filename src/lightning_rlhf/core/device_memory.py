@@ -1,4 +1,4 @@
-"""The memory of a device, and micro-batches that fit into it."""
+"""The memory of a device, and the size of micro-batches that fit into it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of memory that the device has, in use or not."""
+    """Return the total memory of the device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type == "mps":
@@ -24,20 +24,19 @@ def total_memory(device: torch.device) -> int:
 
 
 class MicrobatchSize:
-    """Number of rows that go through a model at once, halved where the device's memory runs out."""
+    """Number of rows in one forward pass, halved where the device runs out of memory."""
 
     def __init__(self, key: str, rows: int) -> None:
-        """key: key of the configuration that holds `rows`."""
+        """Set the initial number of rows; key: configuration key that holds `rows`."""
         self.key = key
         self.rows = rows
 
     def fitting(self, work: Callable[[int], T]) -> T:
         """Return `work(rows)`, repeated with half of the rows as long as the memory runs out.
 
-        Each halving is warned of once. `work` starts anew each time and must leave nothing behind
-        where it fails.
-
-        Raises: TrainingError where one row is too many.
+        Each halving prints one warning. `work` starts anew each time and must have no effect where
+        it fails.
+        Raises TrainingError where one row is too many.
         """
         while True:
             rows = self.rows
@@ -50,9 +49,9 @@ class MicrobatchSize:
                         f"{error} Shorter prompts and responses, a smaller model or a quantised "
                         "one need less"
                     ) from error
-            # Only behind the handler are the tensors of the failed pass gone.
+            # The tensors of the failed pass are freed only after the handler.
             torch.cuda.empty_cache()
-            if self.rows < rows:  # work that shares this size has halved it already
+            if self.rows < rows:  # other work with this object has already halved it
                 continue
             self.rows //= 2
             warnings.warn(

@@ -1,4 +1,4 @@
-"""Whether parameters are bit for bit the same, in 64 characters."""
+"""Digest of parameters, to compare them bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def parameters_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256, in hexadecimal, of the names, types, shapes and bits, in the order of the names."""
+    """Return the hexadecimal SHA-256 of names, types, shapes and bits, in the order of names."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

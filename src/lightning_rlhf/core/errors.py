@@ -1,6 +1,6 @@
-"""The errors a user can cause. Each says what was found, what is allowed and what to change.
+"""The errors that a user can cause. Each states what was found, what is allowed and what to change.
 
-Those that a training raises carry facts; `stages.advice` says what to do about them.
+Errors of a training carry facts, from which `stages.advice` derives the advice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error; its name where it has no text."""
+    """Return the first line of a library's error; the name of its class where it has no text."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -26,18 +26,18 @@ class DataError(RLHFError):
 
 
 class CheckpointError(RLHFError):
-    """A checkpoint is missing, incomplete or does not fit what it is asked to work with."""
+    """A checkpoint is missing, incomplete or does not fit the model, data or configuration."""
 
 
 class StorageError(RLHFError):
-    """The disk, a quota or the limit of a file's size leaves no room for what is to be written."""
+    """The disk, a quota or the limit of a file's size leaves no room for a file."""
 
 
 class TrainingError(RLHFError):
-    """A model has come to where nothing can be sampled from it or learned any more."""
+    """A training cannot continue: nothing can be sampled from a model, or learned by it."""
 
     advice: str | None = None
-    """What to do about it, to be printed behind what was found."""
+    """Text on what to do about the error, printed after the message; None without advice."""
 
     def __str__(self) -> str:
         found = super().__str__()
@@ -45,7 +45,7 @@ class TrainingError(RLHFError):
 
 
 class DivergedError(TrainingError):
-    """A model's logits, weights or losses are NaN or infinite, so that it is of no use."""
+    """A model's logits, weights or losses are NaN or infinite, which makes it unusable."""
 
 
 class LogitsError(DivergedError):
@@ -57,13 +57,15 @@ class LogitsError(DivergedError):
 
 
 class PolicyLogitsError(LogitsError):
-    """The same of the policy that is trained."""
+    """The logits of the policy in training are NaN or infinite."""
 
     def __init__(self, where: str, *, iterations: int, nonfinite: int) -> None:
-        """where: the iteration or evaluation that it was to respond in.
+        """Make the error from its facts.
+
+        where: iteration or evaluation in which responses were sampled.
 
         iterations: number of finished iterations.
-        nonfinite: number of updates right before that were not made, because not finite.
+        nonfinite: number of updates just before that were not made, because not finite.
         """
         super().__init__(where)
         self.iterations = iterations
@@ -71,10 +73,10 @@ class PolicyLogitsError(LogitsError):
 
 
 class SamplingMemoryError(TrainingError):
-    """Responses do not fit into the memory of the device, all of a batch at once."""
+    """A batch of responses does not fit into the memory of the device."""
 
     def __init__(self, responses: int, found: str) -> None:
-        """responses: how many were sampled at once; found: the library's own words."""
+        """Make the error from the number of responses sampled at once and the library's message."""
         super().__init__(
             f"{responses} responses are sampled at once, which is too much for the memory of the "
             f"device: {found}"
@@ -82,13 +84,14 @@ class SamplingMemoryError(TrainingError):
 
 
 class NotFiniteError(TrainingError):
-    """Update after update has a loss or a gradient that is NaN or infinite."""
+    """Several updates in a row have a loss or a gradient that is NaN or infinite."""
 
     def __init__(
         self, stage: str, *, in_a_row: int, loss: float, grad_norm: float, made: int
     ) -> None:
-        """loss, grad_norm: those of the last of `in_a_row` updates that were not made.
+        """Make the error from its facts.
 
+        loss, grad_norm: values at the last of `in_a_row` updates that were not made.
         made: number of optimizer steps of the run that were made before.
         """
         super().__init__(
@@ -98,15 +101,15 @@ class NotFiniteError(TrainingError):
         self.stage = stage
         self.made = made
         self.rewards_overflow = False
-        """True where the rewards of PPO are so large that their squares are not finite."""
+        """Whether the rewards of PPO are so large that their squares are not finite."""
 
 
 class RewardError(RLHFError):
-    """A reward source gives no number for a response, or cannot be asked any more."""
+    """A reward source returns no number for a response, or does not answer any more."""
 
 
 class HubError(RLHFError):
-    """A model or data set is neither a local path nor reachable on the hub."""
+    """A model or data set is neither a local path nor available on the hub."""
 
 
 def require(holds: bool, key: str, found: Any, allowed: str) -> None:
@@ -116,7 +119,7 @@ def require(holds: bool, key: str, found: Any, allowed: str) -> None:
 
 
 def refused(key: str, found: Any, allowed: str) -> str:
-    """Return the line about a value that is refused; a long text is shortened."""
+    """Return the message about a value that is refused; a long text is shortened."""
     is_long = isinstance(found, str) and len(found) > 200
     shown = f"{found[:40]}… ({len(found)} characters)" if is_long else found
     return f"{key} is {shown!r}; allowed: {allowed}"

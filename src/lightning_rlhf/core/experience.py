@@ -42,11 +42,11 @@ def make_experience(
     terms: Sequence[Term] = AS_IT_IS,
     total: Total = alone,
 ) -> Experience:
-    """Return everything that PPO's update needs, from a rollout and its scores.
+    """Return the Experience that PPO's update needs, from a rollout and its scores.
 
     kl_coef: KL coefficient of the iteration.
     moments: moments of all scores so far, this batch included.
-    terms: how the components of the reward make up the score.
+    terms: weights and normalizations with which the components of the reward enter the score.
     """
     mask = rollout.response_mask
     paid = paid_sum(scores.parts, terms, moments.parts)
@@ -79,7 +79,7 @@ def make_experience(
 
 
 def priced_kl(rollout: Rollout, scores: Scores, config: PPOConfig) -> Float[Tensor, "B T"]:
-    """Return the KL to the reference that ppo.kl_coef is the price of, nats a token."""
+    """Return the KL to the reference that ppo.kl_coef multiplies, nats a token."""
     if config.kl_estimator == "full":
         assert scores.vocabulary_kl is not None
         return scores.vocabulary_kl
@@ -89,9 +89,9 @@ def priced_kl(rollout: Rollout, scores: Scores, config: PPOConfig) -> Float[Tens
 def estimate(
     rewards: Float[Tensor, "B T"], rollout: Rollout, config: PPOConfig
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Return advantages as ppo.advantage names them, and returns; both 0 on padding.
+    """Return the advantages by the estimator ppo.advantage, and the returns; both 0 on padding.
 
-    The estimators that compare responses to one prompt give all tokens of a response the same.
+    Estimators that compare responses to one prompt give all tokens of a response the same value.
     """
     mask = rollout.response_mask
     if config.advantage == "gae":
@@ -113,6 +113,6 @@ def minibatches(
 
 
 def whitened(minibatch: Experience) -> Experience:
-    """Return the minibatch with advantages of mean 0 and variance 1 of its own."""
+    """Return the minibatch with its advantages shifted and scaled to mean 0 and variance 1."""
     advantages = masked_whiten(minibatch.advantages, minibatch.response_mask)
     return replace(minibatch, advantages=advantages)

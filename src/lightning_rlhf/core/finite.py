@@ -17,7 +17,7 @@ def require_finite_metrics(
 ) -> None:
     """Raise DivergedError unless the metrics of the evaluation after `step` are finite.
 
-    made: optimizer steps so far. A judge's numbers are the user's own and may be anything.
+    made: number of optimizer steps so far. Numbers of a judge are not checked.
     """
     found = [
         f"{name} is {value:g}"

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in the configuration."""
+"""User-defined functions, named in the configuration."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from typing import Any
 from lightning_rlhf.core.errors import ConfigError, require
 
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
-"""What a user's own code may raise that is a fault of it: all but Ctrl-C. `sys.exit()` there would
-end a run with status 0."""
+"""Exceptions that count as a fault of a user's code: all but Ctrl-C. `sys.exit()` there would end a
+run with status 0."""
 ALLOWED = "'path/to/file.py:function' or 'package.module:function'"
 
 
 def load_function(source: str, key: str) -> Callable[..., Any]:
-    """Return the function that `source` names; as `load_object`."""
+    """Return the function that `source` names; raises ConfigError as `load_object` does."""
     function: Callable[..., Any] = load_object(source, key, "function", callable)
     return function
 
 
 def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool]) -> Any:
-    """Return what `source` names: `path/to/file.py:name` or `package.module:name`.
+    """Return the object that `source` names: `path/to/file.py:name` or `package.module:name`.
 
-    A file is executed once in a process, as a module is, under a name made from its whole path:
-    two files that are called alike do not meet.
+    A file is executed once in a process, like a module, under a name made from its whole path, so
+    that two files of the same name do not collide.
 
     Args:
-        source: what the configuration says.
-        key: where it says so.
-        what: the kind of object wanted, for the error.
-        is_one: whether an object is of that kind.
+        source: value in the configuration.
+        key: key of that value.
+        what: kind of the object, for the error.
+        is_one: function that returns whether an object is of that kind.
 
     Raises:
         ConfigError: where `source` does not lead to such an object.
@@ -58,9 +58,9 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
 
 
 def check_function_file(source: str, key: str) -> None:
-    """Raise ConfigError unless `source` has the form of a function's, and its file is there.
+    """Raise ConfigError unless `source` has the form of a function's name, and its file exists.
 
-    Runs no code; `load_function` tells the rest.
+    Runs no code; other errors are raised by `load_function`.
     """
     require(isinstance(source, str), key, source, ALLOWED)
     where, _, name = source.rpartition(":")
@@ -84,7 +84,7 @@ def _file(path: str, told: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for the names of their annotations
+    sys.modules[name] = module  # dataclasses look up the names in their annotations there
     try:
         spec.loader.exec_module(module)
     except FAULTS as error:

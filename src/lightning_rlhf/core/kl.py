@@ -1,4 +1,4 @@
-"""How far one policy is from another, and what that costs.
+"""Estimators of the KL between two policies, and controllers of its coefficient.
 
 Estimates of KL(p || q) from the log-probabilities of tokens drawn from p. Source for k1, k2, k3:
 Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
@@ -16,39 +16,39 @@ from lightning_rlhf.core.ppo_config import PPOConfig
 
 
 def k1(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """Unbiased and of high variance: `log p - log q`. Single values may be negative.
+    """Return `log p - log q`: unbiased, of high variance; single values may be negative.
 
-    As a loss it holds nothing back: its gradient is that of log p, which is 0 on average.
+    As a loss it has no effect: its gradient is that of log p, which is 0 on average.
     """
     return p_logprobs - q_logprobs
 
 
 def k2(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """Biased, of low variance and never negative: `1/2 (log p - log q)^2`.
+    """Return `1/2 (log p - log q)^2`: biased, of low variance and never negative.
 
-    As a loss on tokens drawn from p, its gradient is an unbiased one of KL(p || q).
+    As a loss on tokens drawn from p, its gradient is an unbiased estimate of that of KL(p || q).
     """
     return 0.5 * (p_logprobs - q_logprobs) ** 2
 
 
 def k3(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """Unbiased, of lower variance and never negative: `(r - 1) - log r` with `r = q / p`.
+    """Return `(r - 1) - log r` with `r = q / p`: unbiased, of lower variance and never negative.
 
-    As a loss on tokens drawn from p, its gradient is an unbiased one of KL(q || p).
+    As a loss on tokens drawn from p, its gradient is an unbiased estimate of that of KL(q || p).
     """
     log_ratio = q_logprobs - p_logprobs
     return torch.expm1(log_ratio) - log_ratio
 
 
 def absolute(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
-    """No estimate of the KL but a price on any difference: `|log p - log q|`."""
+    """Return `|log p - log q|`: no estimate of the KL, but a penalty on any difference."""
     return (p_logprobs - q_logprobs).abs()
 
 
 Estimator = Callable[[Float[Tensor, "..."], Float[Tensor, "..."]], Float[Tensor, "..."]]
 ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "mse": k2}
-"""By their names in the configuration; "mse" is what TRL calls k2. "full" sums over the vocabulary
-and needs more than the tokens' log-probabilities: `logprobs.vocabulary_kl`."""
+"""Name in the configuration -> estimator; "mse" is TRL's name of k2. "full" sums over the
+vocabulary and needs more than the tokens' log-probabilities: `logprobs.vocabulary_kl`."""
 
 
 def adapted_coef(
@@ -59,7 +59,8 @@ def adapted_coef(
         e      = clip((kl - target) / target, -0.2, 0.2)
         coef' = coef * (1 + e * episodes / horizon)
 
-    kl, target: nats a response. horizon: episodes over which an error of e changes it by about e.
+    kl, target: KL in nats a response. horizon: number of episodes over which an error of e changes
+    the coefficient by a relative amount of about e.
     Source: Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593
     Departs: K_beta = 0.1 a batch there; horizon makes it independent of the batch's size, as in
     the code of that paper (episodes / horizon in place of K_beta).
@@ -69,16 +70,16 @@ def adapted_coef(
 
 
 def linear_coef(start: float, end: float, iteration: int, iterations: int) -> float:
-    """Return the point of the straight line from `start` in iteration 0 to `end` in the last."""
+    """Return the linear interpolation from `start` in iteration 0 to `end` in the last."""
     return start + (end - start) * min(1.0, iteration / max(1, iterations - 1))
 
 
 def next_kl_coef(
     kl_coef: float, kl: Float[Tensor, "B T"], config: PPOConfig, *, iteration: int
 ) -> float:
-    """Return the KL coefficient of the next iteration, as ppo.kl_control says.
+    """Return the KL coefficient of the next iteration by the controller ppo.kl_control.
 
-    kl_coef, iteration: of the iteration that ends here; the first iteration is 0.
+    kl_coef, iteration: coefficient and number of the iteration that ends here, counted from 0.
     kl: KL to the reference at each token of its responses, nats; 0 on padding.
     """
     match config.kl_control:

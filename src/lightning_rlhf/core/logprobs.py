@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens, from hidden states, without all logits alive at once."""
+"""Log-probability and entropy of tokens from hidden states, without all logits in memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
-CHUNK_ELEMENTS = 16_000_000  # logits alive at once: 64 MB in fp32, whatever the vocabulary
+CHUNK_ELEMENTS = 16_000_000  # logits in memory at once: 64 MB in fp32, for any vocabulary
 CACHED_ELEMENTS = 2**17
-"""Of them, and for each thread, that a CPU computes with at a time: three tensors of 0.5 MB."""
+"""Number of logits, per thread, of which a CPU computes at a time: three tensors of 0.5 MB."""
 
 
 def token_logprobs(
@@ -30,17 +30,17 @@ def token_logprobs(
     frozen_head: bool = False,
     row_multiple: int = 1,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Log-probability of `targets[i]` and entropy of the distribution after `hidden[i]`.
+    """Return the log-probability of `targets[i]` and entropy of the distribution after `hidden[i]`.
 
         log softmax(head(hidden) / temperature)[target],   H = -sum_v p_v log p_v
 
     Tokens go through the head in chunks of at most CHUNK_ELEMENTS logits; where there are
     several, the backward pass computes each chunk's logits again instead of keeping them.
 
-    frozen_head: log-probabilities have a gradient in `hidden` alone, and the entropy has none. It
-        is then known with the logits: nothing is kept of them, and nothing computed again. What
-        the head returns is written over, so that its own gradient must not need it.
-    row_multiple: a frozen head is given rows of zeros that round their number up to a multiple.
+    frozen_head: whether log-probabilities have a gradient in `hidden` alone, and the entropy none.
+        The gradient is then computed together with the logits: no logits are kept or computed
+        again. The head's output is overwritten, so the head's own gradient must not need it.
+    row_multiple: number to a multiple of which the rows of a frozen head are padded with zeros.
 
     Returns: logprobs and entropy, fp32, nats.
     """
@@ -63,11 +63,11 @@ def vocabulary_kl(
     temperature: float,
     vocab_size: int,
 ) -> Float[Tensor, " N"]:
-    """Exact KL of the distribution after `hidden[i]` to the one after `ref_hidden[i]`.
+    """Return the exact KL of the distribution after `hidden[i]` to the one after `ref_hidden[i]`.
 
         sum_v p_v (log p_v - log q_v)
 
-    In chunks as `token_logprobs`, half as many tokens at a time. Returns: fp32, nats.
+    Computed in chunks like `token_logprobs`, of half as many tokens. Returns: fp32, nats.
     """
     chunks = _in_chunks(_kl_chunk, (hidden, ref_hidden), head, temperature, 2 * vocab_size)
     return torch.cat(list(chunks))
@@ -80,7 +80,7 @@ def _in_chunks(
     temperature: float,
     logits_per_row: int,
 ) -> Iterator[T]:
-    """`compute` on a few rows at a time; its logits are not kept but computed again backwards."""
+    """Yield `compute` of a few rows at a time; its logits are recomputed in the backward pass."""
     size = max(1, CHUNK_ELEMENTS // logits_per_row)
     recompute = torch.is_grad_enabled() and len(rows[0]) > size
     for chunk in zip(*(x.split(size) for x in rows), strict=True):
@@ -105,7 +105,7 @@ def _token_chunk(
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """Log-probability of the targets and entropy, with one [N, V] tensor kept for their gradient.
+    """Log-probability of the targets and entropy, keeping one [N, V] tensor for their gradient.
 
     With p = softmax(logits / temperature) and H its entropy:
 
@@ -159,9 +159,10 @@ def _settle(
     *,
     learns: bool,
 ) -> None:
-    """Fill in log-probabilities and entropy; `learns`: p - [v = t] takes the place of the logits.
+    """Fill in log-probabilities and entropy, a few rows at a time.
 
-    A few rows at a time: on a CPU so few that all of it stays in the processor's cache.
+    On a CPU the rows are so few that all data stay in the processor's cache.
+    learns: whether the logits are overwritten with p - [v = t].
     """
     on_cpu = logits.device.type == "cpu"
     elements = CACHED_ELEMENTS * torch.get_num_threads() if on_cpu else CHUNK_ELEMENTS // 4
@@ -174,7 +175,7 @@ def _settle(
         if temperature != 1:
             scaled /= temperature
         p = torch.softmax(scaled, -1)
-        greatest = p.amax(-1).log()  # of the likeliest token, whose `scaled` is 0
+        greatest = p.amax(-1).log()  # log-probability of the likeliest token, whose `scaled` is 0
         torch.add(scaled.gather(-1, target).squeeze(-1), greatest, out=logprob)
         torch.add(scaled.mul_(p).sum(-1), greatest, out=some_entropy).neg_()
         if learns:
@@ -182,12 +183,12 @@ def _settle(
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Log-probability of the targets and entropy, and at once the gradient of the first.
+    """Log-probability of the targets and entropy, with the former's gradient in the forward pass.
 
         d log p_t / d hidden = (d head / d hidden)^T ([v = t] - p) / temperature
 
-    A token's log-probability depends on its own hidden state only, so that the backward pass is
-    left with one product a token.
+    A token's log-probability depends on its own hidden state only, so that the backward pass needs
+    one product a token.
     """
 
     @staticmethod

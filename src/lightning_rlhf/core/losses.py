@@ -1,4 +1,4 @@
-"""Losses per token or per pair, unreduced: the caller names the denominator."""
+"""Losses per token or per pair, unreduced: the caller chooses the denominator."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def bradley_terry_loss(
         d = r_chosen - r_rejected - margin
         -(1 - label_smoothing) log sigmoid(d) - label_smoothing log sigmoid(-d)
 
-    It is log 2 at a tie. A margin above 0 asks for so much more, 0 for nothing. label_smoothing is
-    the share of labels that are believed to be wrong: 0 trusts all of them, 0.5 none.
+    It is log 2 at a tie. A margin above 0 requires a difference larger by that amount.
+    label_smoothing is the assumed share of wrong labels: 0 trusts all labels, 0.5 none.
     Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; the margin, Touvron et al.
     2023, eq. 2, https://arxiv.org/abs/2307.09288; the smoothing, Mitchell 2023,
     https://ericmitchell.ai/cdpo.pdf
@@ -38,11 +38,12 @@ def bradley_terry_loss(
 def centering_loss(
     chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"]
 ) -> Float[Tensor, "*B"]:
-    """Return the squared distance of a pair's rewards from 0; lower is better.
+    """Return the squared sum of a pair's rewards; lower is better.
 
         (r_chosen + r_rejected)^2
 
-    Bradley-Terry leaves an offset free for every prompt. PPO would meet it as noise: this pins it.
+    Bradley-Terry leaves an offset undetermined for every prompt, which is noise for PPO. This loss
+    determines it.
     Source: Eisenstein et al. 2023, section 2, https://arxiv.org/abs/2312.09244
     """
     return (chosen + rejected) ** 2
@@ -51,7 +52,8 @@ def centering_loss(
 def clip_bounds(clip_range: float, clip_range_high: float | None) -> tuple[float, float]:
     """Return the lowest and the highest ratio that PPO's policy loss does not clip.
 
-    clip_range_high: None is clip_range; larger lets rare good tokens grow faster.
+    clip_range_high: None is clip_range; a larger one lets the probability of rare good tokens grow
+        faster.
     """
     return 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
 
@@ -59,7 +61,7 @@ def clip_bounds(clip_range: float, clip_range_high: float | None) -> tuple[float
 def policy_is_clipped(
     ratio: Float[Tensor, ...], *, clip_range: float, clip_range_high: float | None
 ) -> Bool[Tensor, ...]:
-    """Return True where a ratio is outside of the clip range, whatever its advantage."""
+    """Return True where a ratio is outside the clip range, whatever its advantage."""
     low, high = clip_bounds(clip_range, clip_range_high)
     return (ratio < low) | (ratio > high)
 
@@ -79,10 +81,10 @@ def policy_loss(
         loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range_high))
         loss  = min(loss, -A * dual_clip)      where A < 0 and dual_clip is given
 
-    A token whose ratio has already gone further than the range in the direction its advantage
-    asks for has no gradient.
+    A token whose ratio is already outside the range, in the direction that its advantage favours,
+    has no gradient.
     clip_range, clip_range_high: as for `clip_bounds`.
-    dual_clip: bounds the loss of a bad token that became likely; None does not.
+    dual_clip: factor of -A that bounds the loss of a bad token that became likely; None does not.
     Source: Schulman et al. 2017, eq. 7, https://arxiv.org/abs/1707.06347; high: Yu et al. 2025,
     section 3.1, https://arxiv.org/abs/2503.14476; dual: Ye et al. 2020, eq. 3,
     https://arxiv.org/abs/1912.09729
@@ -102,7 +104,7 @@ def value_loss(
     *,
     clip_range_vf: float | None,
 ) -> Float[Tensor, ...]:
-    """Return the squared error of the critic, its step away from the old value bounded.
+    """Return the squared error of the critic, with its change from the old value clipped.
 
         v_clip = old + clip(V - old, -clip_range_vf, clip_range_vf)
         0.5 * max((V - R)^2, (v_clip - R)^2)
@@ -120,7 +122,10 @@ def value_loss(
 def value_is_clipped(
     values: Float[Tensor, ...], old_values: Float[Tensor, ...], *, clip_range_vf: float | None
 ) -> Bool[Tensor, ...]:
-    """Return True where a value is further than clip_range_vf from the old one; None: nowhere."""
+    """Return True where a value differs from the old one by more than clip_range_vf.
+
+    clip_range_vf: None returns False everywhere.
+    """
     limit = math.inf if clip_range_vf is None else clip_range_vf
     return (values - old_values).abs() > limit
 
@@ -128,13 +133,13 @@ def value_is_clipped(
 def token_weights(
     mask: Bool[Tensor, "B T"], reduction: Reduction, *, max_response_tokens: int
 ) -> Float[Tensor, "B T"]:
-    """Return the weight of each token's loss in the sum that is minimised; 0 on padding.
+    """Return the weight of each token's loss in the minimised sum; 0 on padding.
 
         token_mean     1 / (real tokens of all B)         every token counts the same
         sequence_mean  1 / (B * tokens of its response)   every response counts the same
         constant       1 / (B * max_response_tokens)      as token_mean; long batches count more
 
-    To be taken over a whole minibatch: its micro-batches then sum up to the same loss.
+    Call it on a whole minibatch: the sums of its micro-batches then add up to the same loss.
     Source: Shao et al. 2024, eq. 3 (sequence_mean), https://arxiv.org/abs/2402.03300; Liu et al.
     2025, section 3 (constant), https://arxiv.org/abs/2503.20783
     """

@@ -1,4 +1,4 @@
-"""Where the real tokens are, and sums, means and whitening over them alone."""
+"""Positions of real tokens, and sums, means and whitening over them alone."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Total = Callable[[Tensor], Tensor]
-"""Sums a tensor over all processes."""
+"""Function that sums a tensor over all processes."""
 
 
 def alone(x: Tensor) -> Tensor:
-    """The total of a single process."""
+    """Return `x`: the total of a single process."""
     return x
 
 
 def by_length(mask: Bool[Tensor, "B S"]) -> Int[Tensor, " B"]:
-    """The rows from the shortest to the longest, so that a few at a time need little padding."""
+    """Return the row numbers from the shortest to the longest row, to save padding."""
     return mask.sum(dim=1).argsort(stable=True)
 
 
 def real_tokens(tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> list[list[int]]:
-    """The tokens of each row where the mask is True."""
+    """Return the tokens of each row where the mask is True."""
     rows = zip(tokens.tolist(), mask.tolist(), strict=True)
     return [[t for t, real in zip(row, keep, strict=True) if real] for row, keep in rows]
 
 
 def last_real(mask: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-    """Where the last True of each row stands, whichever side the padding is on."""
+    """Return a mask of the last True of each row; padding may be on either side."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)
 
@@ -37,9 +37,9 @@ def last_real(mask: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
 def from_first_real(
     tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
 ) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
-    """Every row moved to the left onto its padding, and cut at the longest; and the mask of that.
+    """Return the rows without their left padding, cut to the longest, and their mask.
 
-    The real tokens of a row stand side by side.
+    The real tokens of each row must be contiguous.
     """
     lengths, first = mask.sum(dim=1), mask.int().argmax(dim=1)
     position = torch.arange(int(lengths.max()), device=tokens.device)
@@ -48,18 +48,18 @@ def from_first_real(
 
 
 def masked_sum(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ""]:
-    """Sum of `x` where `mask` is True. Whatever stands elsewhere, NaN included, has no effect."""
+    """Return the sum of `x` where `mask` is True. Other elements, even NaN, have no effect."""
     return torch.where(mask, x, 0).sum()
 
 
 def masked_moments(
     x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Mean and population variance of the real elements of all processes.
+    """Return the mean and population variance of the real elements of all processes.
 
-    The population's variance divides by the count, not by the count minus one, so that appending
-    a copy of the batch changes nothing. The mean is corrected once by what it leaves over, so that
-    numbers that are all alike have variance 0, however large they are.
+    The population variance divides by the count, not by the count minus one, so that appending a
+    copy of the batch changes nothing. The mean is corrected once by the mean of the residuals, so
+    that equal numbers have variance 0, however large they are.
     """
     x = torch.where(mask, x, 0)
     count = total(mask.sum())
@@ -75,7 +75,7 @@ def masked_whiten(
 
         (x - mean) / sqrt(var + 1e-8)
 
-    Mean and variance: `masked_moments`. Returns 0 on padding.
+    Mean and variance are those of `masked_moments`. Returns 0 on padding.
     """
     mean, variance = masked_moments(x, mask, total)
     return torch.where(mask, (torch.where(mask, x, 0) - mean) * torch.rsqrt(variance + 1e-8), 0)

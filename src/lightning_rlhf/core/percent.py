@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def percent(share: float, decimals: int = 1) -> str:
-    """Return `share`, of 1, as a percentage; what rounds to zero has no sign: -1e-9 -> 0.0%."""
+    """Return the fraction `share` as a percentage; zero has no sign: -1e-9 -> 0.0%."""
     return f"{share:z.{decimals}%}"

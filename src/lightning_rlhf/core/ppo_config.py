@@ -38,17 +38,17 @@ SamplerName = Annotated[
     Field(pattern=r"^(native|hf)$|:"),
     described("native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
 ]
-"""Name of a sampler, or where a class that implements one is found."""
+"""Name of a sampler, or path of a class that implements one."""
 AboveOne = Annotated[float, Field(gt=1)]
 Texts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), described("texts")
 ]
-"""Texts, none of them empty; a list of the configuration becomes a tuple."""
+"""Tuple of texts that are not empty; a list of the configuration becomes a tuple."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PPOConfig(StageConfig):
-    """Proximal policy optimization from a reward source. None switches a rule off."""
+    """Settings of proximal policy optimization. None switches a rule off."""
 
     # sampling
     iterations: PositiveInt
@@ -58,14 +58,14 @@ class PPOConfig(StageConfig):
     temperature: PositiveFloat
     stop_strings: Texts
     rollout: SamplerName
-    # from a score to rewards
+    # shaping of scores into rewards
     score_normalization: ScoreNormalization
     score_clip: PositiveFloat | None
     length_penalty: NonNegativeFloat
     missing_eos: MissingEOS
     missing_eos_penalty: NonNegativeFloat
     whiten_rewards: bool
-    # the leash
+    # the penalty for leaving the reference
     kl_estimator: KLEstimator
     kl_in: KLPlace
     kl_coef: NonNegativeFloat
@@ -96,20 +96,20 @@ class PPOConfig(StageConfig):
     minibatch_size: Count
     target_kl: PositiveFloat | None
     max_ratio: AboveOne | None
-    # what is looked at
+    # evaluation and warnings
     val_samples_per_prompt: Count
     samples_every: PositiveInt
     kl_warning: PositiveFloat | None
-    """Nats a response of kl_divergence above which a run warns."""
+    """Largest kl_divergence, in nats a response, without a warning."""
 
     @property
     def has_critic(self) -> bool:
-        """Return whether advantages are measured against a value that is learned."""
+        """Return whether advantages are computed with a learned critic."""
         return self.advantage == "gae"
 
     @property
     def prompts_per_iteration(self) -> int:
-        """Return the number of prompts, each of which is answered samples_per_prompt times."""
+        """Return the number of prompts; each gets samples_per_prompt responses."""
         return self.rollout_batch_size // self.samples_per_prompt
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One micro-batch of PPO: from what the models predict to the terms of the loss. Pure functions."""
+"""Terms of PPO's loss on one micro-batch, from the predictions of the models. Pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PolicyOutputs:
     entropy: Float[Tensor, " N"]
     """Entropy of the distribution that each token is drawn from, nats."""
     vocabulary_kl: Float[Tensor, " N"] | None
-    """KL to the reference over the whole vocabulary, nats; None unless ppo.kl_in=loss prices it."""
+    """KL to the reference over the whole vocabulary, nats; None unless ppo.kl_in=loss uses it."""
 
 
 def ppo_terms(
@@ -103,7 +103,7 @@ def ppo_terms(
 
 
 def kl_loss(policy: PolicyOutputs, batch: Experience, config: PPOConfig) -> Float[Tensor, " N"]:
-    """Return the KL to the reference that ppo.kl_in=loss adds, nats a token; 0 in the reward."""
+    """Return the KL to the reference that ppo.kl_in=loss adds, nats a token; else 0."""
     if config.kl_in == "reward":
         return torch.zeros_like(policy.logprobs)
     if config.kl_estimator == "full":

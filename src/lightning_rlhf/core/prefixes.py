@@ -1,7 +1,7 @@
-"""Prefixes of metrics of which a judge or the configuration chooses the rest of the name."""
+"""Prefixes of metrics whose names are completed by a judge or the configuration."""
 
 JUDGE = "eval/judge/"
-"""Of what a judge says of the responses."""
+"""Prefix of a judge's metrics of the responses."""
 
 PART, EVAL_PART = "rollout/reward/", "eval/reward/"
-"""Of the components of a reward that has several."""
+"""Prefixes of the components of a reward with several components, in training and evaluation."""

@@ -1,4 +1,4 @@
-"""Text and JSON lines of a run folder, read with one error that names file and line."""
+"""Readers of text and JSON lines in a run folder, whose errors name file and line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_rlhf.core.validation import LARGEST
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, its line ends as they are.
+    """Return the text of a UTF-8 file with its line ends unchanged.
 
     Raises CheckpointError where it cannot be read or is not UTF-8.
     """
@@ -27,8 +27,8 @@ def read_text(path: Path) -> str:
 def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line of a JSONL file and the object in it.
 
-    A last line without its end is left out: the process that wrote it was cut off.
-    Raises CheckpointError, with the line, where a whole one is no JSON object.
+    A last line without a line end is ignored: the process that wrote it was interrupted.
+    Raises CheckpointError, with the line number, where a complete line is no JSON object.
     """
     for number, line in enumerate(read_text(path).split("\n")[:-1], start=1):
         try:
@@ -41,14 +41,14 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def is_number(found: object) -> TypeGuard[int | float]:
-    """Return whether a value of JSON is a number that a float holds; NaN and infinity are."""
+    """Return whether a value of JSON is a number exact as a float, or NaN or infinite."""
     if isinstance(found, int) and not isinstance(found, bool):
         return abs(found) <= LARGEST
     return isinstance(found, float)
 
 
 def damaged_line(path: Path, number: int, reason: str) -> CheckpointError:
-    """Return the error about a line, from 1."""
+    """Return the error about line `number`, counted from 1."""
     return CheckpointError(
         f"{path}, line {number}, is damaged: {reason}. Delete that line, or mend it"
     )

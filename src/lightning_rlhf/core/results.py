@@ -1,6 +1,6 @@
-"""What the steps of the modules return, for callbacks to read.
+"""Results of the steps of the modules, for callbacks to read.
 
-Under manual optimization Lightning takes nothing but a dictionary from `training_step`: its one
+Under manual optimization Lightning accepts only a dictionary from `training_step`: its one
 entry, under `RESULT`, is the record. The other steps return the record itself; those of
 `predict_step` are moved to the CPU by Lightning, for which they have `to`.
 """
@@ -22,16 +22,16 @@ RESULT = "result"
 
 @dataclass(frozen=True, kw_only=True)
 class IterationSeconds:
-    """Seconds that the phases of an iteration of PPO took; 0 where one was not run."""
+    """Seconds of each phase of an iteration of PPO; 0 where one was not run."""
 
     rollout: float
     """Seconds of sampling and annotating responses."""
     score: float
-    """Seconds of scoring them by reward and reference."""
+    """Seconds of scoring the responses by reward and reference."""
     update: float
     """Seconds of all optimizer steps."""
     other: float
-    """Seconds between the end of the iteration before and the start of this one."""
+    """Seconds between the end of the previous iteration and the start of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class IterationResult:
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
-        """The four headline metrics by their names; nan where no update was finite."""
+        """Return the four headline metrics by name; nan where no update was finite."""
         finite = [update for update in self.updates if not update.nonfinite]
         nothing = self.experience.score.new_full((1,), math.nan)
         return {

@@ -1,4 +1,4 @@
-"""From one score per response to one reward per token."""
+"""Shaping of one score per response into one reward per token."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """1 while the scores seen are all alike: there is nothing to scale by."""
+        """Return the standard deviation; 1 while all scores seen are equal."""
         variance = self.squares / self.count if self.count else 0.0
         return math.sqrt(variance) if variance > 0 else 1.0
 
     def including(self, score: Float[Tensor, " B"], total: Total = alone) -> RunningMoments:
-        """The moments with a batch more, that of all processes.
+        """Return the moments after another batch, over all processes.
 
         Source: Chan et al. 1983, eq. 2.1, https://doi.org/10.1080/00031305.1983.10483115
         """
@@ -54,18 +54,18 @@ NO_SCORES = RunningMoments(count=0, mean=0.0, squares=0.0)
 
 @dataclass(frozen=True)
 class ScoreMoments:
-    """Of the whole score, and of each of its components."""
+    """Moments of the whole score, and of each of its components."""
 
     whole: RunningMoments
     parts: tuple[RunningMoments, ...]
 
     @classmethod
     def none(cls, components: int) -> ScoreMoments:
-        """Before the first score."""
+        """Return the moments before the first score."""
         return cls(NO_SCORES, (NO_SCORES,) * components)
 
     def including(self, scores: Scores | Experience, total: Total = alone) -> ScoreMoments:
-        """The moments with a batch more, that of all processes."""
+        """Return the moments after another batch, over all processes."""
         parts = zip(self.parts, scores.parts.unbind(dim=1), strict=True)
         return ScoreMoments(
             self.whole.including(scores.score, total),
@@ -74,11 +74,11 @@ class ScoreMoments:
 
 
 AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)
-"""One component, whose number is the score."""
+"""Terms of a reward with one component, whose number is the score."""
 
 
 def weighted_sum(parts: Float[Tensor, "B K"], terms: Sequence[Term]) -> Float[Tensor, " B"]:
-    """What is reported: sum_k weight_k * part_k, comparable over a whole run."""
+    """Return the reported score: sum_k weight_k * part_k, comparable over a whole run."""
     weights = parts.new_tensor([term.weight for term in terms])
     return (parts * weights).sum(dim=1)
 
@@ -86,7 +86,7 @@ def weighted_sum(parts: Float[Tensor, "B K"], terms: Sequence[Term]) -> Float[Te
 def paid_sum(
     parts: Float[Tensor, "B K"], terms: Sequence[Term], moments: Sequence[RunningMoments]
 ) -> Float[Tensor, " B"]:
-    """What PPO is paid: sum_k weight_k * clip((part_k - mean_k) / std_k, -clip_k, clip_k).
+    """Return the score for PPO: sum_k weight_k * clip((part_k - mean_k) / std_k, -clip_k, clip_k).
 
     The mean and deviation are those of `moments` where the term's normalisation is "running", else
     0 and 1; a clip of None is infinite.
@@ -102,9 +102,9 @@ def paid_sum(
 def apply_missing_eos(
     score: Float[Tensor, " B"], ended: Bool[Tensor, " B"], rule: MissingEOS, penalty: float
 ) -> Float[Tensor, " B"]:
-    """The score after the rule for responses that never ended.
+    """Return the score after the rule for responses without an end token or stop string.
 
-    "none" leaves it, "subtract" takes `penalty` off, "replace" puts `-penalty` in its place.
+    "none" keeps it, "subtract" subtracts `penalty`, "replace" replaces it by `-penalty`.
     Source: "replace" as in Stiennon et al. 2020 and Huang et al. 2024, detail 23,
     https://arxiv.org/abs/2403.17031
     """
@@ -126,13 +126,13 @@ def shape_score(
     config: PPOConfig,
     moments: RunningMoments,
 ) -> Float[Tensor, " B"]:
-    """The score as PPO is paid it: normalised, clipped, less the price of length, end rule.
+    """Return the score for PPO: normalised, clipped, minus the length penalty, after the end rule.
 
         s = (score - mean) / std         score_normalization=running; running_scale: score / std
         s = clip(s, -score_clip, score_clip)
         s = s - length_penalty * tokens
 
-    tokens: of each response.
+    tokens: number of tokens of each response.
     Source of the running scale: Engstrom et al. 2020, section 2, https://arxiv.org/abs/2005.12729
     """
     if config.score_normalization == "running":
@@ -152,11 +152,11 @@ def shape_rewards(
     *,
     kl_coef: float,
 ) -> Float[Tensor, "B T"]:
-    """Per-token rewards: a penalty for leaving the reference, and the score at the last token.
+    """Return rewards per token: a penalty for leaving the reference, and the score at the last.
 
         r_t = -kl_coef * kl_t + [t is the last real token] * score
 
-    kl_coef 0 means no leash. Returns 0 on padding.
+    kl_coef 0 means no penalty. Returns 0 on padding.
     Source: Ziegler et al. 2019, eq. 2, https://arxiv.org/abs/1909.08593
     """
     position = torch.arange(mask.shape[1], device=mask.device)
@@ -168,8 +168,8 @@ def shape_rewards(
 def rewards_overflow(experience: Experience) -> bool:
     """Return whether the sum of the squared rewards is not finite in fp32.
 
-    Advantages are whitened by it, and the critic's loss and the gradient's norm hold it. Where the
-    KL is as large, the policy and not the score is what is wrong.
+    Whitening of advantages, the critic's loss and the gradient norm contain such squares. Where the
+    KL is as large, the cause is the policy and not the score.
     """
     squares = experience.rewards.float().square().sum()
     return bool(experience.kl.float().square().sum().isfinite() and not squares.isfinite())

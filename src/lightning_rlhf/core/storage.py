@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Atomic writing of files and folders: completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from pathlib import Path
 from lightning_rlhf.core.errors import StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The system's numbers for a disk, a quota and a limit of a file's size that are used up."""
+"""Error numbers of a full disk, an exhausted quota and an exceeded limit of a file's size."""
 UNFINISHED = ".tmp"
-"""Ending of the name under which a file or folder is written before it takes its place."""
+"""Suffix of the temporary name of a file or folder until it is complete."""
 
 
 @contextmanager
 def written_whole(target: Path, needed: int | None = None) -> Iterator[Path]:
-    """A path beside `target`: what is written there takes its place once it is on the disk.
+    """Yield a path beside `target`, whose content replaces `target` once it is on the disk.
 
-    It may become a file or a folder. Where the block fails, `target` stays as it was and nothing
-    is left beside it. Where `target` is a symbolic link, the link stays, and what it points to is
+    The content may be a file or a folder. Where the block fails, `target` is unchanged and the
+    temporary path is deleted. Where `target` is a symbolic link, the link stays and its target is
     written. Modes follow the umask, whatever library wrote the files.
-    needed: bytes that are to be written, about; for the message of an error.
-
-    Raises StorageError where the disk holds no more, or a file may have no more.
+    needed: approximate number of bytes to be written, for the message of an error.
+    Raises StorageError where the disk is full, or a file would exceed its limit.
     """
     if target.is_symlink():
         target = Path(os.path.realpath(target))
@@ -56,9 +55,9 @@ def written_whole(target: Path, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_told(path: Path | None = None) -> Iterator[None]:
-    """StorageError in place of a system's error that a file of the block found no room.
+    """Raise StorageError in place of a system error about missing space for a file of the block.
 
-    path: the file, where the block writes one alone; the system's error often does not name it.
+    path: the file, where the block writes a single one; the system's error often does not name it.
     """
     try:
         yield
@@ -75,7 +74,7 @@ def full_disk_told(path: Path | None = None) -> Iterator[None]:
 
 
 def room(number: int, folder: Path | None) -> str:
-    """How much there is of what the system's error `number` found used up, and the way on."""
+    """Return a text on the space left of the resource in error `number`, and how to continue."""
     if number == errno.EFBIG:
         limit = largest_file()
         if limit is None:
@@ -87,7 +86,7 @@ def room(number: int, folder: Path | None) -> str:
 
 
 def largest_file() -> int | None:
-    """Bytes that the system allows to a file of this process; None where it sets no limit."""
+    """Return the largest size of a file of this process, in bytes; None where there is no limit."""
     import resource  # not there on Windows, which has no such limit either
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -95,10 +94,10 @@ def largest_file() -> int | None:
 
 
 def full_disk(error: BaseException | None) -> int | None:
-    """The system's number for a disk, quota or file size that is used up; None of other errors.
+    """Return the error number of a full disk, quota or file size; None for other errors.
 
-    torch and safetensors raise errors of their own: the first has the system's as its context, the
-    second ends its message with the system's number.
+    torch and safetensors raise errors of their own: that of torch has the system's error as its
+    context, that of safetensors ends its message with the error number.
     """
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None
@@ -111,7 +110,7 @@ def full_disk(error: BaseException | None) -> int | None:
 
 
 def flush(path: Path) -> None:
-    """Until a file, or a folder with everything below it, would survive a loss of power."""
+    """Flush a file, or a folder with everything below it, to survive a loss of power."""
     if path.is_dir():
         for inside in path.iterdir():
             flush(inside)
@@ -119,7 +118,7 @@ def flush(path: Path) -> None:
 
 
 def flush_entry(path: Path) -> None:
-    """A file's content, or the names in a folder."""
+    """Write a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -128,7 +127,7 @@ def flush_entry(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, where they are missing, and flush the new names."""
+    """Make a folder and its missing parents, and flush the new names."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:
@@ -136,11 +135,11 @@ def make_folder(path: Path) -> None:
 
 
 def apply_umask(path: Path) -> None:
-    """Add the permissions that a new file or folder has under the umask, to all below `path` too.
+    """Add the permissions of a new file or folder under the umask to `path` and all below it.
 
     A library may write through a private temporary file of mode 0600 or folder of mode 0700.
     """
-    mask = os.umask(0o077)  # which cannot be read without being set
+    mask = os.umask(0o077)  # the umask cannot be read without being set
     os.umask(mask)
     for each in (path, *path.rglob("*")):
         mode = stat.S_IMODE(each.stat().st_mode)
@@ -159,13 +158,13 @@ def delete(path: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes in a file, or in all files of a folder; 0 where there is nothing."""
+    """Return the number of bytes in a file, or in all files of a folder; 0 where it is missing."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def readable(size: int) -> str:
-    """1234 -> 1.2 kB, 1234567 -> 1.2 MB, 1234567890 -> 1.2 GB"""
+    """Return a number of bytes as text: 1234 -> 1.2 kB, 1234567 -> 1.2 MB, 1234567890 -> 1.2 GB."""
     if size < 1e6:
         return f"{size / 1e3:.1f} kB"
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"

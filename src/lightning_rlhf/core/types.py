@@ -1,8 +1,8 @@
 """Records that flow through the stages.
 
-Every record is frozen: a step returns a new one and never edits what it was given.
+Every record is frozen: a step returns a new one and never changes its arguments.
 Letters: B sequences, P prompt tokens, T response tokens, S tokens of a whole sequence.
-Masks are boolean, True = real token. What stands on padding is stated per field.
+Masks are boolean, True = real token. The value on padding is stated per field.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Preferences(Record):
     """Prompt then the other response, right-padded."""
     rejected_mask: Bool[Tensor, "B R"]
     margin: Float[Tensor, " B"]
-    """By how much the one is better, as the data say; 0 where they do not."""
+    """Margin of the preferred response in the data; 0 where the data have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +92,13 @@ class SampledResponses(Record):
     response_mask: Bool[Tensor, "B T"]
     """True on response tokens, the end token included."""
     ended: Bool[Tensor, " B"]
-    """True where the response came to an end token or a stop string before it ran out of room."""
+    """True where the response reached an end token or a stop string before its maximum length."""
     logprobs: Float[Tensor, "B T"] | None
     """Log-probability of each response token under the distribution that it was drawn from, nats;
     0 on padding. None where the sampler does not know it."""
     values: Float[Tensor, "B T"] | None
-    """V(s_t) of a critic that the sampler read on the way; 0 on padding. None without one."""
+    """V(s_t) of a critic that the sampler evaluated while sampling; 0 on padding. None without one.
+    """
     index: Int[Tensor, " B"]
     """Row of the prompt in its data set."""
 
@@ -109,7 +110,7 @@ class SampledResponses(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(SampledResponses):
-    """Sampled responses with what the policy and the critic predict of them."""
+    """Sampled responses with the predictions of the policy and the critic for them."""
 
     logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the policy at sampling, nats; 0 on padding."""
@@ -119,14 +120,14 @@ class Rollout(SampledResponses):
 
 @dataclass(frozen=True, kw_only=True)
 class Replies:
-    """Responses as tokens and as text, with the rows of the data that they answer."""
+    """Responses as tokens and as text, with the rows of the data that hold their prompts."""
 
     rollout: SampledResponses
     rows: Sequence[Mapping[str, Any]]
     """B rows of the data. "prompt" is the prompt as text, "messages" its turns, each a dictionary
-    {"role", "content"}; the other columns stand as they were in the data."""
+    {"role", "content"}; the other columns are unchanged from the data."""
     responses: Sequence[str]
-    """B texts, without what ends a response."""
+    """B texts, without end token or stop string."""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -143,7 +144,8 @@ class Scores(Record):
     ref_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the reference, nats; 0 on padding."""
     vocabulary_kl: Float[Tensor, "B T"] | None = None
-    """KL of policy to reference over the whole vocabulary, where ppo.kl_estimator=full asks."""
+    """KL of policy to reference over the whole vocabulary, nats a token; None unless
+    ppo.kl_estimator=full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +162,10 @@ class Experience(Record):
     ref_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the reference, nats; 0 on padding."""
     kl: Float[Tensor, "B T"]
-    """KL of the policy at sampling to the reference, estimator k1 whatever is priced, nats a token;
-    0 on padding."""
+    """KL of the policy at sampling to the reference, always by estimator k1, nats a token; 0 on
+    padding."""
     rewards: Float[Tensor, "B T"]
-    """Per-token signal: shaped score at the last token minus the price of KL; 0 on padding."""
+    """Reward of each token: shaped score at the last token minus the KL penalty; 0 on padding."""
     advantages: Float[Tensor, "B T"]
     """Advantage of each response token, whitened over the batch where ppo.whiten_advantages=batch;
     0 on padding."""
@@ -184,7 +186,7 @@ class Experience(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationBatch:
-    """Everything that the updates of one iteration depend on, besides the models."""
+    """All data that the updates of one iteration depend on, besides the models."""
 
     experience: Experience
     kl_coef: float
@@ -193,11 +195,11 @@ class IterationBatch:
     """State of the generator that draws the minibatches; always on the CPU."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the same with its experience on `device`; Lightning calls this on every batch."""
+        """Return the batch with its experience on `device`; Lightning calls this on every batch."""
         return replace(self, experience=self.experience.to(device, non_blocking=non_blocking))
 
     def generator(self) -> torch.Generator:
-        """Return a fresh generator in the state `shuffle`."""
+        """Return a new generator in the state `shuffle`."""
         generator = torch.Generator()
         generator.set_state(self.shuffle)
         return generator
@@ -223,11 +225,11 @@ class PPOTerms:
     approx_kl: Tensor
     """KL of the policy at sampling to the current policy, estimator k3, nats a token."""
     clip_fraction: Tensor
-    """Share of tokens whose ratio left the clip range."""
+    """Share of tokens whose ratio is outside the clip range."""
     value_clip_fraction: Tensor
-    """Share of tokens whose value left old_value +- clip_range_vf."""
+    """Share of tokens whose value is outside old_value +- clip_range_vf."""
     ratio_mean: Tensor
-    """Mean over tokens of the current probability over that at sampling."""
+    """Mean over tokens of the ratio: current probability divided by that at sampling."""
     ratio_max: Tensor
     """Largest ratio of any token."""
 
@@ -239,8 +241,8 @@ class UpdateStats(PPOTerms):
     grad_norm: Tensor
     """Global norm of the gradient before clipping."""
     skipped: Tensor
-    """1 where ppo.max_ratio forbade the optimizer step, else 0."""
+    """1 where ppo.max_ratio prevented the optimizer step, else 0."""
     stopped: Tensor
-    """1 where ppo.target_kl forbade it and ended the iteration's epochs, else 0."""
+    """1 where ppo.target_kl prevented the step and ended the iteration's epochs, else 0."""
     nonfinite: Tensor
-    """1 where it was not made because the loss or the gradient is not finite, else 0."""
+    """1 where the step was not made because the loss or the gradient is not finite, else 0."""

@@ -1,4 +1,4 @@
-"""Validation of values by pydantic: the types with bounds, and one line for what is refused."""
+"""Validation of values by pydantic: types with bounds, and one-line messages for refused values."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lightning_rlhf.core.errors import ConfigError, refused, require
 T = TypeVar("T")
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-"""Configuration of every dataclass that is validated: 2 is a float, and True is no integer."""
+"""Configuration of every validated dataclass: 2 is a float, and True is no integer."""
 LARGEST = 2**53
-"""Largest whole number; floats count no further."""
+"""Largest integer; above it, floats do not represent every integer."""
 MOST = 1_000_000
-"""Largest number of rows, or of anything else that is held in memory at once."""
+"""Largest number of rows or other things that are held in memory at once."""
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def _usable(text: str) -> str:
     """Return `text` if it can name a file, a folder or a model.
 
-    Not empty, without control characters and halves of surrogate pairs; and no longer than file
-    systems allow: 255 bytes between two slashes, 4095 in all.
+    Such a text is not empty, has no control characters or halves of surrogate pairs, and is no
+    longer than file systems allow: 255 bytes between two slashes, 4095 in all.
     """
     if (
         text.strip() == ""
@@ -44,7 +44,7 @@ def _usable(text: str) -> str:
 
 
 def described(words: str) -> FieldInfo:
-    """Return an annotation that says in `words` which values a field takes."""
+    """Return an annotation that describes in `words` which values a field takes."""
     return Field(description=words)  # type: ignore[no-any-return]
 
 
@@ -75,7 +75,7 @@ def build(cls: type[T], node: Any, key: str) -> T:
         return _construct(cls, node)
     except PydanticError as error:
         message = _message(error, cls, node, key)
-    raise ConfigError(message)  # without what pydantic says, which shows secrets
+    raise ConfigError(message)  # without pydantic's own message, which shows secrets
 
 
 def check_value(key: str, found: Any, kind: Any) -> None:
@@ -204,9 +204,9 @@ def _message(error: PydanticError, cls: type, node: Mapping[Any, Any], key: str)
 
 
 def _line(detail: ErrorDetails, cls: Any, node: Any, key: str) -> tuple[str, str]:
-    """Return the key of an error and what is said of it.
+    """Return the key of an error and its message.
 
-    cls: class of the section `key`, and node: what it was to be built from.
+    cls: class of the section `key`; node: the section, from which it was to be built.
     """
     rest = list(detail["loc"])
     hint: Any = cls

@@ -1,4 +1,4 @@
-"""The outcome of a fitness report, as a checkpoint carries it."""
+"""The outcome of a fitness report, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PAGE = "report.md"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a reward is fit to be maximised."""
+    """Verdict on whether a reward is fit to be maximised."""
 
     is_unfit: bool
     """Whether the report advises against PPO on this reward."""
     words: str
-    """The verdict in two sentences."""
+    """Text of the verdict, two sentences."""
     reasons: Sequence[str]
-    """The flagged checks, each with its number."""
+    """Flagged checks, each with its number."""
 
     @staticmethod
     def is_json(node: Any) -> bool:
@@ -31,7 +31,7 @@ class Verdict:
 
     @property
     def style(self) -> str:
-        """The colour it is shown in on a terminal: red where unfit, yellow with reservations."""
+        """Return the verdict's colour on a terminal: red where unfit, yellow with reservations."""
         if self.is_unfit:
             return "bold red"
         return "yellow" if self.reasons else ""

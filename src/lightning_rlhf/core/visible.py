@@ -1,7 +1,7 @@
-"""Foreign text made safe to show: prompts, responses, answers of servers, names, overrides.
+"""Escaping of foreign text for display: prompts, responses, answers of servers, names, overrides.
 
-A terminal obeys control characters (they move the cursor, set its title, hide what follows), and
-bidirectional ones reorder a line. Here they are shown as what they are, and are not obeyed.
+A terminal obeys control characters (they move the cursor, set its title, hide later text), and
+bidirectional ones reorder a line. Here they are replaced by their escapes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import unicodedata
 from typing import Any
 
 CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Control, format, half of a surrogate pair, line separator, paragraph separator."""
+"""Unicode categories that are escaped: control, format, half of a surrogate pair, line separator,
+paragraph separator."""
 JOINERS = "\u200c\u200d"
-"""Format characters that words of many languages, and emoji, are spelled with."""
+"""Format characters that are used in the spelling of many languages and of emoji."""
 
 
 def visible(text: str) -> str:
@@ -40,10 +41,10 @@ def json_line(value: Any) -> str:
 
 
 def is_hidden(character: str) -> bool:
-    """Return whether a terminal would obey the character, or show nothing where it stands."""
+    """Return whether a terminal would obey the character, or not show it."""
     return unicodedata.category(character) in CATEGORIES and character not in JOINERS
 
 
 def escape(character: str) -> str:
-    r"""Return Python's escape: \x1b, \u202e."""
+    r"""Return Python's escape of a character, for example \x1b or \u202e."""
     return character.encode("unicode_escape").decode("ascii")

@@ -1,1 +1,1 @@
-"""Faster layers behind one switch: everything computes without them too."""
+"""Faster layers behind one switch; models work without them too."""

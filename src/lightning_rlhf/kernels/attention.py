@@ -20,7 +20,7 @@ sdpa_attention_forward = AttentionInterface()[SDPA]
 
 
 def use_fast_sdpa(model: PreTrainedModel, *, fast: bool) -> None:
-    """Let a model that uses SDPA attention use `fast_sdpa`, or the other way round."""
+    """Make a model that uses SDPA attention use `fast_sdpa`, or undo that."""
     before, after = (SDPA, FAST_SDPA) if fast else (FAST_SDPA, SDPA)
     if model.config._attn_implementation == before:
         model.set_attn_implementation(after)
@@ -36,8 +36,8 @@ def fast_sdpa(
 ) -> tuple[Float[Tensor, "B S H d"], None]:
     """Compute SDPA attention as the library does, but with a gradient in 16 bits on a CPU.
 
-    There `causal_attention` computes it; with a mask the library does, in fp32, and the output is
-    rounded.
+    There `causal_attention` computes it; with a mask the library computes it in fp32 and the output
+    is rounded.
     """
     learns = torch.is_grad_enabled() and query.requires_grad
     if not (_is_slow(query) and learns):
@@ -62,7 +62,7 @@ def fast_sdpa(
 
 
 def _is_slow(query: Tensor) -> bool:
-    """Return whether torch's gradient of attention takes several times as long as in fp32."""
+    """Return whether torch's gradient of attention is several times slower than in fp32."""
     return query.device.type == "cpu" and query.dtype.itemsize == 2
 
 
@@ -76,7 +76,7 @@ def causal_attention(
 
     In 16 bits on a CPU torch's own gradient takes about seven times as long as in fp32. There,
     attention of short sequences keeps its probabilities for a gradient by matrix products; that of
-    others is computed in fp32 and rounded.
+    long ones is computed in fp32 and rounded.
     """
     batch, heads, length, size = query.shape
     slow, dtype, groups = _is_slow(query), query.dtype, heads // key.shape[1]
@@ -132,12 +132,12 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _by_key_head(x: Float[Tensor, "B H S d"], keys: torch.Size) -> Float[Tensor, "BK n d"]:
-    """Return a key head's own positions, or those of all its query heads, one matrix each."""
+    """Return one matrix for each key head: its positions, or those of all its query heads."""
     return x.reshape(keys[0] * keys[1], -1, x.shape[-1])
 
 
 def is_gated(layer: nn.Module) -> bool:
-    """Return whether an attention layer projects a gate beside each query."""
+    """Return whether an attention layer also projects a gate for each query."""
     return type(layer).__name__ == "Qwen3_5Attention"
 
 

@@ -1,7 +1,7 @@
-"""Decoder layers as functions of tensors, of which torch.compile makes a few operations.
+"""Decoder layers as functions of tensors, which torch.compile turns into a few operations.
 
-Much of a small model's update is not its products but what stands between them. The functions read
-no module, so that what was compiled for one layer and one role is there for all.
+Much of the time of a small model's update is spent between the matrix products. The functions read
+no module, so that a program compiled for one layer and role serves all.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lightning_rlhf.kernels.products import by_onednn
 
 SILU = "SiLU", "SiLUActivation"
 VARIANTS = 64
-"""Programs of one function, of which torch allows 8. The first layer, the last and those between
-have their own, so do one row and several, every number of adapters, short rows and long ones in
-16 bits, every size of a head, and a critic's own model."""
+"""Largest number of compiled programs of one function, which is 8 by torch's default. The first,
+the middle and the last layers have different programs, and so have one row and several, every
+number of adapters, short and long rows in 16 bits, every size of a head, and a separate critic."""
 
 
 class Norm(NamedTuple):
-    """w x / sqrt(mean(x^2) + eps)."""
+    """RMS norm: w x / sqrt(mean(x^2) + eps)."""
 
     weight: Float[Tensor, " d"]
     """Weight in fp32."""
@@ -42,7 +42,7 @@ class Norm(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """x W^T + b + sum_i scale_i (x A_i^T) B_i^T."""
+    """Linear layer with adapters: x W^T + b + sum_i scale_i (x A_i^T) B_i^T."""
 
     weight: Float[Tensor, "o i"]
     bias: Float[Tensor, " o"] | None
@@ -76,13 +76,13 @@ class Attention(NamedTuple):
     value: Linear
     out: Linear
     head_norms: tuple[Norm, ...]
-    """Norms of queries and of keys, where there are any."""
+    """Norms of queries and of keys; empty where the layer has none."""
     size: int
     """Size of a head."""
     scale: float
-    """Factor of a query's product with a key."""
+    """Factor of the product of a query and a key."""
     gated: bool
-    """Whether a gate is projected beside each query."""
+    """Whether a gate is projected for each query."""
 
     @classmethod
     def of(cls, norm: nn.Module, layer: Any, x: Tensor) -> Attention | None:
@@ -109,7 +109,7 @@ class Attention(NamedTuple):
 def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
     """Return the tensors of linear layers, None where one does not compute in the dtype of x.
 
-    None too where the compiler would call a library that takes twice as long as oneDNN does.
+    Returns None too where the compiler would call a library that takes twice as long as oneDNN.
     """
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -136,13 +136,13 @@ def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
 
 
 class Head(nn.Module):
-    """Sizes of an attention head; those in a module are constants to the compiler.
+    """Sizes of an attention head, in a module, where they are constants to the compiler.
 
-    For heads of any size it would write loops that take one number at a time.
+    For heads of a variable size it would generate loops over single numbers.
     """
 
     def __init__(self, size: int, rotated: int) -> None:
-        """rotated: number of dimensions that are rotated."""
+        """Store the size and the number of rotated dimensions of a head."""
         super().__init__()
         self.size, self.rotated = size, rotated
 
@@ -185,7 +185,7 @@ def check_compiler() -> None:
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         try:
             compiled(_twice)(torch.zeros(2, device=device))
-        except Exception as error:  # of torch, of the system's compiler, of its files
+        except Exception as error:  # from torch, the system's compiler or its files
             needed = "a C++ compiler (g++ or clang++)" if device == "cpu" else "Triton"
             raise ConfigError(
                 f"model.compile=true, but nothing can be compiled for {device}: "

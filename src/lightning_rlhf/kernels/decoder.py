@@ -1,4 +1,4 @@
-"""Decoder layers that compute only what the wanted hidden states depend on."""
+"""Decoder layers that compute only the positions on which the wanted hidden states depend."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ TRUNKS = {
     "Qwen3Model": "Qwen3",
     "Qwen3_5TextModel": "Qwen3_5",
 }
-"""Class of a trunk -> family. It calls its layers one after another, does nothing else and hands a
-packing on to them. A class that is derived from one of these may compute something else."""
+"""Class of a trunk -> family. Such a trunk only calls its layers one after another and passes a
+packing on to them. A class derived from one of these may compute something else."""
 FAMILIES = ", ".join(sorted(TRUNKS.values()))
 ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
-"""Classes of projections, norms of queries and keys, rotations, and a gate in the last."""
+"""Names of the known attention classes: projections, norms of queries and keys, rotary embeddings,
+and a gate in the last."""
 
 
 def family(model: PreTrainedModel) -> str | None:
-    """Return the family of a model, None where it is none that the fast layers know."""
+    """Return the family of a model, None where the fast layers do not support it."""
     trunk = type(model.base_model)
     return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(LIBRARY) else None
 
 
 class PackedDecoderLayer(FastLayer, nn.Module):
-    """A decoder layer whose attention reads padded rows and all else packed positions.
+    """A decoder layer whose attention reads padded rows and whose other parts packed positions.
 
-    The last layer computes the wanted positions only, but for keys and values. `compiles`: where
-    gradients are enabled the layer is compiled, linear attention apart.
+    The last layer computes the wanted positions only, except for keys and values. With `compiles`,
+    the layer is compiled where gradients are enabled, except linear attention.
     """
 
     input_layernorm: nn.Module
@@ -154,9 +155,9 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Let the model's fast layers be compiled, where gradients are enabled.
+    """Compile the model's fast layers where gradients are enabled.
 
-    Raises ConfigError where the architecture has none.
+    Raises ConfigError where the architecture has no fast layers.
     """
     if family(model) is None:
         raise ConfigError(

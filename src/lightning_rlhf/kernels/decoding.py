@@ -1,8 +1,8 @@
 """One decoding step of a trunk in few operations.
 
-A decoder's layers compute a single token in some forty small operations each, most of which cost
-more to call than to carry out. Here projections of one input are one product, queries and keys are
-normalised and rotated together, and residuals are added by the product that makes them.
+Each layer of a decoder computes a single token in about forty small operations, most of which cost
+more to launch than to compute. Here projections of one input are one product, queries and keys are
+normalised and rotated together, and residuals are added by the product whose output they join.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightning_rlhf.kernels.patch import rounding, same_logits
 
 
 class DecodeStep:
-    """A trunk's forward pass of one token a row, behind those that its cache holds.
+    """A trunk's forward pass of one token a row, after the tokens in its cache.
 
-    The weights are those that the model has while the step is made.
+    It uses the model's weights at the time of construction.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, cache: DynamicCache) -> None:
@@ -42,7 +42,7 @@ class DecodeStep:
         head = causal_lm.get_output_embeddings()
         alike = _is_known(head) and head.weight.dtype == self.embed.weight.dtype
         self.head = JointLinear(head) if alike else head
-        """Logits of hidden states."""
+        """Function that returns the logits of hidden states."""
 
     def __call__(
         self,
@@ -50,7 +50,7 @@ class DecodeStep:
         mask: Bool[Tensor, "B S"],
         positions: Int[Tensor, "B 1"],
     ) -> Float[Tensor, "B d"]:
-        """Return the last hidden states. mask: of all S tokens, this one included."""
+        """Return the last hidden states. mask: mask of all S tokens, this one included."""
         with torch.autocast(tokens.device.type, enabled=False):
             hidden = self.embed(tokens.squeeze(1))
             cos, sin = self.rotary(hidden, positions)
@@ -83,7 +83,7 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
 
 @torch.no_grad()
 def _agrees(causal_lm: PreTrainedModel) -> bool:
-    """Return whether a step computes what the trunk does; asked once a model, with a warning."""
+    """Return whether a step agrees with the trunk; checked once per model, with a warning."""
     trunk = causal_lm.base_model
     if not hasattr(trunk, "steps_agree"):
         tokens = (
@@ -96,7 +96,7 @@ def _agrees(causal_lm: PreTrainedModel) -> bool:
         expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
         try:
             found = DecodeStep(causal_lm, cache)(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
-        except Exception as error:  # of code that was written for other layers: anything
+        except Exception as error:  # code written for other layers may raise anything
             fault = f"fails: {first_line(error)}"
         else:
             same = same_logits(found, expected, rounding(causal_lm))
@@ -169,7 +169,7 @@ class _Attention:
         rows, q, kv = len(x), self.q, self.kv
         heads = self.joint(x).view(rows, -1, self.size)
         gate = None
-        if self.gated:  # each query stands beside its gate
+        if self.gated:  # each query is followed by its gate
             both = heads[:, : 2 * q].view(rows, q, 2, self.size)
             gate = both[:, :, 1].reshape(rows, -1)
             heads = torch.cat([both[:, :, 0], heads[:, 2 * q :]], dim=1)
@@ -208,7 +208,7 @@ class _DeltaRule:
     def __call__(
         self, x: Float[Tensor, "B d"], tables: Any, bias: Any, onto: Float[Tensor, "B d"]
     ) -> Float[Tensor, "B d"]:
-        """Compute as attention does; the state stands for positions and mask."""
+        """Compute the layer like `_Attention`; the state replaces positions and mask."""
         rows = len(x)
         mixed, z, b, a = self.joint(x).split(self.widths, dim=-1)
         mixed = self._convolved(mixed)
@@ -229,7 +229,7 @@ class _DeltaRule:
         return self.out(read.view(rows, -1).mul_(F.silu(z.float())).to(x.dtype), onto=onto)
 
     def _convolved(self, x: Float[Tensor, "B c"]) -> Float[Tensor, "B c"]:
-        """Convolve in fp32 with the tokens before, which the cache keeps, oldest first."""
+        """Convolve in fp32 with the previous tokens, which the cache keeps, oldest first."""
         window = self.cache.conv_states[0].permute(2, 0, 1)
         window = torch.cat([window[1:], x[None]])
         self.cache.conv_states[0] = window.permute(1, 2, 0)
@@ -248,7 +248,7 @@ class _Norm:
 
     @classmethod
     def of(cls, *norms: Any) -> _Norm:
-        """Return the norm of the model's own, one or one for each head."""
+        """Return the norm for one norm of the model, or for one norm per head."""
         weights, eps = zip(*map(weight_and_eps, norms), strict=True)
         weight = weights[0] if len(norms) == 1 else torch.stack(weights)
         centred = is_zero_centred(norms[0])

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from lightning_rlhf.kernels.products import by_onednn, linear
 
-ROWS = 32  # what a packed weight is laid out for; it is right for any other number too
+ROWS = 32  # number of rows for which a packed weight is laid out; others are correct too
 SMALLEST, LARGEST = 2**17, 2**25
-"""Elements of a weight from which packing pays in fp32, and above which its copy takes too much
-memory."""
+"""Number of elements of a weight from which packing saves time in fp32, and above which its copy
+takes too much memory."""
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
 """Operators of torch.ops.mkldnn by which torch.compile packs weights; a release may lack them."""
 
 
 class JointLinear:
-    """W x + sum_i scale_i B_i A_i x + b, of one linear layer or of several of one input.
+    """W x + sum_i scale_i B_i A_i x + b, of one linear layer or several with the same input.
 
-    Computed as [W, scale_i B_i] [x, A_i x] + b. Memory: a copy of W where there are adapters,
+    It is computed as [W, scale_i B_i] [x, A_i x] + b. Memory: a copy of W where there are adapters,
     several layers or a CPU.
     """
 
@@ -70,10 +70,10 @@ class _Weight:
 
 
 def _can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
-    """Return whether oneDNN has a layout of its own for the weight that is worth making.
+    """Return whether oneDNN has a packed layout for the weight that saves time.
 
-    A product of 1 to 64 rows is then 1.2 to 2 times as fast as one of the plain layout, which on a
-    CPU goes to a library that lays it out anew each time. bf16 goes to oneDNN in either layout.
+    A product of 1 to 64 rows is then 1.2 to 2 times as fast as with the plain layout, for which a
+    CPU uses a library that packs it at every call. bf16 uses oneDNN with either layout.
     """
     onednn = torch.ops.mkldnn
     if weight.device.type != "cpu" or not all(hasattr(onednn, name) for name in OPERATORS):

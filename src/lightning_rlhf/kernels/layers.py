@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 from lightning_rlhf.kernels.products import by_onednn, linear, product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_CHUNK = 40  # tokens; what costs most of the delta rule grows with its square
+MAX_CHUNK = 40  # tokens; the main cost of the delta rule grows with its square
 LIBRARY = "transformers.models."
 
 
 class FastLayer:
-    """A layer whose class stands in place of its last base class, which it falls back to."""
+    """A layer whose class replaces its last base class, to which it falls back."""
 
 
 def library_class(layer: nn.Module) -> type[nn.Module]:
@@ -60,7 +60,7 @@ def weight_and_eps(norm: Any) -> tuple[Float[Tensor, " d"], float]:
 class ChunkedDeltaNet(FastLayer, nn.Module):
     """Linear attention in chunks of equal length, on a CPU.
 
-    The library fills every sequence up to a multiple of 64 tokens.
+    The library pads every sequence to a multiple of 64 tokens.
     """
 
     def forward(self, hidden_states: Float[Tensor, "B S d"], *args: Any, **kwargs: Any) -> Tensor:
@@ -72,7 +72,7 @@ class ChunkedDeltaNet(FastLayer, nn.Module):
 
 
 class OneDNNLinear(FastLayer, nn.Linear):
-    """A linear layer whose fp32 products go to oneDNN where that is faster."""
+    """A linear layer that uses oneDNN for fp32 products where that is faster."""
 
     def forward(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
         if (
@@ -96,7 +96,7 @@ MIXINS: dict[str, type[FastLayer]] = {
     "Qwen3_5RMSNorm": FusedRMSNorm,
     "Qwen3_5GatedDeltaNet": ChunkedDeltaNet,
 }
-"""Name of a class of transformers -> what goes before it in the bases of its fast class."""
+"""Name of a class of transformers -> class before it in the bases of its fast class."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""LoRA layers that take fewer passes over the activations than PEFT's."""
+"""LoRA layers with fewer passes over the activations than PEFT's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.products import linear, product
 
-MERGE_FROM = 2  # operations saved over operations of adding an adapter to W, from which it pays
+MERGE_FROM = 2  # ratio of operations saved to those of adding an adapter to W, from which to merge
 
 
 def is_plain_lora(layer: LoRALinear) -> bool:
-    """Return whether the layer is W + sum of scale * B A, without DoRA, a variant or LoRA bias."""
+    """Return whether the layer is W + sum of scale * B A, without DoRA, variants or LoRA bias."""
     return not layer.merged and not any(
         layer.use_dora.get(adapter) or layer.lora_bias.get(adapter) or adapter in layer.lora_variant
         for adapter in layer.active_adapters
@@ -39,7 +39,7 @@ class FusedLoRALinear(FastLayer, LoRALinear):
 
         y = x W^T + b + sum_i scale_i (x A_i^T) B_i^T
 
-    But for rounding it is what PEFT computes; autograd of the formula makes a tensor as large as y
+    It equals PEFT's result up to rounding; autograd of the formula makes a tensor as large as y
     for every product, sum and scale of it. W is frozen, and W and adapters are in the dtype of the
     computation, or rounded to it by autocast; everything else is computed by PEFT.
 
@@ -72,7 +72,7 @@ class FusedLoRALinear(FastLayer, LoRALinear):
         return formula.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)  # type: ignore
 
     def activate(self, adapters: Sequence[str]) -> None:
-        """Activate these adapters, and leave what is trainable as it is.
+        """Activate these adapters without changing which parameters are trainable.
 
         PEFT's `set_adapter` sets `requires_grad` of every matrix too.
         """

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights for as long as nothing is trained."""
+"""Temporary merging of adapters into the weights while nothing is trained."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_rlhf.kernels.lora import is_plain_lora
 
 @contextmanager
 def merged_adapters(model: nn.Module) -> Iterator[None]:
-    """Put one plain linear layer, W + sum of scale * B A, in place of every LoRA layer.
+    """Replace every LoRA layer by one plain linear layer, W + sum of scale * B A, inside.
 
-    One matrix product instead of three for each active adapter. The LoRA layers themselves are
-    kept and put back, so that nothing is rounded twice. Layers that do not compute in fp32, where
-    the sum would round the adapter away, stay as they are, and so do quantised ones and variants.
+    That is one matrix product instead of three for each active adapter. The LoRA layers themselves
+    are kept and restored, so that nothing is rounded twice. Layers that do not compute in fp32,
+    where rounding would remove the adapter, are unchanged, as are quantised ones and variants.
 
     Memory: a second copy of the weights under LoRA.
     """

@@ -1,4 +1,4 @@
-"""Which positions of padded rows are computed, and gathering and scattering them."""
+"""Selection of the positions of padded rows to compute, and gathering and scattering of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_rlhf.kernels.attention import signed_sin
 from lightning_rlhf.kernels.products import ROWS, rounded_up
 
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
-MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS where shapes are to be few
+MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS with few_shapes
 COLUMNS, MOST_ADDED = 16, 0.04
-"""Attention on a CPU takes up to a third more time for a length that is no multiple; and the share
-of columns that it costs less than."""
+"""Multiple to which a row's length is rounded up, since attention on a CPU takes up to a third more
+time for other lengths; and the largest share of added columns at which that saves time."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Packing:
     columns: int
     """Length of the padded rows, S."""
     real: Int[Tensor, " N"] | None
-    """Indices of the N among B x S; None: all are computed."""
+    """Indices of the N among B x S; None where all are computed."""
     wanted: Int[Tensor, " M"]
     """Indices of the M among B x S."""
     wanted_real: Int[Tensor, " M"]
@@ -49,10 +49,10 @@ class Packing:
         *,
         few_shapes: bool = False,
     ) -> Packing:
-        """Return what to compute: each row from its first position up to its last wanted one.
+        """Return the packing of each row from its first position up to its last wanted one.
 
-        few_shapes: N and M are multiples of a larger number, where there are others enough to fill
-        them up with.
+        few_shapes: whether N and M are multiples of a larger number, where there are enough other
+            positions to fill them up.
         """
         rows, columns = wanted.shape
         multiple = ROWS if few_shapes else MULTIPLE
@@ -89,9 +89,10 @@ class Packing:
 
 
 def columns_to_add(columns: int, *, few_shapes: bool = False) -> int:
-    """Return by how many columns rows are extended to a length that attention is fast on.
+    """Return the number of columns to add to rows for a length at which attention is fast.
 
-    0 where they would cost more than they save; few_shapes: up to a multiple of COLUMNS always.
+    It is 0 where they would cost more than they save.
+    few_shapes: whether to extend to a multiple of COLUMNS always.
     """
     more = rounded_up(columns, COLUMNS) - columns
     return more if few_shapes or more <= MOST_ADDED * columns else 0
@@ -100,7 +101,7 @@ def columns_to_add(columns: int, *, few_shapes: bool = False) -> int:
 def _filled_up(
     chosen: Bool[Tensor, " n"], others: Bool[Tensor, " n"], multiple: int
 ) -> Int[Tensor, " m"]:
-    """Return the indices of what is chosen, then of as many others as round the number up."""
+    """Return the indices of the chosen positions, then of others that round the number up."""
     indices, more = (x.nonzero().squeeze(1) for x in (chosen, others & ~chosen))
     return torch.cat([indices, more[: rounded_up(len(indices), multiple) - len(indices)]])
 
@@ -124,7 +125,7 @@ def _scattered(
 
 
 class _Gather(torch.autograd.Function):
-    """`gather_rows`; autograd's own gradient adds the rows up one by one."""
+    """Function of `gather_rows`; autograd's own gradient adds the rows one by one."""
 
     @staticmethod
     def forward(
@@ -142,7 +143,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """`scatter_rows`; autograd by itself would keep x."""
+    """Function of `scatter_rows`; autograd by itself would keep x."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The switch: fast layers in place of a model's own, where they can and should be."""
+"""The switch that replaces a model's own layers by fast ones where they are supported."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ STRUCTURE: Mapping[str, tuple[set[str], set[str]]] = {
     "RMSNormGated": ({"hidden_states", "gate"}, set()),
     "RotaryEmbedding": ({"x", "position_ids"}, set()),
 }  # fmt: skip
-"""End of a class name -> arguments of its forward and names of its layers, as the fast layers know
-them."""
+"""End of a class name -> arguments of its forward and names of its layers that the fast layers
+expect."""
 LORA = ("lora_A", "lora_B", "lora_dropout", "lora_bias", "lora_variant", "scaling", "use_dora")
 """Attributes of PEFT's linear layer that the fast one reads."""
 
 
 class Kernels(NamedTuple):
-    """Which layers a model computes with."""
+    """Kind of layers with which a model computes."""
 
     kind: Literal["fast", "plain"]
     reason: str
@@ -62,10 +62,9 @@ class Kernels(NamedTuple):
 
 
 def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
-    """Patch the model's layers as `choice` says, or give it its own back.
+    """Patch the model's layers by `choice`, or restore its own.
 
-    Fast layers whose model computes something else than before are taken out again: with auto a
-    warning tells so.
+    Fast layers that change the model's results are removed again; with auto, a warning is printed.
 
     Raises ConfigError where the choice is fast and the model cannot have fast layers.
     """
@@ -85,7 +84,7 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
 
 
 def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
-    """Return the kernels for a model where its weights are.
+    """Return the kernels for a model on the device of its weights.
 
     Raises ConfigError where the choice is fast and the model is of another family, or sharded.
     """
@@ -135,7 +134,7 @@ def patch(model: nn.Module) -> None:
 
 
 def patch_decoder(model: PreTrainedModel) -> None:
-    """Let the model's decoder layers take a `Packing`, and attend by the fast SDPA."""
+    """Make the model's decoder layers accept a `Packing` and use the fast SDPA."""
     use_fast_sdpa(model, fast=True)
     layers = model.base_model.layers
     for layer in layers:
@@ -144,7 +143,7 @@ def patch_decoder(model: PreTrainedModel) -> None:
 
 
 def unpatch(model: PreTrainedModel) -> None:
-    """Give every layer the class that its library gave it."""
+    """Restore the class that its library gave every layer."""
     use_fast_sdpa(model, fast=False)
     for layer in model.modules():
         if isinstance(layer, FastLayer):
@@ -153,7 +152,7 @@ def unpatch(model: PreTrainedModel) -> None:
 
 
 def structure_fault(model: PreTrainedModel) -> str | None:
-    """Return what in the library's classes is not as the fast layers know it, None if all is."""
+    """Return how the library's classes differ from what the fast layers expect, None if nowhere."""
     kind = family(model)
     for layer in model.base_model.modules():
         name = type(layer).__name__
@@ -174,9 +173,9 @@ def structure_fault(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def patch_fault(model: PreTrainedModel) -> str | None:
-    """Patch the model; return how it then computes otherwise than before, None if it does not.
+    """Patch the model; return how its results then differ from before, None if they do not.
 
-    Compared are the hidden states of two short rows, the second one padded.
+    The hidden states of two short rows are compared, the second one padded.
     """
     trunk = model.base_model
     tokens = (
@@ -192,7 +191,7 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     try:
         packing = Packing.of(wanted)
         found = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
-    except Exception as error:  # of code that was written for other layers: anything
+    except Exception as error:  # code written for other layers may raise anything
         return f"the fast layers fail: {first_line(error)}"
     quantised = getattr(model, "is_quantized", False)  # its activations are rounded too
     tolerance = 0.5 if quantised else rounding(model)
@@ -207,7 +206,7 @@ def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def rounding(model: PreTrainedModel) -> float:
-    """Return by how much logits of one model differ, relatively, if computed in another way.
+    """Return the relative difference of a model's logits between two ways to compute them.
 
     1e-4 in fp32 (other kernels, other order of sums), 3e-2 in 16 bits (weights rounded once more).
     """

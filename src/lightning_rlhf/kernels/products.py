@@ -1,4 +1,4 @@
-"""Matrix products by the faster library, MKL or oneDNN."""
+"""Choice of the faster library for matrix products, MKL or oneDNN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS = 64  # of activations; half as many make twice as many shapes
+ROWS = 64  # multiple of the rows of activations; half of it makes twice as many shapes
 WORTH, FEWEST = 2**23, 4
 """Fewest multiplications, and fewest rows and columns of a matrix, of a product for oneDNN: smaller
 ones save too little for what it keeps of each shape."""
@@ -18,7 +18,7 @@ ones save too little for what it keeps of each shape."""
 
 @cache
 def fp32_by_onednn() -> bool:
-    """Return whether oneDNN multiplies in fp32 on this CPU faster than torch does by itself.
+    """Return whether oneDNN multiplies in fp32 faster than torch's default on this CPU.
 
     torch calls MKL, which computes on AMD's processors with vectors of 256 bits; where they have
     AVX-512 oneDNN takes half the time.

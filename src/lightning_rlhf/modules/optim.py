@@ -1,4 +1,4 @@
-"""Optimizer, schedule and the one step that all stages take."""
+"""Optimizer, schedule and the optimizer step of all stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def build_optimizer(
 ) -> dict[str, Any]:
     """Return AdamW over the trainable parameters and its schedule, in the form Lightning takes.
 
-    groups: pairs of a learning-rate factor and the parameters it is for. Vectors (biases, norms)
-        get no weight decay.
+    groups: pairs of a learning-rate factor and its parameters. Vectors (biases, norms) get no
+        weight decay.
     total_steps: number of calls of the scheduler over the whole run.
     """
     parameter_groups = []
@@ -44,7 +44,9 @@ def build_optimizer(
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
-    """Return the learning rate of step 0, 1, … over its peak: linear warm-up, then the schedule.
+    """Return the learning rate of a step as a fraction of its peak: warm-up, then the schedule.
+
+    Steps count from 0, and the warm-up is linear.
 
     "linear" and "cosine" fall to 0 at total_steps, "constant" stays at 1.
     """
@@ -62,17 +64,17 @@ def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
 
 
 def zero_gradients(module: L.LightningModule) -> None:
-    """Forget the gradient of the update before."""
+    """Clear the gradient of the previous update."""
     _optimizer(module).zero_grad()
 
 
 def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
     """Add the gradient of a 0-d loss to that of the trained parameters; return it detached.
 
-    The losses of micro-batches carry the denominator of their minibatch, so that the gradients of
-    all of them add up to that of one.
+    The losses of micro-batches are divided by the denominator of their minibatch, so that their
+    gradients add up to that of the minibatch.
     """
-    # The casts of the forward pass are recorded; autocast would round what it left in fp32.
+    # The casts of the forward pass are recorded; autocast would round gradients kept in fp32.
     with torch.autocast(module.device.type, enabled=False):
         module.manual_backward(loss)
     return loss.detach()
@@ -85,7 +87,7 @@ def clip_gradients(module: L.LightningModule, max_norm: float) -> Tensor:
 
 
 def step(module: L.LightningModule) -> None:
-    """Move the parameters along the gradient."""
+    """Make one optimizer step with the present gradient."""
     _optimizer(module).step()
 
 
@@ -96,7 +98,7 @@ def _optimizer(module: L.LightningModule) -> LightningOptimizer:
 
 
 def advance_schedule(module: L.LightningModule) -> None:
-    """Move the learning rate one step on; Lightning does not do it in manual optimization."""
+    """Advance the learning-rate schedule by one step, which manual optimization must do itself."""
     scheduler = module.lr_schedulers()
     assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
     scheduler.step()
@@ -125,6 +127,6 @@ def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters; the rest is in the checkpoints that training started from."""
+    """Return the trained parameters; others are in the checkpoints it started from."""
     state = nn.Module.state_dict(module)
     return {name: state[name] for name in trainable_names(module)}

@@ -75,7 +75,7 @@ from lightning_rlhf.rollout.score import (
     score,
 )
 
-TRAINING, EVALUATION = 0, 1  # streams of random numbers
+TRAINING, EVALUATION = 0, 1  # numbers of the random-number streams
 
 
 class PPOModule(L.LightningModule):
@@ -106,8 +106,9 @@ class PPOModule(L.LightningModule):
         Args:
             critic: one for advantage=gae, None for the others.
             prompts: split ("train", "val") -> rows of the data.
-            microbatch: the size that the reward's model reads by, to be halved for both at once.
-            sampler: what responses are drawn with; None builds the one that ppo.rollout names.
+            microbatch: size of the micro-batches, shared with the reward's model and halved for
+                both at once; None makes one from ppo.microbatch_size.
+            sampler: sampler of the responses; None builds the one that ppo.rollout names.
         """
         super().__init__()
         require((critic is not None) == config.has_critic, "the critic", critic,
@@ -142,13 +143,13 @@ class PPOModule(L.LightningModule):
         self.updated = time.perf_counter()
         """Time at which the last iteration ended."""
         self.batch: IterationBatch | None = None
-        """Batch that the current or the latest iteration learns from."""
+        """Batch of the current or the latest iteration; None before the first."""
         roles.play(POLICY)
 
     def training_step(
         self, batch: Prompts | IterationBatch, batch_idx: int
     ) -> dict[str, IterationResult]:
-        """Sample and score prompts, then learn; a batch collected before is learned from again."""
+        """Sample and score prompts, then learn; a recorded batch is learned from as it is."""
         other_s, rollout_s, score_s = time.perf_counter() - self.updated, 0.0, 0.0
         if isinstance(batch, IterationBatch):
             self.batch = batch
@@ -159,7 +160,7 @@ class PPOModule(L.LightningModule):
         updates = self.learn(self.batch)
         self.updated = time.perf_counter()
         advance_schedule(self)
-        # Not before the update: what ends it leaves the iteration unbegun.
+        # After the update: an error during it leaves the state from before the iteration.
         self.moments = self.moments.including(experience)
         self.kl_coef = next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
@@ -179,11 +180,11 @@ class PPOModule(L.LightningModule):
         )
         if self.logs_headline:
             self.log_dict(result.headline, prog_bar=True)
-            self.log("step", float(self.iteration))  # by which loggers count, in Lightning
+            self.log("step", float(self.iteration))  # the step that Lightning's loggers use
         return {RESULT: result}
 
     def collect(self, prompts: Prompts) -> tuple[IterationBatch, float, float]:
-        """Return what an iteration learns from, and the seconds of sampling and of scoring.
+        """Return the batch of an iteration, and the seconds of sampling and of scoring.
 
         Raises: PolicyLogitsError where nothing can be sampled, RewardError where the reward gives
             no numbers; both name the iteration.
@@ -233,11 +234,11 @@ class PPOModule(L.LightningModule):
         return tuple(updates)
 
     def update(self, minibatch: Experience, kl_coef: float) -> UpdateStats:
-        """Make one optimizer step on the minibatch, unless a limit forbids it."""
+        """Make one optimizer step on the minibatch, unless a limit prevents it."""
         terms, grad_norm = self.gradient(
             minibatch, kl_coef, policy_learns=self.iteration >= self.config.critic_warmup
         )
-        # Before the limits: an infinite ratio is above one, and is to be counted all the same.
+        # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         is_finite = self.guard.accepts(self, terms.loss, grad_norm)
         stopped = is_finite and exceeds(terms.approx_kl, self.config.target_kl)
         skipped = is_finite and exceeds(terms.ratio_mean, self.config.max_ratio)
@@ -295,7 +296,7 @@ class PPOModule(L.LightningModule):
     def policy_outputs(
         self, hidden: Float[Tensor, "N d"], micro_batch: Experience
     ) -> PolicyOutputs:
-        """Return what the policy predicts for a micro-batch, from its hidden states there."""
+        """Return the policy's predictions for a micro-batch; hidden: its hidden states there."""
         config, vocabulary_kl = self.config, None
         logprobs, entropy = response_logprobs(
             self.roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
@@ -317,7 +318,7 @@ class PPOModule(L.LightningModule):
     def validation_step(  # type: ignore[override]
         self, prompts: Prompts, batch_idx: int
     ) -> EvaluationResult:
-        """Sample and score held-out prompts; the same draws at every evaluation.
+        """Sample and score held-out prompts, with the same random numbers at every evaluation.
 
         Raises: PolicyLogitsError where nothing can be sampled, after which iteration.
         """
@@ -377,7 +378,7 @@ class PPOModule(L.LightningModule):
         )
 
     def decode(self, rollout: Rollout, split: str) -> Replies:
-        """Return the rollout with its text and the rows of `split` that it answers."""
+        """Return the rollout with its text and the rows of `split` that hold its prompts."""
         return decode_replies(rollout, self.prompts[split], self.chat)
 
     @halving_microbatches
@@ -400,7 +401,7 @@ class PPOModule(L.LightningModule):
                 "1: PPO runs in one process")  # fmt: skip
 
     def generator(self, stream: int, number: int) -> torch.Generator:
-        """Return a fresh generator on the CPU, a pure function of (seed, stream, number)."""
+        """Return a new generator on the CPU, a pure function of (seed, stream, number)."""
         sequence = np.random.SeedSequence((self.seed, stream, number))
         return torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
 
@@ -439,5 +440,5 @@ class PPOModule(L.LightningModule):
 
 
 def exceeds(found: Tensor, limit: float | None) -> bool:
-    """Return whether a 0-d tensor is above a limit, as NaN is not; it is unread without a limit."""
+    """Return whether a 0-d tensor is above a limit; False for NaN and without a limit."""
     return limit is not None and bool(found > limit)

@@ -1,4 +1,4 @@
-"""Reward modelling: learn a score from pairs of which people preferred one."""
+"""Reward modelling: learn a score from pairs of a preferred and another response."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halvi
 
 
 class RewardModule(L.LightningModule):
-    """Bradley-Terry on preference pairs and a pull of their rewards to 0, mean over the pairs.
+    """Bradley-Terry loss on preference pairs plus a centering loss, mean over the pairs.
 
-    The heads of an ensemble each learn from pairs drawn with replacement, so that they differ
-    where the pairs decide little.
+    The heads of an ensemble each learn from pairs drawn with replacement, so that they disagree
+    where the pairs carry little information.
     Source: Ouyang et al. 2022, eq. 1, https://arxiv.org/abs/2203.02155; drawing pairs as they
     come, Oza and Russell 2001, https://proceedings.mlr.press/r3/oza01a.html
     """
@@ -99,7 +99,7 @@ class RewardModule(L.LightningModule):
         return RewardRows(**facts_by_row(self, batch, facts))
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
-        """Return how often each head draws each pair: from Poisson(1); once with one head."""
+        """Return how often each head draws each pair: by Poisson(1); once with a single head."""
         rates = torch.ones(pairs, self.config.heads)
         if self.config.heads > 1:
             sequence = np.random.SeedSequence((self.seed, self.iteration))
@@ -113,7 +113,7 @@ class RewardModule(L.LightningModule):
         rewards: tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]],
         draws: Float[Tensor, "B H"],
     ) -> Tensor:
-        """Return the loss summed over the pairs, 0-d, from what `rewards` returned of them."""
+        """Return the loss summed over the pairs, 0-d, from the result of `rewards`."""
         config = self.config
         losses = bradley_terry_loss(
             *rewards,
@@ -157,7 +157,7 @@ def mean_scores(chosen: Float[Tensor, "B H"], rejected: Float[Tensor, "B H"]) ->
 
 
 def joined(scores: Sequence[PairScores]) -> PairScores:
-    """Return the scores of all micro-batches, one behind the other."""
+    """Return the scores of all micro-batches, concatenated in order."""
     return PairScores(
         chosen=torch.cat([s.chosen for s in scores]),
         rejected=torch.cat([s.rejected for s in scores]),

@@ -36,12 +36,12 @@ def halving_microbatches(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class UpdateGuard:
-    """Size of a micro-batch that fits into the memory, and which updates may be made."""
+    """Finds a micro-batch size that fits into memory, and rejects updates that are not finite."""
 
     def __init__(
         self, stage: str, config: StageConfig, microbatch: MicrobatchSize | None = None
     ) -> None:
-        """microbatch: a size that others read by too, to be halved together with theirs."""
+        """Make the guard; microbatch: size shared with other models, halved for all at once."""
         self.stage = stage
         self.config = config
         self.microbatch = microbatch or MicrobatchSize(
@@ -63,12 +63,12 @@ class UpdateGuard:
         self.nonfinite += 1
         stage, allowed, made = self.stage, self.config.max_nonfinite, module.global_step
         if self.nonfinite == allowed:
-            self.nonfinite = 0  # for what goes on from here
+            self.nonfinite = 0  # for a run that resumes here
             raise NotFiniteError(
                 stage, in_a_row=allowed, loss=float(loss), grad_norm=float(grad_norm), made=made
             )
         if self.nonfinite == 1:
-            # With the number of those made each text is another one: Python shows each once.
+            # The number of updates made keeps texts different: Python shows each text once.
             warnings.warn(
                 f"an update was not made, after {made} that were: its loss is "
                 f"{loss:g} and the norm of its gradient {grad_norm:g}; update/nonfinite counts "
@@ -78,18 +78,18 @@ class UpdateGuard:
         return False
 
     def state_dict(self) -> dict[str, int]:
-        """Return plain numbers for a checkpoint."""
+        """Return the state as plain numbers for a checkpoint."""
         return {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on as a run that was never stopped."""
+        """Restore the state of a checkpoint."""
         self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
 
 
 def facts_by_row(
     module: L.LightningModule, batch: R, facts: Callable[[R], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the facts of each row of a batch by itself, and the norm of its loss's gradient.
+    """Return the facts of each row of a batch alone, and the gradient norm of its loss.
 
     The rows keep the batch's padding. Parameters and their gradients stay as they are. It needs a
     context without inference_mode.

@@ -1,1 +1,1 @@
-"""A recorded update made once more, and the pages that show it."""
+"""Replay of recorded updates, and the pages that show them."""

@@ -1,4 +1,4 @@
-"""A replayed update as one HTML file that needs nothing else."""
+"""A replayed update as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ GREEN, RED, ORANGE, BLUE = "0 160 80", "225 45 45", "225 125 0", "50 120 235"
 
 
 def replay_page(title: str, verdict: str, responses: Sequence[ReplayedResponse], batch: int) -> str:
-    """The page. Its texts are escaped, and a browser is told to load nothing for it.
+    """Return the page as HTML; texts are escaped, and a policy forbids browsers to load anything.
 
-    batch: responses of the iteration.
+    batch: number of responses of the iteration.
     """
     terms = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>"
@@ -116,7 +116,7 @@ def _table(response: ReplayedResponse) -> str:
 
 
 def _colour(share: float, above: str, below: str) -> str:
-    """Translucent, so that the text stands on the page's own light or dark."""
+    """Return a translucent colour, readable on a light and on a dark page."""
     strength = min(1.0, abs(share)) if math.isfinite(share) else 0.0
     return f"rgb({above if share > 0 else below} / {0.55 * strength:.3f})"
 

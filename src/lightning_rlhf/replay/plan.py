@@ -1,4 +1,4 @@
-"""What there is to replay an iteration from, checked before a model loads."""
+"""The plan of a replay, and checks of the files it needs before a model loads."""
 
 from __future__ import annotations
 
@@ -35,33 +35,34 @@ from lightning_rlhf.stages.stage import Settings
 
 @dataclass(frozen=True)
 class Plan:
-    """Which updates to run once more, and where they start."""
+    """Updates to run again, and the state from which they start."""
 
     folder: Path
     settings: Settings
-    """Of the run."""
+    """Settings of the run."""
     iteration: int
-    """The last, which is shown."""
+    """Last iteration to run, which is shown; the first is 1."""
     start: int
-    """Iterations that were finished where they start."""
+    """Number of finished iterations at the start of the replay."""
     checkpoint: Path | None
-    """None starts as the run started."""
+    """Checkpoint to start from; None starts as the run started."""
     weights: Path | None = None
-    """Of the end of the run, to show the iteration with, where no update can be run."""
+    """Weights from the end of the run with which the iteration is shown where no update can be run;
+    None where updates are run."""
 
     @property
     def iterations(self) -> range:
-        """Those that are run, from 1."""
+        """Return the iterations that are run, counted from 1."""
         return range(self.start + 1, self.iteration + 1)
 
 
 def plan_replay(folder: Path, settings: Settings, iteration: int | None) -> Plan:
-    """Return what to do for an iteration of the run in `folder`; None is the newest recorded one.
+    """Return the plan for an iteration of the run in `folder`; None is the newest recorded one.
 
-    settings: those of the run, as `settings_of` reads them.
+    settings: settings of the run, from `settings_of`.
 
     Raises:
-        ConfigError, CheckpointError: the folder holds no run of PPO, or not what it starts from.
+        ConfigError, CheckpointError: the folder holds no run of PPO, or its start is missing.
         DataError: an iteration that is needed is not recorded, or its file is damaged.
     """
     recorded = recorded_iterations(folder)
@@ -96,7 +97,7 @@ def plan_replay(folder: Path, settings: Settings, iteration: int | None) -> Plan
 
 
 def check_recorded(folder: Path, iteration: int, settings: Settings) -> None:
-    """Raise DataError unless the iteration's file is whole, and of it and such a run."""
+    """Raise DataError unless the file is complete and belongs to the iteration and such a run."""
     path, config = file_of(folder, iteration), settings.config
     assert isinstance(config, PPOConfig)
     found = read_recorded(path)
@@ -111,7 +112,10 @@ def check_recorded(folder: Path, iteration: int, settings: Settings) -> None:
 
 
 def updates_before(weights: Path) -> int:
-    """How many updates of its iteration led to the weights. Raises CheckpointError."""
+    """Return the number of updates of the iteration that are in the weights.
+
+    Raises CheckpointError where the file is damaged.
+    """
     try:
         with safe_open(weights, "pt") as file:
             updates = int(file.metadata()[UPDATES])
@@ -123,12 +127,12 @@ def updates_before(weights: Path) -> int:
 
 
 def check_origin(folder: Path, checkpoint: Path | None, settings: Settings) -> None:
-    """Raise CheckpointError unless the checkpoint is of the run, and its models are as they were.
+    """Raise CheckpointError unless the checkpoint is of the run, and its models are unchanged.
 
     checkpoint: None starts as the run started.
     """
     if checkpoint is not None:
-        # One of another version may be replayed; where it computes otherwise, that is said.
+        # A run of another version may be replayed; differences of its results are reported.
         version = read_run(checkpoint)["version"]
         check_checkpoint(checkpoint, replace(origin(settings), version=version))
     if is_stale(settings):
@@ -138,12 +142,11 @@ def check_origin(folder: Path, checkpoint: Path | None, settings: Settings) -> N
 
 
 def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
-    """What the run in `folder` was told; earlier stages are looked for beside it.
+    """Return the settings of the run in `folder`; earlier stages are looked for beside it.
 
-    trust_remote_code: whether code may run that the run's configuration asks for.
-
-    Raises ConfigError where there is no run that learns, or one with such code that may not run;
-    CheckpointError where its file is damaged.
+    trust_remote_code: whether code that the run's configuration names may be executed.
+    Raises ConfigError where there is no training run, or one with such code that may not be
+    executed; CheckpointError where its file is damaged.
     """
     file = folder / CONFIG
     check_kinds(folder)
@@ -166,8 +169,8 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage={known}")
     if stage not in tree:
         raise CheckpointError(f"{file} is damaged: it lacks {stage}")
-    # Nothing is logged, so that a logger that asks for a key is none's business; and nothing is
-    # warned of, so that a run whose configuration lacks the bound can be replayed.
+    # Nothing is logged, so that no logger asks for a key; and nothing is warned of, so that a run
+    # whose configuration lacks the bound can be replayed.
     unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
     if stage == "ppo" and isinstance(tree.get("ppo"), dict):
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
@@ -177,15 +180,15 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         raise ConfigError(f"{file}: {error}") from error
     parts = folder.resolve().parts
     own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
-    if parts[-len(own) :] != own:  # it was moved: its parents are where the run found them
+    if parts[-len(own) :] != own:  # the folder was moved: its parents are where the run found them
         return settings
     return replace(settings, outputs=Path(*parts[: -len(own)]))
 
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
-    """Raise ConfigError where the configuration of a run asks for code that is not of this package.
+    """Raise ConfigError where the configuration of a run names code from outside this package.
 
-    Code of a model, or the definition of a stage.
+    Such code is that of a model, or the definition of a stage.
     """
     stages = [
         (f"{name}.{DEFINITION}", tree[name][DEFINITION])
@@ -201,7 +204,7 @@ def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
 
 
 def trusting(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys named trust_remote_code, nested ones too, that are not false."""
+    """Yield (key, value) of each trust_remote_code, nested ones included, that is not false."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from trusting(value, f"{prefix}{key}.")

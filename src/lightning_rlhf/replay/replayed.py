@@ -1,4 +1,4 @@
-"""What an update that was run once more did to each token."""
+"""The effect of replayed updates on each token."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_rlhf.data.rollouts import Recorded
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedToken:
-    """One token of a response, when it was sampled and after the iteration's updates."""
+    """One token of a response: its numbers at sampling and after the iteration's updates."""
 
     text: str
     advantage: float
     kl: float
     """log p - log q of this token, policy p at sampling against the reference q, nats."""
     kl_after: float
-    """The same for the policy after the updates."""
+    """log p - log q of this token for the policy p after the updates, nats."""
     ratio: float
-    """p after the updates over p at sampling."""
+    """Probability after the updates divided by that at sampling."""
     clipped: bool
-    """Whether the ratio has left the clip range."""
+    """Whether the ratio is outside the clip range."""
     value: float | None
-    """None without a critic."""
+    """V(s_t) of the critic; None without a critic."""
     value_after: float | None
 
 
@@ -39,17 +39,17 @@ class ReplayedResponse:
     """One response of the batch."""
 
     row: int
-    """In the batch and in its file, from 0."""
+    """Index of the response in the batch and in its file, from 0."""
     prompt: str
     score: float
     parts: Mapping[str, float]
-    """Of the score, by component of the reward."""
+    """Number of each component of the reward, by name."""
     ended: bool
     tokens: tuple[ReplayedToken, ...]
 
     @property
     def change(self) -> float:
-        """Mean over tokens of |log ratio|."""
+        """Return the mean over tokens of |log ratio|, nats."""
         return fmean(abs(token.kl_after - token.kl) for token in self.tokens)
 
 
@@ -62,10 +62,12 @@ def most_changed(
     clip_range: tuple[float, float],
     count: int,
 ) -> list[ReplayedResponse]:
-    """The `count` responses whose probabilities the updates changed most; before them those that
-    hold a number that is not finite.
+    """Return the `count` responses whose probabilities the updates changed most.
 
-    logprobs, values: after the updates. show: tokens as text. clip_range: lowest and highest ratio.
+    Responses with a number that is not finite come first.
+    logprobs, values: predictions after the updates; logprobs in nats.
+    show: function that returns tokens as text.
+    clip_range: lowest and highest ratio that is not clipped.
     """
     experience = recorded.experience
     mask = experience.response_mask
@@ -108,13 +110,13 @@ def most_changed(
 
 
 def _rank(response: ReplayedResponse) -> float:
-    """Lower is shown earlier: a response with a number that is none, then the most changed."""
+    """Return the sort key of a response, lowest first: not finite, then the most changed."""
     numbers = (response.change, response.score, *(token.advantage for token in response.tokens))
     return -response.change if all(map(math.isfinite, numbers)) else -math.inf
 
 
 def heading(response: ReplayedResponse) -> str:
-    """The numbers of a whole response, in one line."""
+    """Return the numbers of a whole response in one line."""
     parts = [f"{name} {signed(part)}" for name, part in response.parts.items()]
     return ", ".join(
         [
@@ -142,7 +144,7 @@ COLUMNS = (
 
 
 def cells(token: ReplayedToken) -> list[str]:
-    """The token under COLUMNS; without a critic nothing under the last two."""
+    """Return the cells of the token for COLUMNS; the last two are empty without a critic."""
     values = [signed(x) for x in (token.value, token.value_after) if x is not None]
     return [
         repr(token.text),
@@ -156,7 +158,7 @@ def cells(token: ReplayedToken) -> list[str]:
 
 
 def legend(responses: Sequence[ReplayedResponse]) -> dict[str, str]:
-    """What each number is; the critic's only where there is one."""
+    """Return the meaning of each number; those of the critic only where there is one."""
     critic = {"value": "what the critic expected from there on, before and after the updates"}
     has_critic = responses[0].tokens[0].value is not None
     return {
@@ -171,7 +173,7 @@ def legend(responses: Sequence[ReplayedResponse]) -> dict[str, str]:
 
 
 def order(shown: int, batch: int) -> str:
-    """Which responses are shown, of as many as are in the batch."""
+    """Return a sentence on which responses of the batch are shown."""
     return (
         f"{shown} of {batch} responses: first those with a number that is not finite, then from "
         "the largest mean |log ratio| down"
@@ -184,11 +186,11 @@ def marked(text: str) -> str:
 
 
 def signed(number: float) -> str:
-    """With its sign: three digits behind the point, or six in all where it is a million or more."""
+    """Return a number with its sign: three decimals, or six digits from a million on."""
     is_large = math.isfinite(number) and abs(number) >= 1e6
     return f"{number:+g}" if is_large else f"{number:+z.3f}"
 
 
 def scale(numbers: Sequence[float]) -> float:
-    """The largest finite absolute value; 1 where all are 0."""
+    """Return the largest finite absolute value; 1 where all are 0."""
     return max((abs(x) for x in numbers if math.isfinite(x)), default=0.0) or 1.0

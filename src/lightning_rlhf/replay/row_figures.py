@@ -1,4 +1,4 @@
-"""The rows of a batch of SFT or reward modelling that broke the run off, on the terminal."""
+"""Terminal output for the batch of SFT or reward modelling at which a run ended."""
 
 from __future__ import annotations
 
@@ -33,28 +33,31 @@ LOOKS = "a token is red where its loss is not finite, bold from half of the larg
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedRow:
-    """One row of the batch, computed again."""
+    """One row of the batch and its recomputed numbers."""
 
     place: str
-    """In its source, as "line 17"."""
+    """Place of the row in its source, for example "line 17"."""
     facts: Mapping[str, float]
-    """loss, grad_norm, and what else the stage knows of a row."""
+    """Numbers of the row by name: loss, grad_norm, and others of the stage."""
     prompt: str
     tokens: Mapping[str, Sequence[str]]
-    """The texts behind the prompt, token by token: response; or chosen and rejected."""
+    """Tokens after the prompt as text, by name: response; or chosen and rejected."""
     losses: Sequence[float]
-    """Of the tokens of a response; empty of a pair."""
+    """Cross-entropy of each token of a response, nats; empty for a pair."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether an update could be made of the row."""
+        """Return whether all numbers of the row are finite, as an update needs."""
         return all(map(math.isfinite, self.facts.values()))
 
 
 def replayed_rows(
     batch: LastBatch, facts: Mapping[str, Tensor], show: Callable[[Sequence[int]], str]
 ) -> list[ReplayedRow]:
-    """The batch with its facts as they are computed now. show: tokens as text."""
+    """Return the rows of the batch with their recomputed numbers.
+
+    facts: name -> one number a row. show: function that returns tokens as text.
+    """
     numbers = {name: facts[name].tolist() for name in ROW_FACTS[batch.stage]}
     losses = iter((-facts["logprobs"]).tolist() if "logprobs" in facts else [])
     rows = []
@@ -77,7 +80,7 @@ def replayed_rows(
 def rows_on_terminal(
     batch: LastBatch, rows: Sequence[ReplayedRow], count: int
 ) -> Iterator[RenderableType]:
-    """The `count` rows of the largest loss, those that are not finite first, token by token."""
+    """Yield the `count` rows of the largest loss token by token; rows not finite come first."""
     shown = sorted(rows, key=_rank)[:count]
     largest = scale([loss for row in shown for loss in row.losses])
     for row in shown:
@@ -97,7 +100,7 @@ def _rank(row: ReplayedRow) -> float:
 
 
 def heading(row: ReplayedRow) -> str:
-    """The numbers of a row, in one line."""
+    """Return the numbers of a row in one line."""
     facts = row.facts
     parts = [f"{row.place}: loss {facts['loss']:.4f}", f"gradient norm {facts['grad_norm']:.4g}"]
     parts += [f"{side} {signed(facts[f'{side}_score'])}" for side in row.tokens if not row.losses]
@@ -122,7 +125,7 @@ def _table(row: ReplayedRow, largest: float) -> Table:
 
 
 def not_finite_rows(batch: LastBatch, rows: Sequence[ReplayedRow]) -> str:
-    """Which rows are not finite, in one line; the first NAMED by their numbers."""
+    """Return in one line which rows are not finite; the first NAMED by their numbers."""
     bad = [
         f"{row.place} (loss {row.facts['loss']:g}, gradient norm {row.facts['grad_norm']:g})"
         for row in rows

@@ -1,7 +1,7 @@
-"""lightning-rlhf replay of SFT and reward modelling: the batch that broke the run off, once more.
+"""lightning-rlhf replay of SFT and reward modelling: recomputes the batch at which a run ended.
 
-Its rows are computed one by one, with the weights of the checkpoint that the end of the run left:
-updates that are not finite are not made, so that these are the weights they were computed with.
+Its rows are computed one by one with the weights of the checkpoint from the end of the run: updates
+that are not finite are not made, so these are the weights with which the run computed them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.supervised import COLLATE
 
 NAMED = 3
-"""Differences that are told; the rest are counted."""
+"""Number of differences that are printed; the rest are counted."""
 
 
 def plan_rows(folder: Path, settings: Settings, step: int | None) -> tuple[LastBatch, Path]:
-    """The batch that the run in `folder` kept, and the checkpoint of the weights before it.
+    """Return the batch that the run in `folder` kept, and the checkpoint of the weights before it.
 
-    step: that the batch is to be of; None for any.
-    Raises DataError, CheckpointError where there is none, or they do not belong together.
+    step: required step of the batch; None for any.
+    Raises DataError or CheckpointError where one is missing, or they do not belong together.
     """
     batch = read_last_batch(last_batch_of(folder))
     if batch.stage != settings.stage:
@@ -69,7 +69,7 @@ def plan_rows(folder: Path, settings: Settings, step: int | None) -> tuple[LastB
 
 
 def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int) -> bool:
-    """Compute the rows once more and show them; whether the run computed the same of each."""
+    """Compute the rows again and print them; return whether each agrees with the run's."""
     say(f"step {batch.step} once more, row by row, with the weights of {checkpoint}")
     module, ready, data = rebuilt(batch, settings, checkpoint.parents[1])
     trainer = quiet_trainer(settings, [])
@@ -98,7 +98,7 @@ def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int
 def rebuilt(
     batch: LastBatch, settings: Settings, folder: Path
 ) -> tuple[L.LightningModule, Prepared, Any]:
-    """The module before its first step, and the batch as it was trained on."""
+    """Return the module before its first step, its Prepared, and the batch in training form."""
     config = settings.config
     assert isinstance(config, SupervisedConfig)
     sft = find_sft(settings) if settings.definition.reads_sft else None
@@ -117,7 +117,7 @@ def rebuilt(
 
 
 def differences(batch: LastBatch, facts: Mapping[str, Tensor]) -> Iterator[str]:
-    """What of a row is not bit for bit what the run wrote."""
+    """Yield each difference, bit for bit, between a row and the run's numbers for it."""
     for name in ROW_FACTS[batch.stage]:
         if name in batch.facts:
             pairs = zip(facts[name].tolist(), batch.facts[name].tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""The recorded updates of a run once more, and whether they are the same ones bit for bit."""
+"""Runs the recorded updates of a run again and compares them with the record bit for bit."""
 
 from __future__ import annotations
 
@@ -43,31 +43,32 @@ from lightning_rlhf.stages.train_ppo import build_module
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """An iteration that was run once more."""
+    """Result of running an iteration again."""
 
     recorded: Recorded
     differences: tuple[str, ...]
-    """Where this one, or one on the way to it, is not what the file says."""
+    """Differences between the record and this iteration, or one run before it."""
     not_finite: tuple[str, ...]
-    """What of the record is no finite number, so that nothing can be learned from it."""
+    """Columns of the record with numbers that are not finite, of which no update can be made."""
     ended: str | None
-    """The error that broke it off."""
+    """Message of the error that ended the iteration; None where it finished."""
     made: int | None
-    """Updates of it that the run made before its end, whose weights it is shown with; None where
-    it was run once more."""
+    """Number of updates that the run made before its end, where the weights after them are shown;
+    None where the iteration was run again."""
     machine: Mapping[str, str]
-    """What it was run on."""
+    """Facts of the machine and the libraries of the replay, by name."""
     logprobs: Tensor
-    """Of the policy afterwards, [B, T]."""
+    """Log-probabilities of the policy after the updates, nats, [B, T]."""
     values: Tensor | None
-    """Of the critic afterwards, [B, T]."""
+    """Values of the critic after the updates, [B, T]; None without a critic."""
     chat: ChatFormat
 
 
 class Recordings:
-    """The files as batches for Trainer.fit.
+    """Iterable over the recorded files as batches for Trainer.fit.
 
-    As long as the run had come by then, since Lightning goes on counting from the checkpoint.
+    The length counts from the start of the run, since Lightning resumes its count at the
+    checkpoint.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -81,7 +82,7 @@ class Recordings:
 
 
 class Comparison(Callback):
-    """Notes where an iteration is not the recorded one."""
+    """Collects the differences between an iteration and its record."""
 
     def __init__(self) -> None:
         self.differences: list[str] = []
@@ -110,7 +111,7 @@ class Comparison(Callback):
 def differences(
     recorded: Recorded, updates: list[dict[str, float]], parameters: str
 ) -> Iterator[str]:
-    """What of an iteration is not bit for bit what the file says."""
+    """Yield each difference, bit for bit, between an iteration and its record."""
     where = f"of iteration {recorded.iteration}"
     assert recorded.updates is not None
     if parameters != recorded.parameters:
@@ -126,7 +127,7 @@ def differences(
 
 
 def not_finite(recorded: Recorded) -> Iterator[str]:
-    """The columns with numbers that are not, as "3 of 40 advantages"."""
+    """Yield the columns with numbers that are not finite, as "3 of 40 advantages"."""
     experience = recorded.experience
     tokens = experience.response_mask
     numbers = {column: getattr(experience, field)[tokens] for column, field in PER_TOKEN.items()}
@@ -137,12 +138,12 @@ def not_finite(recorded: Recorded) -> Iterator[str]:
 
 
 def same(a: float, b: float) -> bool:
-    """Equal, or both no number."""
+    """Return whether two numbers are equal, or both NaN."""
     return a == b or (a != a and b != b)
 
 
 def run_once_more(plan: Plan) -> Replayed:
-    """Run the plan's updates on the models that the run started from, or take its weights."""
+    """Run the plan's updates on the models that the run started from, or load its weights."""
     settings = plan.settings
     module, ready = rebuilt(settings)
     shown = plan.iterations if plan.weights is None else [plan.iteration]
@@ -189,7 +190,7 @@ def run_once_more(plan: Plan) -> Replayed:
 
 
 def check_tokens(path: Path, tokens: Tensor, roles: Roles) -> None:
-    """Raise DataError where one of the token ids in a file is none of the model's."""
+    """Raise DataError where a token id in a file is outside the model's vocabulary."""
     largest = int(tokens.max())
     if largest >= roles.vocab_size:
         raise DataError(
@@ -199,7 +200,7 @@ def check_tokens(path: Path, tokens: Tensor, roles: Roles) -> None:
 
 
 def rebuilt(settings: Settings) -> tuple[PPOModule, Prepared]:
-    """The module as it was before the first iteration, without what it was paid by."""
+    """Return the module as it was before the first iteration, without its reward."""
     config = settings.config
     assert isinstance(config, PPOConfig)
     sft = find_sft(settings)
@@ -215,7 +216,7 @@ def rebuilt(settings: Settings) -> tuple[PPOModule, Prepared]:
 
 
 def quiet_trainer(settings: Settings, callbacks: list[Callback]) -> L.Trainer:
-    """One that computes as the run's did, and writes nothing."""
+    """Return a Trainer that computes as the run's did, and writes no files."""
     return L.Trainer(
         accelerator=settings.trainer.accelerator,
         devices=settings.trainer.devices,

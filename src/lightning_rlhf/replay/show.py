@@ -1,4 +1,4 @@
-"""Shows a replayed update: on the terminal, on a page, and in one line beside the record."""
+"""Shows a replayed update on the terminal, on an HTML page, and in one line beside the record."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from lightning_rlhf.stages.run import computing
 from lightning_rlhf.stages.settings import Settings
 
 NAMED = 3
-"""Number of differences that are told; the rest are counted."""
+"""Number of differences that are printed; the rest are counted."""
 
 
 def replay_update(folder: Path, settings: Settings, iteration: int | None, count: int) -> bool:
-    """Replay an update of PPO and show it. Return whether it was the recorded one.
+    """Replay an update of PPO and show it; return whether it equals the record.
 
-    iteration: None for the newest that is recorded; count: responses that are shown.
+    iteration: number of the iteration; None for the newest recorded one.
+    count: number of responses to show.
     """
     plan = plan_replay(folder, settings, iteration)
     if iteration is None:
@@ -66,14 +67,14 @@ def replay_update(folder: Path, settings: Settings, iteration: int | None, count
 
 
 def verdict(replayed: Replayed) -> str:
-    """Return in one line whether the update was the recorded one, and could be made at all."""
+    """Return in one line whether the update equals the record, and could be made at all."""
     before = "; before its first update there were not finite already: "
     bad = before + ", ".join(replayed.not_finite) if replayed.not_finite else ""
     return outcome(replayed) + bad
 
 
 def outcome(replayed: Replayed) -> str:
-    """Return in one line whether the update was the recorded one."""
+    """Return in one line whether the update equals the record."""
     recorded = replayed.recorded
     name = f"iteration {recorded.iteration}"
     if replayed.differences:

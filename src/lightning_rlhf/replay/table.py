@@ -28,9 +28,10 @@ LOOKS = (
 
 
 def on_terminal(responses: Sequence[ReplayedResponse], batch: int) -> Iterator[RenderableType]:
-    """For each response its prompt, its tokens coloured by their advantage, and their numbers.
+    """Yield for each response its prompt, its tokens coloured by advantage, and their numbers.
 
-    At the end, where it is read, what they are. batch: responses of the iteration.
+    A legend of the numbers comes last, next to the cursor.
+    batch: number of responses of the iteration.
     """
     largest = scale([token.advantage for r in responses for token in r.tokens])
     for response in responses:
@@ -57,7 +58,10 @@ def on_terminal(responses: Sequence[ReplayedResponse], batch: int) -> Iterator[R
 
 
 def style(token: ReplayedToken, largest: float) -> str:
-    """Green above 0, red below, bold from half of the largest on; underlined where clipped."""
+    """Return the style of a token by its advantage, and underlined where clipped.
+
+    Green above 0, red below, bold from half of `largest` on.
+    """
     words = ["green" if token.advantage > 0 else "red" if token.advantage < 0 else "default"]
     words += ["bold"] * (abs(token.advantage) > largest / 2)
     words += ["underline"] * token.clipped

@@ -1,1 +1,1 @@
-"""Generate responses and score them."""
+"""Sampling and scoring of responses."""

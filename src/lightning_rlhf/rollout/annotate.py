@@ -1,4 +1,4 @@
-"""What the training model predicts for sampled responses, where the sampler did not tell."""
+"""Predictions of the training model for sampled responses, where the sampler returned none."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def annotate(
     The policy reads as many responses at a time as were sampled, fewer where the memory runs out.
 
     Args:
-        is_exact: the same of the sampler: what it measured is taken over, and not computed again.
+        is_exact: `Sampler.is_exact`: whether the sampler's numbers are used and not recomputed.
         temperature: divisor of the logits, the same as while sampling.
-        batch_size: number of rows that a critic apart from the policy's trunk reads at a time.
+        batch_size: number of rows that a critic on another trunk than the policy's reads at a time.
     """
     logprobs, values = (sampled.logprobs, sampled.values) if is_exact else (None, None)
     if logprobs is None:

@@ -1,4 +1,4 @@
-"""The sampler that the configuration names."""
+"""Construction of the sampler that the configuration names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import Sampler, SamplingParams
 
 OURS = ("native", "hf")
-"""Samplers of the package; any other name leads to a class of the user's."""
+"""Names of the package's samplers; any other name is that of a user's class."""
 
 
 def build_sampler(
@@ -21,7 +21,7 @@ def build_sampler(
 ) -> Sampler:
     """Return the sampler that ppo.rollout names.
 
-    Raises: ConfigError where it does not fit the model, or leads to no sampler.
+    Raises: ConfigError where it does not fit the model, or does not name a sampler.
     """
     if name == "native":
         require(roles.caches, "ppo.rollout", name,
@@ -40,7 +40,7 @@ def build_sampler(
 
 
 def check_sampler(name: str) -> None:
-    """Raise ConfigError unless ppo.rollout names a sampler; a class of the user's is loaded."""
+    """Raise ConfigError unless ppo.rollout names a sampler; a user's class is loaded."""
     if name not in OURS:
         load_sampler(name)
 
@@ -48,7 +48,7 @@ def check_sampler(name: str) -> None:
 def load_sampler(name: str) -> Any:
     """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
 
-    Raises: ConfigError where it does not lead to a class with what `Sampler` asks for.
+    Raises: ConfigError where it does not name a class with the members of `Sampler`.
     """
     found = load_function(name, "ppo.rollout")
     missing = [part for part in ("sample", "is_exact") if not hasattr(found, part)]

@@ -1,4 +1,4 @@
-"""What the trunk remembers of a sequence while it grows."""
+"""Key-value cache of the trunk while sequences are sampled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 GAP = 384
-"""Bytes from the end of a head to the next that a processor reads over as if there were none."""
+"""Number of bytes between two heads up to which a processor prefetches across the gap."""
 
 
 def roomy_cache(config: PretrainedConfig, length: int) -> DynamicCache:
-    """An empty cache for sequences of at most `length` tokens.
+    """Return an empty cache for sequences of at most `length` tokens.
 
-    Layers of full attention write into memory that is there from the start; other kinds of layers
-    (sliding windows, linear attention) keep the library's own.
+    Layers of full attention write into preallocated memory; other kinds of layers (sliding windows,
+    linear attention) keep the library's own cache.
     """
     cache = DynamicCache(config=config)
     cache.layers = [
@@ -27,11 +27,11 @@ def roomy_cache(config: PretrainedConfig, length: int) -> DynamicCache:
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of one layer; a new token is written behind the others.
+    """Keys and values of one layer; a new token is written after the others.
 
-    The library's layer makes a new tensor of all tokens at every token. So do narrow heads on a
-    CPU here, but at every few tokens: a processor that reads head by head fetches the next ahead of
-    time where the room between them is small, and is then more than twice as fast.
+    The library's layer makes a new tensor of all tokens at every token. Narrow heads on a CPU do
+    so here too, but only every few tokens: a processor that reads head by head prefetches the next
+    head where the gap between them is small, and is then more than twice as fast.
     """
 
     def __init__(self, length: int) -> None:
@@ -41,7 +41,7 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, heads, tokens so far, head size], these new ones included."""
+        """Append keys and values; return all, [B, heads, tokens so far, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.rooms = [x[:, :, :0] for x in (key_states, value_states)]
@@ -69,7 +69,7 @@ class RoomyLayer(DynamicLayer):
         self._show(end)
 
     def _room(self, like: Tensor, rows: int, end: int) -> Tensor:
-        """Memory for so many sequences of `end` tokens and of some more."""
+        """Return memory for `rows` sequences of `end` tokens and some more."""
         _, heads, _, size = like.shape
         spare = GAP // (size * like.element_size())
         narrow = like.device.type == "cpu" and spare >= 3

@@ -21,7 +21,7 @@ def sample_reference(
 ) -> list[SampledResponses]:
     """Return responses of the SFT model, on the CPU.
 
-    They are to be drawn before a reward model is trained: full fine-tuning changes its weights.
+    Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
     sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
     with roles.acting(REFERENCE):

@@ -1,4 +1,4 @@
-"""Values of states: the critic, wherever its weights are."""
+"""The critic: values of states from a head on the policy's trunk or on a model of its own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_rlhf.rollout.score import response_hidden, scatter
 class Critic:
     """V(s_t), the value head on the hidden states of a role.
 
-    On the policy's own trunk (role POLICY) it costs nothing while sampling. As an adapter or as a
-    model of its own its loss has no gradient in the policy, and it reads every response once more.
+    On the policy's own trunk (role POLICY) it costs nothing while sampling. As an adapter or a
+    separate model, its loss has no gradient in the policy, and it needs one more forward pass.
     """
 
     roles: Roles
@@ -29,14 +29,14 @@ class Critic:
 
     @property
     def head(self) -> ScalarHead:
-        """The value head."""
+        """Return the value head."""
         head = self.roles.heads[VALUE]
         assert isinstance(head, ScalarHead)
         return head
 
     @property
     def shares_trunk(self) -> bool:
-        """True where the head reads the policy's own hidden states."""
+        """Return whether the head reads the policy's own hidden states."""
         return self.role == POLICY
 
     def values(
@@ -47,8 +47,8 @@ class Critic:
     ) -> Float[Tensor, " N"]:
         """Return V before each real response token, row by row.
 
-        policy_hidden: hidden states of the policy at these tokens, where they are known: a critic
-            on its trunk reads them instead of the responses.
+        policy_hidden: hidden states of the policy at these tokens, if known: a critic on its trunk
+            then needs no forward pass.
         """
         if self.shares_trunk and policy_hidden is not None:
             return self.head(policy_hidden)

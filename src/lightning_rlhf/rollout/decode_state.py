@@ -1,4 +1,4 @@
-"""Responses while they are being sampled."""
+"""State of a batch of responses during sampling."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_rlhf.core.errors import LogitsError
 from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.kernels.products import rounded_up
 
-MULTIPLE = 8  # where shapes are to be few, a multiple of it is left of the rows, or 4, 2, 1
-KEPT = 0.75  # rows that have ended are dropped when no more than this share goes on
+MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
+KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
 
 
 class DecodeState:
-    """Room for the responses of a batch, filled column by column.
+    """Buffers for the responses of a batch, filled column by column.
 
     Letters: B responses in all, A active rows, which are not dropped yet, P prompt tokens, T
     response tokens.
@@ -29,7 +29,7 @@ class DecodeState:
         *,
         few_shapes: bool = False,
     ) -> None:
-        """few_shapes: drop a few rows later than they could be, so that fewer shapes occur."""
+        """Allocate the state; few_shapes: drop some rows later, so that fewer shapes occur."""
         prompts = prompts.repeat(samples_per_prompt)
         batch, self.width = prompts.tokens.shape
         room = batch, max_response_tokens
@@ -38,7 +38,7 @@ class DecodeState:
         self.mask = torch.cat([prompts.mask, prompts.mask.new_zeros(room)], dim=1)
         self.logprobs = prompts.tokens.new_zeros(room, dtype=torch.float32)
         self.values: Float[Tensor, "B T"] | None = None
-        """Values, once one was appended."""
+        """Values of the critic; None until one is appended."""
         self.prompt_tokens = prompts.mask.sum(dim=1)
         self.few_shapes = few_shapes
         self.length = 0
@@ -50,22 +50,22 @@ class DecodeState:
 
     @property
     def responses(self) -> Int[Tensor, "A T"]:
-        """Response tokens so far; any id behind a response's end."""
+        """Return the response tokens so far; any id after a response's end."""
         return self.tokens[self.rows, self.width : self.width + self.length]
 
     @property
     def latest(self) -> Int[Tensor, "A 1"]:
-        """Token appended last."""
+        """Return the token appended last."""
         return self.tokens[self.rows, self.width + self.length - 1, None]
 
     @property
     def latest_position(self) -> Int[Tensor, "A 1"]:
-        """Position of `latest` among the real tokens of its row."""
+        """Return the position of `latest` among the real tokens of its row."""
         return self.prompt_tokens[self.rows, None] + self.length - 1
 
     @property
     def attention_mask(self) -> Bool[Tensor, "A P+T"]:
-        """True on the tokens that the next token may attend to."""
+        """Return a mask, True on the tokens that the next token may attend to."""
         return self.mask[self.rows, : self.width + self.length]
 
     def append(
@@ -90,9 +90,9 @@ class DecodeState:
         self.unfinished = self.unfinished & ~ended
 
     def drop_ended(self, count: int) -> Int[Tensor, " A"] | None:
-        """Drop rows that have ended if that is worth it; return the rows left, or None for all.
+        """Drop rows that have ended if that saves time; return the rows kept, or None for all.
 
-        Where shapes are to be few, some rows that have ended stay too.
+        With few_shapes, some rows that have ended are kept too.
         count: number of rows that have not ended.
         """
         kept = count
@@ -107,7 +107,7 @@ class DecodeState:
     def sampled(self) -> SampledResponses:
         """Return all responses, right-padded to the longest.
 
-        Raises: LogitsError where a token came from no distribution.
+        Raises: LogitsError where a token was drawn from logits that are not finite.
         """
         if not self.logprobs.isfinite().all():
             raise LogitsError

@@ -1,4 +1,4 @@
-"""Sampling by transformers' own generate(), for models that the native loop does not fit."""
+"""Sampling by transformers' own generate(), for models that the native loop does not support."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_rlhf.rollout.sampler import SamplingParams
 
 
 class HFSampler:
-    """Samples from the acting role; the same distribution as `NativeSampler`, and slower.
+    """Samples from the acting role; the same distribution as `NativeSampler`, but slower.
 
-    All draws of a batch come from one generator, so that a response depends on how long the others
-    go on.
+    All draws of a batch come from one generator, so that a response depends on the lengths of the
+    others.
     """
 
     is_exact = True
@@ -46,7 +46,7 @@ class HFSampler:
         devices = [] if roles.device.type == "cpu" else [roles.device]
         with torch.random.fork_rng(devices):
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-            # The model's own settings would fill what ours leave open.
+            # The model's own settings would fill in those that are not set here.
             model.generation_config = _generation_config(params)
             try:
                 tokens = model.generate(
@@ -71,7 +71,7 @@ class HFSampler:
 
 
 def _ends(responses: Int[Tensor, "B T"], params: SamplingParams) -> Bool[Tensor, "B T"]:
-    """Return True where a token ends its response, by its id or by what `stop` finds up to it."""
+    """Return True where a token ends its response, by its id or by the criterion `stop`."""
     ends = torch.isin(responses, torch.tensor(list(params.end_token_ids), device=responses.device))
     if params.stop is not None:
         lengths = range(1, responses.shape[1] + 1)
@@ -80,7 +80,7 @@ def _ends(responses: Int[Tensor, "B T"], params: SamplingParams) -> Bool[Tensor,
 
 
 class _Finite(LogitsProcessor):
-    """Refuses logits from which nothing can be sampled."""
+    """Raises LogitsError for logits from which nothing can be sampled."""
 
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
         if scores.isnan().any() or scores.isposinf().any():

@@ -1,4 +1,4 @@
-"""Sampling by a decode loop of our own, with the log-probabilities and values it comes by."""
+"""Sampling by the package's own decode loop, which also returns log-probabilities and values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_rlhf.rollout.sampler import SamplingParams
 
 
 class NativeSampler:
-    """Samples from the acting role, its adapter merged into the weights meanwhile.
+    """Samples from the acting role, whose adapter is merged into the weights during sampling.
 
-    Rows that have ended leave the batch. The generator gives one number per response and position
-    before anything is sampled, so that the response to a prompt does not depend on how long the
-    other rows of its batch go on.
+    Rows that have ended are dropped from the batch. The generator draws one number per response and
+    position before sampling, so that the response to a prompt does not depend on the lengths of the
+    others in its batch.
     """
 
     is_exact = True
@@ -31,7 +31,7 @@ class NativeSampler:
     def __init__(
         self, roles: Roles, params: SamplingParams, value_head: ScalarHead | None = None
     ) -> None:
-        """value_head: a critic on the policy's trunk, to be read on the way; None for no values."""
+        """Make the sampler; value_head: head of a critic on its trunk; None for no values."""
         self.roles = roles
         self.params = params
         self.value_head = value_head
@@ -90,7 +90,7 @@ def last_hidden(
     mask: Bool[Tensor, "B S"],
     positions: Int[Tensor, "B N"],
 ) -> Float[Tensor, "B d"]:
-    """Return the hidden states that the next token is predicted from, behind N new tokens.
+    """Return the hidden states after N new tokens, from which the next token is predicted.
 
     mask: mask of all S tokens, the cached ones included.
     """
@@ -108,5 +108,5 @@ def last_hidden(
 
 
 def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:
-    """Return 0 at the first real token, counting real tokens only; 0 on padding before it."""
+    """Return positions that count real tokens only, from 0; 0 on padding before the first."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Responses from tokens to text, and from text to tokens."""
+"""Decoding of responses to text, and encoding of texts as responses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_rlhf.data.rows import Message
 from lightning_rlhf.rewards.weighted import Source, checked
 
 AT_ONCE = 256
-"""Number of texts that are encoded at once; each source cuts them to what it can read."""
+"""Number of texts that are encoded at once; each source splits them into smaller batches."""
 
 
 def decode_replies(
     rollout: SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
 ) -> Replies:
-    """Return the responses of a rollout as text, with the rows of the data that they answer."""
+    """Return the responses of a rollout as text, with the data rows of their prompts."""
     return Replies(
         rollout=rollout,
         rows=[rows[index] for index in rollout.index.tolist()],
@@ -37,7 +37,7 @@ def decode_replies(
 def encode_replies(
     rows: Sequence[Mapping[str, Any]], responses: Sequence[str], chat: ChatFormat
 ) -> Replies:
-    """Return texts as responses of the policy: left-padded prompts, the end token behind each."""
+    """Return texts as responses of the policy: left-padded prompts, an end token after each."""
     prompts = [
         chat.prompt_tokens(
             tuple(Message(turn["role"], turn["content"]) for turn in row["messages"])
@@ -69,7 +69,7 @@ def score_texts(
     chat: ChatFormat,
     device: torch.device,
 ) -> Float[Tensor, " B"]:
-    """Return a source's scores of texts, read as PPO's own responses are; on the CPU."""
+    """Return a source's scores of texts, encoded as PPO's own responses are; on the CPU."""
     parts = []
     for start in range(0, len(rows), AT_ONCE):
         some = slice(start, start + AT_ONCE)

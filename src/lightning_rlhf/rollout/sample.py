@@ -1,4 +1,4 @@
-"""Drawing a token from logits."""
+"""Sampling of tokens from logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 def sample(
     logits: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Inverse-CDF sampling: the first token whose cumulative probability exceeds `uniform`.
+    """Draw tokens by inverse-CDF sampling: the first with cumulative probability above `uniform`.
 
-    In two levels: the vocabulary is summed in about sqrt(V) blocks, and only the block that the
-    number falls into is summed token by token. `uniform` in [0, 1) is drawn in a little, so that
-    rounding of the sums can never pick a token of probability 0.
+    This has two levels: the vocabulary is summed in about sqrt(V) blocks, and only the block that
+    contains the number is summed token by token. `uniform` in [0, 1) is scaled down slightly, so
+    that rounding of the sums can never select a token of probability 0.
 
     logits: fp32, at temperature 1.
     Returns: the tokens, and their log-probabilities in nats; NaN for a row without a distribution.
@@ -37,6 +37,6 @@ def sample(
     rest = (target - before).clamp(min=0).minimum(inside[:, -1:] * (1 - 1e-6))
     token = chosen * block + torch.searchsorted(inside, rest, right=True)
     token = token.clamp(max=size - 1)
-    # What was summed in blocks is nearer to 1 than what softmax divided by.
+    # The sum of blocks is nearer to 1 than the sum by which softmax divided.
     logprob = (probability.gather(1, token) / masses.sum(-1, keepdim=True)).log()
     return token.squeeze(1), logprob.squeeze(1)

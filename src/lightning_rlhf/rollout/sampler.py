@@ -1,4 +1,4 @@
-"""What a sampler is: from prompts to responses."""
+"""The protocol of samplers, which draw responses to prompts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from lightning_rlhf.core.types import Prompts, SampledResponses
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How responses are drawn."""
+    """Parameters of the distribution and the end of responses."""
 
     max_response_tokens: int
     """Largest number of tokens of a response, the end token included."""
     temperature: float
-    """Tokens are drawn from softmax(logits / temperature)."""
+    """Divisor of the logits: tokens are drawn from softmax(logits / temperature)."""
     end_token_ids: Sequence[int]
-    """Tokens that end a response."""
+    """Ids of the tokens that end a response."""
     stop: StoppingCriteria | None = None
-    """Tells of the response tokens so far, [B, T], which responses end there; None for no rule."""
+    """Criterion that is given the response tokens so far, [B, T], and returns which responses end
+    there; None for no rule."""
 
 
 class Sampler(Protocol):
@@ -33,13 +34,13 @@ class Sampler(Protocol):
     one from outside the package. A run builds it once, as `Class(roles, params)`: `roles` is a
     `Roles`, the models that are trained, for a sampler that computes with them or sends their
     weights to a server; `params` are `SamplingParams`. `annotate` then adds what the training needs
-    and the sampler does not know, so that the least sampler returns tokens and which of them ended.
+    and the sampler does not know, so that a minimal sampler returns tokens and which of them ended.
     """
 
     is_exact: bool
-    """True where the log-probabilities and values that it returns are computed with the weights and
-    at the precision of the training: they are taken over as they are. False where they may differ
-    a little, as those of a server do: the training model's are computed instead."""
+    """Whether the returned log-probabilities and values are computed with the weights and at the
+    precision of the training, and so are used unchanged. False where they may differ a little, as
+    those of a server do: the training model's are computed instead."""
 
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator

@@ -39,7 +39,7 @@ def response_logprobs(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Return log-probability and entropy at each real response token, nats, row by row.
 
-    learn_entropy: give the entropy a gradient too, which costs more.
+    learn_entropy: whether the entropy has a gradient too, which costs more.
     """
     return token_logprobs(
         hidden,
@@ -76,8 +76,8 @@ def score(
 ) -> Scores:
     """Return scores of the reward, and of the reference `batch_size` rows at a time.
 
-    over_vocabulary: measure the KL over the whole vocabulary too, which reads every response with
-        the acting role once more.
+    over_vocabulary: whether to measure the KL over the whole vocabulary too, which needs one more
+        forward pass of the acting role over every response.
     """
     components = reward(replies)
     rollout = replies.rollout
@@ -101,7 +101,7 @@ def score(
 
 
 def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, ""]:
-    """Return the share of padding in what `response_hidden` reads, `batch_size` rows at a time."""
+    """Return the share of padding that `response_hidden` reads, `batch_size` rows at a time."""
     lengths = mask[by_length(mask)].sum(dim=1) - 1
     read = sum(len(some) * some[-1] for some in lengths.split(batch_size))
     return 1 - lengths.sum() / read
@@ -110,6 +110,6 @@ def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, "
 def scatter(
     columns: Sequence[Float[Tensor, " N"]], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """Return numbers of real tokens, row by row, at their places; 0 on padding."""
+    """Return numbers of real tokens, given row by row, as padded rows; 0 on padding."""
     found = torch.cat(list(columns))
     return found.new_zeros(mask.shape).masked_scatter(mask, found)

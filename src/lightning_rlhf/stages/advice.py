@@ -1,4 +1,4 @@
-"""What to do about an error that a training ended with."""
+"""Advice for the errors that end a training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_rlhf.core.finite import advice as smaller_lr
 
 
 def advise(error: TrainingError) -> TrainingError:
-    """Return the error with the advice that its facts call for; an error that has some keeps it."""
+    """Return the error with advice from its facts; existing advice is kept."""
     if error.advice is None:
         error.advice = advice(error)
     return error
 
 
 def advice(error: TrainingError) -> str | None:
-    """Return what to do about an error; None where its text says it already."""
+    """Return what to do about an error; None where its message already states it."""
     match error:
         case NotFiniteError(rewards_overflow=True):
             return (
@@ -46,7 +46,7 @@ def advice(error: TrainingError) -> str | None:
 
 
 def _not_made(updates: int) -> str:
-    """Return a sentence on the updates right before that were not made; nothing for none."""
+    """Return a sentence on the preceding updates that were not made; an empty text for none."""
     if updates == 0:
         return ""
     last, were = ("update", "was") if updates == 1 else (f"{updates} updates", "were")

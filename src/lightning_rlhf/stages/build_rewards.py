@@ -1,4 +1,4 @@
-"""From the section `reward` to what PPO maximises, and to the critic that may start as it."""
+"""Builds the reward that PPO maximises from the section `reward`, and the critic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from lightning_rlhf.stages.text_rewards import check_text_reward, found, text_re
 
 
 def hub_rewards(ready: Prepared) -> dict[str, Final]:
-    """Return the reward models that are on the hub, by role; `light_sources` has fetched them."""
+    """Return the reward models from the hub, by role; `light_sources` has downloaded them."""
     settings = ready.settings
     return {
         role: found(config, reward_key(settings, name))
@@ -52,11 +52,10 @@ def hub_rewards(ready: Prepared) -> dict[str, Final]:
 
 
 def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source]:
-    """The components that are no models; all others are checked before any model loads.
+    """Return the components that need no model, and check the others before any model loads.
 
-    columns: those of the prompts' rows.
-
-    Raises ConfigError or CheckpointError where a component cannot be what is asked of it.
+    columns: columns of the prompts' rows.
+    Raises ConfigError or CheckpointError where a component cannot be built as configured.
     """
     settings = ready.settings
     if isinstance(settings.config, PPOConfig) and settings.config.critic_init == "reward":
@@ -94,10 +93,10 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source
 def build_reward(
     ready: Prepared, roles: Roles, light: Mapping[str, Source], batch_size: MicrobatchSize
 ) -> Reward:
-    """What PPO maximises: every component, in the order of the configuration.
+    """Return the reward that PPO maximises: every component, in the order of the configuration.
 
-    light: those that are there already.
-    batch_size: responses that a head on the policy's base reads at once.
+    light: components from `light_sources`.
+    batch_size: number of responses that a head on the policy's base reads at once.
     """
     components = ready.settings.reward
     with Working("loading the reward"):
@@ -111,7 +110,7 @@ def build_reward(
 
 
 def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: MicrobatchSize) -> Source:
-    """A component that is a model."""
+    """Return a component that needs a model."""
     config = ready.settings.reward[name]
     role = reward_role(ready.settings, name)
     match config:
@@ -125,7 +124,7 @@ def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: Microbatc
 
 
 def random_source(ready: Prepared, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
-    """A head that means nothing."""
+    """Return a reward head with random weights."""
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
     say("reward=random: the reward means nothing; this only shows that the loop runs", "bold red")
@@ -135,7 +134,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
 def head_source(
     ready: Prepared, roles: Roles, name: str, config: HeadConfig, batch_size: MicrobatchSize
 ) -> LearnedReward:
-    """A reward model of stage=rm, on the policy's base or with its own."""
+    """Return a reward model of stage=rm, on the policy's base or with its own."""
     role = reward_role(ready.settings, name)
     final = ready.parents[role]
     mean, std = reward_scale(final, config)
@@ -160,12 +159,18 @@ def check_template(ready: Prepared, final: Final) -> None:
 
 
 def reward_scale(final: Final, config: ComponentConfig) -> tuple[float, float]:
-    """Mean and deviation that stage=rm measured, where the component is standardised by them."""
+    """Return the mean and standard deviation by which a component is standardised.
+
+    They are those that stage=rm measured where normalization is stored, else 0 and 1.
+    """
     return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
 
 
 def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
-    """Name and settings of the component that the critic starts as; ConfigError without one."""
+    """Return the name and the settings of the component from which the critic is initialised.
+
+    Raises ConfigError where there is none, or its normalization or weight does not allow it.
+    """
     heads = [(name, part) for name, part in settings.reward.items() if isinstance(part, HeadConfig)]
     if len(heads) != 1:
         raise ConfigError(
@@ -187,7 +192,7 @@ def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
 
 
 def build_critic(ready: Prepared, roles: Roles, config: PPOConfig) -> Critic:
-    """Who says what a state is worth."""
+    """Load and return the critic that ppo.critic and ppo.critic_init describe."""
     reward, scale = None, (0.0, 1.0)
     if config.critic_init == "reward":
         name, component = critic_start(ready.settings)

@@ -1,4 +1,4 @@
-"""What differs between two configurations of a run."""
+"""Differences between two configurations of a run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages.stage import Stage
 
 SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
-"""Keys of a stage's section that say when a run is saved."""
+"""Keys of a stage's section that set when checkpoints are written."""
 VOLATILE = (
     "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
     "callbacks", "trainer._target_", "trainer.enable_model_summary", "trainer.enable_progress_bar",
     "trainer.max_time", "trainer.profiler",
 )  # fmt: skip
-"""Keys that may differ between two calls of a run: its folder's names, and what is not computed."""
+"""Keys that may differ between two calls of a run: names of its folder, and keys that do not change
+its results."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
-"""Keys that decide whether a run starts, and change nothing that it computes."""
+"""Pattern of keys that decide whether a run starts and do not change its results."""
 ADDED_TO_MODEL = {"kernels": "auto"}
 """Keys of `model` that configurations of earlier versions lack -> the values that they ran with."""
 LONGEST = 60
-"""Signs of a value that are shown."""
+"""Largest number of characters of a value in a message."""
 LISTED = 6
-"""Keys that an error names; the rest are counted."""
+"""Largest number of keys that an error names; the rest are counted."""
 
 
 def volatile(stage: Stage) -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 
 
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
-    """Return each key in which `tree` differs from the one in `file`, its value then and now."""
+    """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     ignored = (*volatile(stage), *stage.unread)
     then = completed(read_config(file, "overwrite=true starts anew"))
     tree = completed(tree)
@@ -49,7 +50,7 @@ def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
 
 
 def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored configuration with the keys that versions before this one did not have."""
+    """Return a stored configuration with the keys that earlier versions lack."""
     model = tree.get("model")
     return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else dict(tree)
 
@@ -57,8 +58,8 @@ def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
 def read_config(file: Path, way: str) -> dict[str, Any]:
     """Return the object in a JSON file of a run folder.
 
-    way: what to do about a damaged one, behind the reason.
-    Raises CheckpointError where it is missing, damaged or nested deeper than a configuration is.
+    way: advice for a damaged file, appended to the reason.
+    Raises CheckpointError where it is missing, damaged or nested deeper than a configuration.
     """
     try:
         tree = json_object(file)
@@ -72,12 +73,12 @@ def read_config(file: Path, way: str) -> dict[str, Any]:
 
 
 def value_in(flat: Mapping[str, Any], key: str) -> str:
-    """As JSON; "not there" where it is not."""
+    """Return the value of a key as JSON, or "not there" where it is missing."""
     return json.dumps(flat[key]) if key in flat else "not there"
 
 
 def abridged(*texts: str) -> list[str]:
-    """Of long ones what stands around their first difference."""
+    """Return the texts; long ones are cut to the part around their first difference."""
     same = takewhile(lambda signs: len(set(signs)) == 1, zip(*texts, strict=False))
     start = max(0, len(list(same)) - LONGEST // 3)
     found = []
@@ -90,7 +91,7 @@ def abridged(*texts: str) -> list[str]:
 
 
 def listed(changed: Sequence[str]) -> str:
-    """All, or the first few and how many more there are."""
+    """Return all changes as text, or the first LISTED and the number of the others."""
     more = len(changed) - LISTED
     return "; ".join([*changed[:LISTED], *([f"and {more} more"] if more > 0 else [])])
 
@@ -98,7 +99,7 @@ def listed(changed: Sequence[str]) -> str:
 def differing_keys(
     one: dict[str, Any], other: dict[str, Any], ignored: Collection[str]
 ) -> list[str]:
-    """The keys in which two configurations differ; `ignored` ones and theirs may."""
+    """Return the keys in which two configurations differ, except `ignored` keys and nested ones."""
     ours, theirs = flatten(one), flatten(other)
     return [
         key
@@ -110,7 +111,7 @@ def differing_keys(
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}, as JSON would hold the values."""
+    """Return {"a.b": 1} for {"a": {"b": 1}}, with the values as JSON would hold them."""
     if not isinstance(tree, dict):
         return {prefix: json.loads(json.dumps(tree))}
     flat: dict[str, Any] = {}

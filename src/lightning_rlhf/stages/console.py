@@ -1,4 +1,4 @@
-"""What the command line says, and what it keeps libraries from saying."""
+"""Output of the command line, and filters for the output of libraries."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ NOISY_WARNINGS = (
 PACKAGE = Path(lightning_rlhf.__file__).parent
 PYTHONS_FORMAT = warnings.formatwarning
 FEW = 20
-"""Rows below which a note is due: each is 5 % of what is learned, or of what is measured."""
+"""Number of rows below which a note is printed: each is 5 % of the training or validation rows."""
 
 
 def say_error(message: str) -> None:
-    """Print why the command ends, in one line on the standard error."""
+    """Print the reason why the command ends, in one line on standard error."""
     print(f"error: {visible_line(message)}", file=sys.stderr)
 
 
 def say_lengths(
     what: str, rows: Rows[Any], tokenised: Tokenised[Any], *, to_validate: bool = False
 ) -> None:
-    """How many rows there are to train or to validate on, and what became of the others."""
+    """Print the number of rows to train or validate on, and of those dropped or cut."""
     count = len(tokenised.examples)
     counted = f"{count} {what}{'s' * (count != 1)}{' to validate on' * to_validate}"
     lost = rows.left_out + tokenised.dropped
@@ -62,7 +62,7 @@ def say_lengths(
 
 
 def say_problems(problems: Problems) -> None:
-    """What is wrong with preference pairs, in one line; nothing where nothing is."""
+    """Print the problems of the preference pairs in one line, or nothing if there are none."""
     found = [problem.line for problem in problems.counted if problem.count]
     found += [problems.length.line] if problems.length.one_sided else []
     if found:
@@ -70,13 +70,13 @@ def say_problems(problems: Problems) -> None:
 
 
 def say_evaluation(metrics: Mapping[str, float]) -> None:
-    """What the held-out rows gave at the end."""
+    """Print the metrics of the last evaluation on the held-out rows."""
     numbers = (f"{name.removeprefix('eval/')} {value:z.3f}" for name, value in metrics.items())
     say(f"held out: {', '.join(numbers)}")
 
 
 def quiet_libraries() -> None:
-    """Silence what is said at every start and asks nothing of the user."""
+    """Silence messages of libraries that appear at every start and need no action."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -95,7 +95,7 @@ def shown_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """One of ours as one line without its place in the source; a library's as Python shows it."""
+    """Return a warning as text: ours in one line without its source, others as Python does."""
     if Path(filename).is_relative_to(PACKAGE):
         return f"warning: {visible_line(str(message))}\n"
     return visible(PYTHONS_FORMAT(message, category, filename, lineno, line))

@@ -1,4 +1,4 @@
-"""stage=eval: a report on whether a reward, of whatever source, is fit to be maximised by PPO."""
+"""stage=eval: a report on whether a reward, of any source, is fit to be maximised by PPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of stage=eval does."""
+"""The run of stage=eval."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
     def paid(replies: Replies) -> Float[Tensor, " B"]:
-        """As PPO would be paid at its start: running moments are those of the SFT samples."""
+        """Return scores as PPO gets them at its start; running moments are of the SFT samples."""
         return paid_sum(reward(replies), reward.terms, moments)
 
     scores = paid_sum(parts, reward.terms, moments).cpu()
@@ -120,7 +120,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
 
 
 def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preference]:
-    """The pairs that no rule of length drops or cuts, one to data.max_val_rows.
+    """Return 1 to data.max_val_rows of the pairs that no length limit drops or cuts.
 
     Raises DataError where there is none.
     """
@@ -137,7 +137,7 @@ def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preferen
 
 
 def logit_scale(ready: Prepared, reward: Reward, seen: RunningMoments) -> float | None:
-    """What makes a log-odds of a difference of scores; None where they are of another kind."""
+    """Return the factor that turns a difference of scores into log-odds; None where none does."""
     (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
     is_learned = isinstance(config, HeadConfig | ModelConfig)
     if others or not is_learned or config.clip is not None or config.weight <= 0:

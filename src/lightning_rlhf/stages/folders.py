@@ -1,4 +1,4 @@
-"""Where a run writes, and where it finds what earlier stages left."""
+"""The folders of a run: paths, state, cleaning up, and the checkpoints of earlier stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
 RUN_ID = "run_id.txt"
 LOCK, DELETED = ".lock", ".deleted"
-"""Names in a run's folder: what its process holds, and a folder for what is deleted."""
+"""Names in a run's folder: the lock file of its process, and a folder for files to delete."""
 FILES = (
     CONFIG, PARENTS, METRICS, RUN_ID, FAILED, WANDB_ID, "last_batch.parquet", "curves.png",
     "replay_*.html",
@@ -34,23 +34,23 @@ FILES = (
 )  # fmt: skip
 """Patterns of the files that a run writes or reads in its folder."""
 FOLDERS = (CHECKPOINTS, FINAL, "rollouts", "samples", "tensorboard", "wandb")
-"""Names of the folders there."""
+"""Names of the folders that a run writes in its folder."""
 
 
 def run_folder(outputs: Path, run: str, model: str, stage: str, job: str | None) -> Path:
-    """outputs/<run>/<model>/<stage>, or outputs/<run>/<model>/<job>/<stage>."""
+    """Return outputs/<run>/<model>/<stage>, or outputs/<run>/<model>/<job>/<stage>."""
     return outputs / run / model / stage if job is None else outputs / run / model / job / stage
 
 
 def folder_of(settings: Settings, stage: str | None = None) -> Path:
-    """The folder of this run, or of another stage of it."""
+    """Return the folder of this run, or of another stage of it."""
     return run_folder(
         settings.outputs, settings.run, settings.model.name, stage or settings.stage, settings.job
     )
 
 
 def run_name(settings: Settings) -> str:
-    """Return run/model/stage, or run/model/job/stage: the run's name wherever people read it."""
+    """Return the display name of the run: run/model/stage, or run/model/job/stage."""
     return folder_of(settings).relative_to(settings.outputs).as_posix()
 
 
@@ -65,9 +65,9 @@ def check_writable(outputs: Path, folder: Path) -> None:
 
 
 def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
-    """Make the run's folder, without what another run left in it, and note its `parents`.
+    """Make the run's folder and record its `parents`; files of another run are deleted.
 
-    That is one to be overwritten, or one that ended before its first step.
+    Such a run is one to be overwritten, or one that ended before its first step.
 
     Raises ConfigError where it cannot be written.
     """
@@ -75,7 +75,7 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     digests = {role: digest(final.path) for role, final in parents.items()}
     try:
         make_folder(folder)
-        delete(folder / DELETED)  # where a kill may leave a part of it
+        delete(folder / DELETED)  # may be left over from a killed process
         if settings.overwrite or (is_unbegun(folder) and not settings.resume):
             clear(folder)
         delete_unfinished(folder)
@@ -92,10 +92,10 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
 
 
 def clear(folder: Path) -> None:
-    """Delete what is in a run's folder, but for its lock; the folder may be a symbolic link.
+    """Delete the contents of a run's folder except its lock; the folder may be a symbolic link.
 
-    It is moved aside first, the configuration last, so that a kill leaves no half of a run that
-    could be taken for another one.
+    They are moved aside first, the configuration last, so that a kill leaves no partial run that
+    could be mistaken for another one.
     """
     aside = folder / DELETED
     aside.mkdir()
@@ -106,7 +106,7 @@ def clear(folder: Path) -> None:
 
 
 def delete_unfinished(folder: Path) -> None:
-    """Delete what a kill left half written."""
+    """Delete files and folders that a killed process left half written."""
     from lightning_rlhf.callbacks.samples import SAMPLES  # which takes seconds to import
     from lightning_rlhf.data.rollouts import FOLDER as ROLLOUTS
 
@@ -116,17 +116,19 @@ def delete_unfinished(folder: Path) -> None:
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a run was started in `folder`.
+    """Return whether a run was started in `folder`.
 
-    Raises CheckpointError where something else stands in the place of a file or folder of a run.
+    Raises CheckpointError where a file has the name of a run's folder, or the other way round.
     """
     check_kinds(folder)
     return (folder / CONFIG).is_file()
 
 
 def check_kinds(folder: Path) -> None:
-    """Raise CheckpointError unless each file of a run that is in `folder` is a file, and each
-    folder a folder; a link counts as what it leads to."""
+    """Raise CheckpointError where a name in a run's `folder` is of the wrong kind.
+
+    Names of files must be files and names of folders must be folders; links are followed.
+    """
     for path in (*folder.glob("*"), *folder.glob("*/*")):
         name = path.relative_to(folder).as_posix()
         for kind, names, is_one in (
@@ -141,11 +143,11 @@ def check_kinds(folder: Path) -> None:
 
 
 def is_unbegun(folder: Path) -> bool:
-    """Whether a run was started in `folder` and ended before its first step was done."""
+    """Return whether a run was started in `folder` and ended before it finished its first step."""
     steps = [step_named(path) for path in numbered(folder / CHECKPOINTS)]
     if not is_used(folder) or (folder / FINAL).is_dir() or any(steps):
         return False
-    # Imported here, since it takes seconds: what the names above tell is said before.
+    # Imported here, since it takes seconds: errors in names are raised before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
     from lightning_rlhf.data.last_batch import last_batch_of
     from lightning_rlhf.data.rollouts import recorded_iterations
@@ -158,7 +160,10 @@ State = Literal["new", "done", "cut off", "outdated"]
 
 
 def state_of(settings: Settings) -> State:
-    """What is there of the run: nothing, all, a part to go on from, or what is to be done anew.
+    """Return the state of the run: a `State`.
+
+    new: nothing is there; done: `final/` is there; cut off: there is a part to resume;
+    outdated: the checkpoints it was started from have changed.
 
     Raises ConfigError where the folder holds the stage with another configuration.
     """
@@ -179,14 +184,14 @@ def state_of(settings: Settings) -> State:
 
 
 def is_finished(settings: Settings) -> bool:
-    """Whether there is a `final/`, of whatever configuration."""
+    """Return whether there is a `final/` folder, of any configuration."""
     return (folder_of(settings) / FINAL).is_dir()
 
 
 def is_stale(settings: Settings) -> bool:
-    """Whether the checkpoints that the run was started from are others now.
+    """Return whether the checkpoints that the run was started from have changed since.
 
-    One that is gone is none of them: what was made of it is still good.
+    A checkpoint that was deleted does not count: results made from it stay valid.
     """
     file = folder_of(settings) / PARENTS
     then = read_config(file, "delete it to go on") if file.is_file() else {}
@@ -200,7 +205,7 @@ def is_stale(settings: Settings) -> bool:
 
 
 def find_parents(settings: Settings) -> dict[str, Final]:
-    """Role -> the checkpoint that plays it in this stage."""
+    """Return the checkpoints that this stage starts from, by role."""
     found = {}
     if settings.definition.reads_sft:
         found[SFT] = find_sft(settings)
@@ -213,7 +218,7 @@ def find_parents(settings: Settings) -> dict[str, Final]:
 
 
 def find_sft(settings: Settings) -> Final | None:
-    """The SFT model to start from; None means the base model as it is."""
+    """Return the SFT model to start from; None means the base model itself."""
     given = settings.policy.checkpoint
     if given == BASE:
         return None
@@ -230,12 +235,12 @@ def find_sft(settings: Settings) -> Final | None:
 
 
 def reward_role(settings: Settings, name: str) -> str:
-    """What a component of the reward is called among the roles on the base."""
+    """Return the role of a component of the reward among the roles on the base model."""
     return REWARD if len(settings.reward) == 1 else f"{REWARD}_{name}"
 
 
 def find_rewards(settings: Settings) -> dict[str, Final]:
-    """Role -> the reward models that are folders here or were trained by stage=rm."""
+    """Return the reward models that are local folders or were trained by stage=rm, by role."""
     found = {}
     for name, component in settings.reward.items():
         role, key = reward_role(settings, name), reward_key(settings, name)
@@ -249,7 +254,7 @@ def find_rewards(settings: Settings) -> dict[str, Final]:
 
 
 def find_head(settings: Settings, config: HeadConfig, key: str) -> Final:
-    """The reward model of stage=rm that is to be maximised, or looked at."""
+    """Return the reward model of stage=rm that is to be maximised or evaluated."""
     if config.checkpoint is not None:
         return find(config.checkpoint, key)
     final = earlier(settings, "rm")
@@ -263,7 +268,7 @@ def find_head(settings: Settings, config: HeadConfig, key: str) -> Final:
 
 
 def earlier(settings: Settings, stage: str) -> Final | None:
-    """What `stage` of the same run left: of the same job of a sweep, else of the run itself."""
+    """Return the `final/` of `stage` of the same run: of the same sweep job, else of the run."""
     for job in dict.fromkeys((settings.job, None)):
         folder = run_folder(settings.outputs, settings.run, settings.model.name, stage, job)
         if (folder / FINAL).is_dir():

@@ -1,4 +1,4 @@
-"""The check that metrics.csv and the samples hold all that a run wrote before a checkpoint."""
+"""The check that metrics.csv and the samples are complete up to a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_no_gap(path: Path, settings: Settings) -> None:
     """Raise CheckpointError where rows or samples of steps up to the checkpoint are missing.
 
     Checkpoints are written after them, so only a damaged disk or another program removes them.
-    With a checkpoint that is named the run goes on all the same, after a warning.
+    Where the user names the checkpoint, a warning is printed instead.
     """
     gap = first_gap(settings, path)
     if gap is None:
@@ -37,9 +37,9 @@ def check_no_gap(path: Path, settings: Settings) -> None:
 
 
 def first_gap(settings: Settings, path: Path) -> str | None:
-    """Return the first file that lacks something of the steps before the checkpoint at `path`.
+    """Return the first file that lacks a step before the checkpoint at `path`, with that step.
 
-    With the step that it lacks; None where nothing is missing.
+    Returns None where nothing is missing.
     """
     gaps = settings.definition.gaps
     run = read_run(path)

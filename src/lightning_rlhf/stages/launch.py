@@ -1,4 +1,4 @@
-"""What every stage does around its own work: prepare, fit, hand over."""
+"""The steps that all stages share: prepare, fit, hand over."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 AtEnd = Callable[[Sequence[Logger], int], None]
-"""Is given the loggers and the last step."""
+"""Function called at the end of training with the loggers and the last step."""
 
 
 class KernelsLine(Callback):
-    """Prints which layers compute, once the weights are on the device that trains them."""
+    """Prints which layers are used, once the weights are on the training device."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(roles := getattr(pl_module, "roles", None), Roles):
@@ -77,13 +77,13 @@ class KernelsLine(Callback):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the stages have in common once their inputs are checked."""
+    """Objects that all stages need, made after their inputs were checked."""
 
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     parents: Mapping[str, Final]
-    """Role -> the checkpoint that plays it."""
+    """Role -> checkpoint that takes it."""
     started: float
     callbacks: list[Callback]
     """Callbacks of the user's own."""
@@ -92,19 +92,19 @@ class Prepared:
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """Return the folder that the run writes to."""
         return folder_of(self.settings)
 
     @property
     def device(self) -> torch.device:
-        """Where the trainer computes."""
+        """Return the device on which the trainer computes."""
         if self.settings.trainer.accelerator == "cpu":
             return torch.device("cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "mps")
 
 
 def check_accelerator(settings: Settings) -> None:
-    """Raise ConfigError where the run asks for a GPU that is not there."""
+    """Raise ConfigError where the run asks for a GPU and this machine has none."""
     found = torch.cuda.is_available() or torch.backends.mps.is_available()
     if settings.trainer.accelerator == "gpu" and not found:
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_accelerator(settings: Settings) -> None:
 
 
 def say_device(settings: Settings) -> None:
-    """Print where the run computes, and in which precision."""
+    """Print the device and the precision of the run."""
     name = "the CPU"
     if settings.trainer.accelerator == "gpu":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
@@ -138,14 +138,14 @@ TOKENISE: Mapping[Kind, tuple[Callable[..., Tokenised[Any]], str]] = {
     "preferences": (tokenise_preferences, "preference pair"),
     "prompts": (tokenise_prompts, "prompt"),
 }
-"""Kind of data -> (rows, ChatFormat, DataConfig) -> their tokens; and what a row is called."""
+"""Kind of data -> (function: rows, ChatFormat, DataConfig -> tokens; noun for a row)."""
 
 
 def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[Any], Tokenised[Any]]:
-    """Return the rows to validate on, those to train on as tokens, and the first as tokens.
+    """Return the validation rows, the training rows as tokens, and the validation rows as tokens.
 
-    rows: of the data that the stage reads.
-    data.max_val_rows of the rows that fit are validated on. Prints how many there are.
+    At most data.max_val_rows of the rows that fit are kept for validation. Prints the numbers.
+    rows: the data that the stage reads.
     """
     data = ready.settings.data
     tokenise, what = TOKENISE[ready.settings.definition.data]
@@ -164,7 +164,7 @@ def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[An
 
 
 def identity(settings: Settings) -> RunIdentity:
-    """What a dashboard shows of the run."""
+    """Return the identity of the run for experiment trackers."""
     return RunIdentity(
         name=run_name(settings),
         run=settings.run,
@@ -182,9 +182,9 @@ def fit(
     callbacks: list[Callback],
     at_end: AtEnd | None = None,
 ) -> dict[str, float]:
-    """Train over the whole schedule, validate at the end, draw the curves; the last metrics.
+    """Train over the whole schedule, validate at the end, draw the curves; return the last metrics.
 
-    at_end: is given the loggers and the last step before the loggers close.
+    at_end: called with the loggers and the last step, before the loggers close.
     Raises TrainingError where the model has diverged, or where no update was made.
     """
     settings, stage = ready.settings, ready.settings.definition
@@ -257,9 +257,9 @@ def fit(
 
 
 def check_state(checkpoint: Path, module: L.LightningModule, data: StageData[Any]) -> None:
-    """Raise CheckpointError unless the checkpoint is of these parameters and these data.
+    """Raise CheckpointError unless the checkpoint belongs to these parameters and data.
 
-    Before anything in the run's folder is written or removed; Lightning reads it once more.
+    Called before anything in the run's folder is written or removed; Lightning reads it again.
     """
     found = load(checkpoint)
     try:
@@ -281,7 +281,10 @@ def hand_over(
     more: Path | None = None,
     verdicts: Mapping[str, Verdict] | None = None,
 ) -> Path:
-    """Write `final/`; `below` and `more` as `write_final` wants them, `verdicts` as `Manifest`."""
+    """Write `final/` and return its path.
+
+    below, more: as for `write_final`; verdicts: as in `Manifest`.
+    """
     settings = ready.settings
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None

@@ -1,4 +1,4 @@
-"""The check at the end of a stage that it has learned something that can be handed over."""
+"""The check at the end of a stage that updates were made and the weights are finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSED: Mapping[str, str] = {
     "update/skipped": "above ppo.max_ratio",
     "update/stopped": "above ppo.target_kl",
 }
-"""Metric -> which of the updates it counts."""
+"""Metric -> description of the updates that it counts."""
 
 
 def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:

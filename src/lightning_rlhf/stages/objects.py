@@ -34,10 +34,10 @@ def build_trainer(
 ) -> L.Trainer:  # fmt: skip
     """Return the Trainer of a configuration.
 
-    stop: is told when `trainer.max_time` is over.
-    arguments: those of lightning.Trainer that a stage sets itself.
+    stop: stopped when `trainer.max_time` is over.
+    arguments: arguments of lightning.Trainer that a stage sets itself.
 
-    Raises ConfigError where it refuses an argument.
+    Raises ConfigError where Lightning refuses an argument.
     """
     target, options = config.options["_target_"], dict(config.options)
     del options["_target_"]
@@ -71,14 +71,14 @@ def has(options: Mapping[str, Any], key: str) -> bool:
 
 
 def listed(options: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the value as a list: that of a single object, or nothing where it is missing."""
+    """Return the value as a list: a single object becomes one item, a missing value none."""
     if key not in options:
         return []
     return options[key] if isinstance(options[key], list) else [options[key]]
 
 
 def built(node: Any, key: str, kind: type) -> Any:
-    """Return the object that a section names. Raises ConfigError where it names none of `kind`."""
+    """Return the object that a section names. Raises ConfigError unless it is of type `kind`."""
     is_one = isinstance(node, Mapping) and "_target_" in node
     require(is_one, key, node, "a mapping with _target_ and the arguments of the class named there")
     try:
@@ -90,7 +90,7 @@ def built(node: Any, key: str, kind: type) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return what went wrong, in one line, without what Hydra writes around it."""
+    """Return the cause of an error in one line, without the text that Hydra adds."""
     cause = error.__cause__
     if isinstance(error, InstantiationException) and isinstance(cause, Exception):
         return reason(cause)

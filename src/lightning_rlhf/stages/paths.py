@@ -1,4 +1,4 @@
-"""Where the configurations and the recipes are that ship with the package."""
+"""Paths of the configurations and recipes that ship with the package."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import lightning_rlhf
 PACKAGE = Path(lightning_rlhf.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
 HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
-"""The folder that holds conf/ and recipes/: the checkout, or the package of a wheel."""
+"""Folder that holds conf/ and recipes/: the checkout, or the installed package."""
 CONF, RECIPES = HOME / "conf", HOME / "recipes"

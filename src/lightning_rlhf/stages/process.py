@@ -1,4 +1,4 @@
-"""A process that ends when this one is told to."""
+"""Child processes that end with this process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from types import FrameType
 from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
-"""Variable that is set for the stages of a recipe, which says itself how it goes on."""
+"""Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl."""
+"""Option of Linux's prctl: signal to send to a process when its parent ends."""
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command to its end; its exit status, below 0 where a signal ended it.
+    """Run a command to its end and return its exit status, below 0 where a signal ended it.
 
-    A signal to this process is passed on, and the command's end waited for. The command is in a
-    process group of its own, so that Ctrl-C, which a terminal sends to all, comes once.
+    A signal to this process is passed on, and the command is waited for. The command runs in a
+    process group of its own, so that it gets Ctrl-C once, though a terminal sends it to a group.
 
     Raises Stopped afterwards if a signal came.
     """
     received: list[int] = []
-    waiting: list[int] = []  # for something to be sent to
+    waiting: list[int] = []  # signals that came before the command was started
     started: list[subprocess.Popen[bytes]] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
@@ -58,8 +58,8 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Get SIGTERM when the parent is gone, by a kill too; only Linux can do that."""
+    """Request SIGTERM for when the parent ends, even if killed; works on Linux alone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it went before that was asked for
+        if os.getppid() != parent:  # the parent ended before the request
             os.kill(os.getpid(), signal.SIGTERM)

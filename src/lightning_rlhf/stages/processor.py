@@ -1,4 +1,4 @@
-"""What the process asks of the C library and the processor."""
+"""Settings of the C library's allocator and of the processor."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _HUGE_PAGES = 14  # Linux's MADV_HUGEPAGE
-_STRICT = "2"  # of overcommit_memory: what is reserved counts as if it were used
+_STRICT = "2"  # value of overcommit_memory at which reserved memory counts as used
 BLOCK = 1 << 29  # bytes, below the size that malloc takes from the system by itself
 
 
 @cache
 def keep_large_blocks() -> None:
-    """Let freed tensors be used again, where the C library is glibc, and lie on huge pages.
+    """Reuse the memory of freed tensors, where the C library is glibc, and use huge pages.
 
-    By itself it takes every block above 32 MB from the system and gives it back, and the system
-    clears each page of it anew: with a vocabulary of 32,768 that is a third of an update on a CPU.
-    The process keeps what it once needed.
+    By default glibc takes every block above 32 MB from the system and returns it when freed, and
+    the system clears each page again: with a vocabulary of 32,768 that is a third of an update on
+    a CPU. Here the process keeps the memory that it once needed.
 
-    An iteration goes through far more pages of 4 kB than a processor can find quickly: on pages
-    of 2 MB it takes about an eighth less time. Half of the machine's memory is reserved for them,
-    which takes none of it; nothing is where the system or a limit on the process counts that. Once
-    a process: what is in use by then would be in the way.
+    An iteration touches far more pages of 4 kB than the processor's address cache holds: with pages
+    of 2 MB it takes about an eighth less time. Addresses for half of the machine's memory are
+    reserved for them, which uses no memory; none are reserved where the system or a limit on the
+    process counts reserved memory. Done once per process, before memory is in use.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -47,7 +47,7 @@ def keep_large_blocks() -> None:
 
 
 def _reserving_costs() -> bool:
-    """Whether memory that is reserved, but not used, counts against anything."""
+    """Return whether reserved but unused memory counts against a limit."""
     import resource  # not there on Windows
 
     limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
@@ -58,7 +58,7 @@ def _reserving_costs() -> bool:
 
 
 def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
-    """Let malloc grow over half of the machine's memory, advise huge pages there, and free it."""
+    """Let malloc grow to half of the machine's memory, advise huge pages there, and free it."""
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -74,10 +74,10 @@ def _reserve_huge_pages(libc: ctypes.CDLL) -> None:
 
 @contextmanager
 def denormals_flushed() -> Iterator[None]:
-    """Inside, numbers below 1e-38 are 0 in this thread, where the processor can do it.
+    """Treat numbers below 1e-38 as 0 in this thread, where the processor supports it.
 
-    Decays of linear attention and tails of a softmax reach them, and a processor computes with them
-    many times as slowly: without this a third of an update of a small Qwen3.5.
+    Decays of linear attention and tails of a softmax reach them, and arithmetic with them is many
+    times slower: without this it takes a third of an update of a small Qwen3.5.
     """
     before = bool(torch.tensor(1e-30) * 1e-9 == 0)
     torch.set_flush_denormal(True)

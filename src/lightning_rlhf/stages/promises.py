@@ -1,4 +1,4 @@
-"""The numbers that a recipe promises, and whether a run of it kept them."""
+"""The metrics that a recipe promises, and the check that a run kept them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.settings import Settings
 
 ANY = ("seed", *VOLATILE)
-"""Keys that may be anything: the recipe is still run as it is written."""
+"""Keys that may be changed without releasing the recipe from its promises."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Promise:
-    """A bound on a metric in the manifest of a stage. Exactly one of the three is set."""
+    """Bound on a metric in the manifest of a stage; exactly one of the three bounds is set."""
 
     stage: str
     metric: str
     at_least: float | None = None
     at_most: float | None = None
     gain: float | None = None
-    """The metric is at least so much higher than before the stage."""
+    """Smallest increase of the metric over its value before the stage."""
 
     def __post_init__(self) -> None:
         bounds = [b for b in (self.at_least, self.at_most, self.gain) if b is not None]
@@ -35,14 +35,14 @@ class Promise:
              "exactly one of at_least, at_most, gain")  # fmt: skip
 
     def measure(self, metrics: Mapping[str, float]) -> float | None:
-        """The number that the bound is about; None where it was not measured."""
+        """Return the number that is compared with the bound; None where it was not measured."""
         start = f"start/{self.metric}"
         if self.metric not in metrics or (self.gain is not None and start not in metrics):
             return None
         return metrics[self.metric] - (metrics[start] if self.gain is not None else 0.0)
 
     def is_kept(self, measured: float) -> bool:
-        """Whether the bound holds."""
+        """Return whether the bound holds."""
         if self.at_most is not None:
             return measured <= self.at_most
         bound = self.at_least if self.gain is None else self.gain
@@ -64,12 +64,12 @@ def check_promises(
 ) -> None:
     """Print the promises, if the recipe's own model was trained on its own data.
 
-    title: the recipe's.
-    metrics: of each stage.
-    stages: as they were run.
-    written: as the recipe has them, without what the user gave.
+    title: title of the recipe.
+    metrics: metrics of each stage.
+    stages: settings of the stages as they were run.
+    written: settings of the stages as the recipe has them, without the user's overrides.
 
-    Raises RLHFError where one is not kept, and the recipe was run as it is written.
+    Raises RLHFError where a promise is not kept and the recipe was run unchanged.
     """
     for stage, settings in stages.items():
         own = written[stage]
@@ -87,7 +87,7 @@ def check_promises(
 
 
 def changed_keys(stages: Mapping[str, Settings], written: Mapping[str, Settings]) -> list[str]:
-    """The keys in which the stages that were run are not as they are written."""
+    """Return the keys in which the stages that were run differ from the recipe's."""
     changed: list[str] = []
     for stage, settings in stages.items():
         ignored = (*ANY, *volatile(settings.definition), *changed)
@@ -98,7 +98,7 @@ def changed_keys(stages: Mapping[str, Settings], written: Mapping[str, Settings]
 def show_promises(
     title: str, promises: Sequence[Promise], metrics: Mapping[str, Mapping[str, float]]
 ) -> list[str]:
-    """Print each promise beside what was measured; returns, in words, those not kept."""
+    """Print each promise beside its measured number; return those not kept, as text."""
     table = Table(title=f"{title}: what it promises", title_justify="left")
     for column in ("stage", "metric", "promised", "measured", ""):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""What a run has recorded, and the checkpoint that a replay of it starts from."""
+"""The recorded iterations of a run, and the checkpoint from which a replay starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_rlhf.stages.folders import CHECKPOINTS
 
 
 def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:
-    """The latest checkpoint of the run that is not after `iteration`, with its own before it.
+    """Return the latest checkpoint of the run not after `iteration`: (its iteration, its path).
 
-    Those of steps are told by their names, and not read. The best one is left out where it cannot
-    be read: it only shortens the way.
+    Checkpoints of steps are identified by their names, and not read. The best one is left out where
+    it cannot be read: it only saves time.
     """
     checkpoints = folder / CHECKPOINTS
     found: dict[int, Path | None] = {0: None}
@@ -29,13 +29,13 @@ def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:
 
 
 def not_recorded(folder: Path, start: int, iteration: int) -> list[int]:
-    """Iterations on the way from the end of iteration `start` to `iteration` that have no file."""
+    """Return the iterations after `start`, up to `iteration`, that have no file."""
     recorded = recorded_iterations(folder)
     return [i for i in range(start + 1, iteration) if i not in recorded]
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3, 7"."""
+    """Return numbers as ranges: "1-3, 7" for [1, 2, 3, 7]."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -16,7 +16,7 @@ STAGES: Mapping[str, Stage] = {
 }
 """Name -> stage of this package."""
 DEFINITION = "definition"
-"""Key in the section of a stage that is not of this package: where its `Stage` is."""
+"""Key that names the `Stage` object, in the section of a stage outside this package."""
 
 
 def stage_names(tree: Mapping[Any, Any]) -> list[str]:
@@ -32,8 +32,8 @@ def stage_names(tree: Mapping[Any, Any]) -> list[str]:
 def chosen_stage(tree: Mapping[str, Any]) -> Stage:
     """Return the stage that a configuration chooses.
 
-    Raises ConfigError where it chooses none, one that is not there, or one whose definition does
-    not lead to a `Stage` of that name.
+    Raises ConfigError where it chooses none, an unknown one, or one whose definition is not a
+    `Stage` of that name.
     """
     names = stage_names(tree)
     if "stage" not in tree or tree["stage"] is None:

@@ -1,4 +1,4 @@
-"""Whether a run may be written, and the checkpoint that it goes on from."""
+"""The lock on a run's folder, and the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from lightning_rlhf.stages.stage import Settings
 
 @contextmanager
 def held(settings: Settings, folder: Path) -> Iterator[None]:
-    """`folder` is written by no other process; the system lets go of it with this one.
+    """Lock `folder` against other processes inside; the system frees it when this process ends.
 
-    The lock is a file in the folder, so that all paths that lead to it find the same one. Only a
-    process that is killed leaves it behind, unlocked.
+    The lock is a file in the folder, so that all paths to the folder share it. Only a killed
+    process leaves the file behind, unlocked.
     Raises ConfigError where another process holds it, or where the folder cannot be written.
     """
     check_writable(settings.outputs, folder)
@@ -67,19 +67,19 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # by who holds it: another one finds that the name is gone
+            # Removed before the release, by the holder alone: another process finds it gone.
             (folder / LOCK).unlink(missing_ok=True)
             lock.release()
     finally:
         for path in made:
-            with suppress(OSError):  # a run is in it
+            with suppress(OSError):  # not empty: it holds a run
                 path.rmdir()
 
 
 def resume_point(settings: Settings) -> Path | None:
-    """The checkpoint that the run is to go on from, if it is. Changes nothing.
+    """Return the checkpoint to resume from, or None to start anew. Changes no file.
 
-    Raises ConfigError where a run would be written over, or where there is nothing to resume.
+    Raises ConfigError where a run would be overwritten, or where there is nothing to resume.
     """
     folder = folder_of(settings)
     check_writable(settings.outputs, folder)
@@ -108,16 +108,16 @@ def resume_point(settings: Settings) -> Path | None:
 
 
 def saved(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, the one to go on from at the end, the best one first."""
+    """Return the checkpoints of a run: the best one first, the one to resume from last."""
     best = folder / CHECKPOINTS / f"{BEST}{SUFFIX}"
     return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
 
 
 def decide(settings: Settings) -> Settings | None:
-    """Return what resume=auto comes to: a run that goes on or starts; None where it has finished.
+    """Resolve resume=auto: return settings that resume or start; None for a finished run.
 
     Raises ConfigError where the folder holds another run, and CheckpointError where the run has
-    checkpoints and cannot go on from any of them: it is never started anew then.
+    checkpoints and cannot resume from any of them: it is not started anew then.
     """
     folder = folder_of(settings)
     if is_used(folder) and (folder / FINAL).is_dir():
@@ -144,7 +144,7 @@ def decide(settings: Settings) -> Settings | None:
 
 
 def name_beside(settings: Settings) -> str:
-    """What gives a run a folder of its own, and leaves it the models that it starts from."""
+    """Return the override that gives a run its own folder and keeps the models it starts from."""
     starts_here = not settings.definition.reads_sft and settings.job is None
     return "run=NAME" if starts_here else "job=NAME"
 
@@ -179,7 +179,7 @@ def check_same_config(settings: Settings, folder: Path) -> None:
 
 
 def named(folder: Path, name: str) -> Path:
-    """The checkpoint of this name. Raises ConfigError where there is none."""
+    """Return the checkpoint of this name. Raises ConfigError where there is none."""
     path = folder / CHECKPOINTS / f"{name}{SUFFIX}"
     if not path.is_file():
         there = sorted(p.stem for p in saved(folder))
@@ -188,12 +188,12 @@ def named(folder: Path, name: str) -> Path:
 
 
 def check_resumable(path: Path, settings: Settings) -> None:
-    """Raise CheckpointError, with the way on, where the checkpoint is damaged or foreign.
+    """Raise CheckpointError, with a hint, where the checkpoint is damaged or of another run.
 
-    Or where another file is damaged that the run goes on writing, or lacks what the run had written
-    before the checkpoint.
+    Also where another file that the run continues is damaged, or lacks data that was written before
+    the checkpoint.
     """
-    # Imported here, since it takes seconds: what the names alone tell is said before.
+    # Imported here, since it takes seconds: errors in names are raised before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
     from lightning_rlhf.callbacks.samples import read_samples, train_samples
     from lightning_rlhf.stages.gaps import check_no_gap
@@ -222,7 +222,7 @@ def check_resumable(path: Path, settings: Settings) -> None:
 
 
 def origin(settings: Settings) -> Origin:
-    """What the run's checkpoints are of."""
+    """Return the origin that the run's checkpoints record."""
     version = lightning_rlhf.__version__
     file = folder_of(settings) / RUN_ID
     run = read_text(file)

@@ -1,4 +1,4 @@
-"""Is a reward fit to be maximised? Scores of pairs, samples and probes, and the report on them."""
+"""Scores of pairs, samples and probes, and the report on whether a reward is fit to maximise."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.launch import Prepared
 
 PROBED = 64
-"""Prompts that are given every probe."""
+"""Number of prompts for which every probe is scored."""
 ScoreTexts = Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[float]]
-"""(rows of the prompts, responses) -> what the reward says of each."""
+"""Function: (rows of the prompts, responses) -> reward of each response."""
 
 
 def fitting(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> Rows[Preference]:
-    """Return the pairs that no rule of length drops or cuts."""
+    """Return the pairs that no length limit drops or cuts."""
 
     def fits(row: Preference) -> bool:
         longest = max(len(chat.response_tokens(side)) for side in (row.chosen, row.rejected))
@@ -72,13 +72,13 @@ def write_report(
     device: torch.device,
     seed: int,
 ) -> tuple[Written, dict[str, float]]:
-    """report.md, its pictures and numbers in `folder`; the numbers by the names of metrics.
+    """Write report.md, its pictures and numbers to `folder`; return the numbers by metric name.
 
-    pairs: held out, one or more. samples: scores and tokens of responses of the SFT model.
-    sampled_from, scale: as of `write_fitness`.
-    logit_scale: what a difference of scores is multiplied by to be a log-odds; None where it is
-        none.
-    longest: tokens of a response, the end token included, after which a probe is cut.
+    pairs: one or more held-out pairs.
+    samples: scores and numbers of tokens of responses of the SFT model.
+    sampled_from, scale: as for `write_fitness`.
+    logit_scale: factor that turns a difference of scores into log-odds; None where none does.
+    longest: number of tokens, the end token included, after which a probe is cut.
     """
 
     def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
@@ -111,7 +111,7 @@ def write_report(
 def scored_pairs(
     pairs: Sequence[Preference], score: ScoreTexts, chat: ChatFormat
 ) -> list[ScoredPair]:
-    """The pairs with what the reward says of either side."""
+    """Return the pairs with the reward of each side."""
     prompts = [prompt_row(pair.prompt) for pair in pairs]
     chosen = score(prompts, [pair.chosen for pair in pairs])
     rejected = score(prompts, [pair.rejected for pair in pairs])
@@ -137,7 +137,7 @@ def scored_probes(
     chat: ChatFormat,
     longest: int,
 ) -> list[ScoredProbe]:
-    """Every probe of the first PROBED different prompts, cut after `longest` tokens."""
+    """Return every probe of the first PROBED different prompts, cut after `longest` tokens."""
     prompts = [prompt_row(pair.prompt) for pair in pairs]
     first = {row["prompt"]: i for i, row in reversed(list(enumerate(prompts)))}
     probed = sorted(first.values())[:PROBED]
@@ -151,13 +151,13 @@ def scored_probes(
 
 
 def cut(text: str, chat: ChatFormat, longest: int) -> str:
-    """As much of a text as has `longest` tokens with its end token."""
+    """Return the start of a text that has at most `longest` tokens, its end token included."""
     tokens = chat.response_tokens(text)
     return text if len(tokens) <= longest else chat.show(tokens[: longest - 1])
 
 
 def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
-    """Some pairs with what the reward model says of them as it was trained: right-padded."""
+    """Return some pairs with the reward model's scores in its training format: right-padded."""
     known = []
     for pair in pairs[:COUNT]:
         prompt = chat.prompt_tokens(pair.prompt)
@@ -185,7 +185,7 @@ def sft_samples(
     count: int,
     config: RMConfig | EvalConfig,
 ) -> list[SampledResponses]:
-    """`count` responses of the SFT model to prompts in a random order, on the CPU."""
+    """Sample `count` responses of the SFT model to prompts in random order; return them on CPU."""
     settings, chat = ready.settings, ready.chat
     batches = drawn_prompts(
         prompts, count, config.batch_size, pad_id=chat.pad_token_id, seed=settings.seed
@@ -212,7 +212,7 @@ def scored_samples(roles: Roles, rollouts: Sequence[SampledResponses]) -> Float[
 def drawn_prompts(
     prompts: Sequence[Sequence[int]], count: int, batch_size: int, *, pad_id: int, seed: int
 ) -> Iterator[Prompts]:
-    """Batches of `count` prompts in a random order, from the start again where they are fewer."""
+    """Yield batches of `count` prompts in all, in a random order; prompts repeat if too few."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(prompts), generator=generator).tolist()
     chosen = [order[i % len(order)] for i in range(count)]
@@ -222,14 +222,14 @@ def drawn_prompts(
 
 
 def response_lengths(rollouts: Sequence[SampledResponses]) -> list[int]:
-    """Tokens of each response."""
+    """Return the number of tokens of each response."""
     return [n for rollout in rollouts for n in rollout.response_mask.sum(dim=1).tolist()]
 
 
 def log_fitness(
     page: Written, numbers: Mapping[str, float], loggers: Sequence[Logger], step: int
 ) -> None:
-    """The verdicts on the console; the numbers and pictures in the loggers."""
+    """Print the verdicts, and send the numbers and pictures to the loggers."""
     check_names(numbers)
     for logger in loggers:
         logger.log_metrics(dict(numbers), step=step)

@@ -1,4 +1,4 @@
-"""Before PPO starts: does every reward model read what it was trained to read?"""
+"""The check before PPO that every reward model is given text in the format of its training."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from lightning_rlhf.stages.stage import reward_key
 
 
 def check_formats(ready: Prepared, reward: Reward) -> None:
-    """Compare every reward model with itself, and say what was found.
+    """Compare every reward model with its scores at training, and print the result.
 
-    Raises CheckpointError where the two do not agree and `format_check` is strict.
+    Raises CheckpointError where they differ and `format_check` is strict.
     """
     for (name, config), source in zip(ready.settings.reward.items(), reward.sources, strict=True):
         if not isinstance(config, LearnedConfig) or config.format_check == "off":
@@ -55,7 +55,7 @@ def check_formats(ready: Prepared, reward: Reward) -> None:
 
 
 def advice(result: FormatResult, key: str) -> str:
-    """What to do where a reward model does not say what it said."""
+    """Return what to do about a reward model whose scores differ from those at training."""
     on = f"{key}.format_check=warn goes on all the same"
     if result.gap is None:
         return f"Mend that; or {on}"
@@ -67,14 +67,14 @@ def advice(result: FormatResult, key: str) -> str:
 def check_format(
     ready: Prepared, name: str, source: LearnedReward | TextReward
 ) -> FormatResult | None:
-    """One reward model; None where there are no pairs."""
+    """Return the comparison for one reward model; None where there are no pairs."""
     final = ready.parents.get(reward_role(ready.settings, name))
     known = read_pairs(final.path) if final is not None else []
     pairs = [(p.row, p.chosen, p.rejected) for p in known] or labelled(ready)
     if not pairs:
         return None
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
-    source = replace(source, uncertainty_coef=0.0)  # what was written down is the mean
+    source = replace(source, uncertainty_coef=0.0)  # the recorded scores are means
     if isinstance(source, TextReward):
         rendered = source.rendered(rows[0], chosen[0])
         problems = source.problems(rows[0], chosen[0])
@@ -94,13 +94,13 @@ def check_format(
 
 
 def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
-    """Some held-out pairs of the data: prompt's row, chosen, rejected."""
+    """Return some held-out pairs of the data: (row of the prompt, chosen, rejected)."""
     data = ready.settings.data
     if data.preferences.train is None:
         return []
     try:
         held_out = load_preferences(data, ready.settings.seed).val
-    except (DataError, HubError) as error:  # PPO can do without them
+    except (DataError, HubError) as error:  # PPO does not need the pairs
         say(f"data.preferences, to check the format of rewards with: {error}")
         return []
     some = sample(held_out, data.max_val_rows, ready.settings.seed)

@@ -28,7 +28,7 @@ REWARDS: Mapping[str, type[ComponentConfig]] = {
 
 
 def read_reward(node: Any) -> dict[str, ComponentConfig]:
-    """Return the components of the section `reward` by name; a single one has its kind's name."""
+    """Return the components of the section `reward` by name; a single one is named by its kind."""
     kind = section({"reward": node}, "reward", "kind")["kind"]
     require(kind in [*REWARDS, SUM], "reward.kind", kind, ", ".join((*REWARDS, SUM)))
     if kind != SUM:
@@ -62,9 +62,9 @@ def _weighing(reward: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
 
 
 def check_components(tree: Any) -> None:
-    """Raise ConfigError where a component of a sum was given keys and never put there.
+    """Raise ConfigError where keys are given for a component of a sum that was not added to it.
 
-    tree: may have values that are missing, which a name that is misspelt leaves.
+    tree: configuration; values may be missing, as after a misspelt name.
     """
     for key in ("reward", "components"):
         if not isinstance(tree, Mapping) or key not in tree:
@@ -87,7 +87,7 @@ def check_components(tree: Any) -> None:
 
 
 def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]) -> None:
-    """Raise ConfigError where running moments would be taken twice, of a part and of the whole."""
+    """Raise ConfigError where both a component and the whole score use running moments."""
     own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
     if own and config.score_normalization != "none":
         raise ConfigError(
@@ -98,7 +98,7 @@ def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]
 
 
 def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `reward` without users, passwords and queries in its addresses."""
+    """Return the section `reward` with users, passwords and queries removed from its URLs."""
     shown = dict(node)
     if "url" in shown:
         shown["url"] = redacted(shown["url"])

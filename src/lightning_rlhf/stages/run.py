@@ -1,4 +1,4 @@
-"""One stage, from checked settings to its `final/` folder."""
+"""Runs one stage, from checked settings to its `final/` folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_rlhf.stages.processor import denormals_flushed, keep_large_blocks
 from lightning_rlhf.stages.stage import Settings
 
 THREADS = torch.get_num_threads()
-"""Torch's own choice, before any run of this process changed it."""
+"""Torch's default number of threads, before any run of this process changed it."""
 
 
 def run_in_folder(settings: Settings) -> Path:
-    """Run the stage, whose folder is free for it; return the path of its `final/` folder."""
+    """Run the stage in a folder that is already locked; return the path of `final/`."""
     quiet_libraries()
     check_accelerator(settings)
     say_device(settings)
@@ -31,7 +31,7 @@ def run_in_folder(settings: Settings) -> Path:
 
 @contextmanager
 def advising() -> Iterator[None]:
-    """Inside, an error that ends a training says what to do about it."""
+    """Add advice to a TrainingError raised inside."""
     try:
         yield
     except TrainingError as error:
@@ -41,7 +41,7 @@ def advising() -> Iterator[None]:
 
 @contextmanager
 def computing(settings: Settings) -> Iterator[None]:
-    """Inside, the process rounds and draws as a run of these settings does."""
+    """Set the process up to round and draw random numbers as a run of these settings does."""
     torch.set_num_threads(settings.trainer.threads or THREADS)
     if settings.trainer.accelerator == "cpu":
         keep_large_blocks()

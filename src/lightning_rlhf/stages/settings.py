@@ -1,4 +1,4 @@
-"""From Hydra's configuration to frozen dataclasses, before any model loads."""
+"""Turns Hydra's configuration into frozen dataclasses, before any model loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EXAMPLES = {
     "reward.path": "rules.py:score",
     "reward.url": "http://127.0.0.1:8000/score",
 }
-"""Key of a value that must be given -> one that may be."""
+"""Key of a value that must be given -> example of such a value."""
 FOLDER_NAME = (
     "a folder name of characters that can be seen, without slashes and line breaks, which begins "
     "with a letter or digit and does not end with a dot or space"
@@ -53,7 +53,7 @@ FOLDER_NAME = (
 FolderName = Annotated[Text, described("a folder name of at most 255 bytes, no line breaks")]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 KEYS = {f.name for f in dataclasses.fields(Settings)} - {"config", "definition", "tree"}
-"""Keys of a configuration besides the section of its stage and `recipe`."""
+"""Top-level keys of a configuration besides the section of its stage and `recipe`."""
 
 
 def read_settings(cfg: DictConfig) -> Settings:
@@ -65,7 +65,7 @@ def read_settings(cfg: DictConfig) -> Settings:
 def read_tree(tree: dict[str, Any]) -> Settings:
     """Check a configuration of plain types, as a run writes it.
 
-    Sections of stages that it does not choose are left out.
+    Sections of stages that it does not choose are ignored.
     Raises ConfigError naming the key.
     """
     definition = chosen_stage(tree)
@@ -115,7 +115,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
 def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections that name a folder of the run, with their names as text.
 
-    Raises ConfigError where one is no name that a person can read and every file system takes.
+    Raises ConfigError where a name is not printable or not valid on every file system.
     """
     model = section(tree, "model", "name")
     names = {"run": tree["run"], "model.name": model["name"]}
@@ -162,7 +162,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def read_resume(given: Any) -> bool | str:
-    """Return whether to resume, AUTO, or the name of a checkpoint: 10 -> "000010"."""
+    """Return whether to resume, AUTO, or the name of a checkpoint: "000010" for 10."""
     if isinstance(given, bool) or given == AUTO:
         return given  # type: ignore[no-any-return]
     name = str(given)
@@ -172,14 +172,14 @@ def read_resume(given: Any) -> bool | str:
 
 
 def _config(stage: Stage, node: Any) -> Any:
-    """Return the section of a stage as its dataclass; the key `definition` is of none."""
+    """Return the section of a stage as its dataclass, without the key `definition`."""
     if isinstance(node, Mapping):
         node = {key: value for key, value in node.items() if key != DEFINITION}
     return build(stage.config, node, stage.name)
 
 
 def _logger(tree: Mapping[str, Any]) -> LoggerConfig:
-    """Return the section `logger`; that of a logger of the user's own writes metrics.csv too."""
+    """Return the section `logger`; with a user's own logger, metrics.csv is written too."""
     node = section(tree, "logger")
     if "_target_" in node:
         return LoggerConfig(kind="csv")

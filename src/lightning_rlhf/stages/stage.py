@@ -1,7 +1,7 @@
-"""The description of a stage, and what a run of one is told. Imports no library that loads slowly.
+"""The description of a stage, and the settings of a run. Imports no library that loads slowly.
 
-A stage outside this package is a `Stage` in a file of one's own, which the stage's section of the
-configuration names: `definition: path/to/file.py:STAGE`.
+A stage outside this package is a `Stage` in a file that the stage's section of the configuration
+names: `definition: path/to/file.py:STAGE`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from lightning_rlhf.report.curves import Panel
 
 AUTO = "auto"
-"""Value of `resume` with which a run goes on if it can, and starts where there is none."""
+"""Value of `resume` with which a run resumes where there is one, and starts otherwise."""
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicySource:
-    """The model that a stage starts from."""
+    """Model that a stage starts from."""
 
     checkpoint: Annotated[Text, described("a folder, a hub id, base")] | None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainerConfig:
-    """Where the run is computed: Lightning's Trainer, and torch's threads and weights."""
+    """Settings of Lightning's Trainer, torch's number of threads and the type of the weights."""
 
     accelerator: Literal["cpu", "gpu"]
     devices: Literal[1]
@@ -50,12 +50,12 @@ class TrainerConfig:
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     log_every_n_steps: PositiveInt
     options: Options
-    """Class and further arguments of the Trainer, as the section gives them."""
+    """Class and further arguments of the Trainer, as given in the section."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything a run of one stage is told."""
+    """All settings of a run of one stage."""
 
     stage: str
     """Name of the stage."""
@@ -77,7 +77,7 @@ class Settings:
     seed: int
     outputs: Path
     resume: bool | str
-    """Whether to go on from the newest checkpoint, the name of another one, or "auto"."""
+    """Whether to resume from the newest checkpoint, the name of another one, or "auto"."""
     overwrite: bool
     record: bool
     """Whether PPO writes its rollouts; the other stages have none."""
@@ -88,62 +88,65 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What the command line, recipes, resume, sweeps, replay and reports know of a stage."""
+    """Description of a stage for the command line, recipes, resume, sweeps, replay and reports."""
 
     name: str
     """Value of `stage=`, key of the stage's section, and name of its folder."""
     title: str
-    """Heading of its curves."""
+    """Heading of the curves."""
     config: type
     """Frozen dataclass of the section; a StageConfig where the stage trains."""
     data: Kind
     """Section of `data` that the stage reads."""
     run: Callable[[Settings, Any], Path]
-    """(settings, their `config`) -> path of the `final/` folder that the stage hands over."""
+    """Function: (settings, their `config`) -> path of the `final/` folder that the stage writes."""
     build: Callable[..., Any] | None = None
-    """(Prepared, Roles, config, ...) -> the LightningModule before its first step, for replay."""
+    """Function: (Prepared, Roles, config, ...) -> LightningModule before its first step, for
+    replay."""
     reads_sft: bool = True
-    """Whether it starts from the SFT model of the run, or of `policy.checkpoint`."""
+    """Whether the stage starts from the SFT model of the run, or of `policy.checkpoint`."""
     reads_reward: bool = False
-    """Whether it reads the section `reward`, and the reward models named there."""
+    """Whether the stage reads the section `reward`, and the reward models named there."""
     reads_judge: bool = False
-    """Whether it reads `data.judge`."""
+    """Whether the stage reads `data.judge`."""
     check: Callable[[Settings, Mapping[str, Final]], object] | None = None
-    """(settings, parents by role) -> raises an RLHFError for what is known to be wrong before
-    Lightning and torch are imported."""
+    """Function of (settings, parents by role) that raises an RLHFError for errors that can be found
+    before Lightning and torch are imported."""
     goal: tuple[tuple[str, Literal["min", "max"]], ...] = ()
-    """Metrics of an evaluation that decide which checkpoint is the best, and whether the lowest or
-    the highest is; a later one decides where those before it are equal. A stage that trains nothing
-    has none, and no checkpoints."""
+    """Metrics of an evaluation that select the best checkpoint, each with its direction; a later
+    metric decides where the earlier ones are equal. Empty for a stage that does not train and
+    writes no checkpoints."""
     unit: str = "optimizer step"
-    """What is counted: the x-axis of its curves."""
+    """Unit in which steps are counted: the label of the x-axis of the curves."""
     validates_first: bool = False
     """Whether all validation data are evaluated before the first step."""
     headlines: tuple[str, ...] = ()
-    """Metrics that the progress bar shows."""
+    """Metrics in the progress bar."""
     summary: tuple[str, ...] = ()
     """Metrics of the stage in the table of a sweep."""
     panels: Callable[[Collection[str]], Sequence[Panel]] | None = None
-    """Names of the measured metrics -> panels of curves.png; None draws one for each metric."""
+    """Function: names of the measured metrics -> panels of curves.png; None draws one panel a
+    metric."""
     volatile: tuple[str, ...] = ()
-    """Keys of the section that may differ between two calls of a run, besides those of saving."""
+    """Keys of the section that may differ between two calls of a run, besides those that set when
+    checkpoints are written."""
     gaps: Callable[[Settings, int, range], Iterator[str]] | None = None
-    """(settings, step of a checkpoint, steps of evaluations before it) -> each file of the run that
-    lacks something of the steps before the checkpoint, with the first step that it lacks."""
+    """Function: (settings, step of a checkpoint, steps of evaluations before it) -> each file of
+    the run that lacks a step before the checkpoint, with the first such step."""
     replays: Literal["updates", "rows"] | None = None
-    """What `lightning-rlhf replay` computes again: recorded updates, or the batch that broke the
-    run off."""
+    """Data that `lightning-rlhf replay` computes again: the recorded updates, or the rows of the
+    batch at which the run ended."""
     hands_over: Literal["model", "report"] = "model"
-    """What is in `final/`: a model with a manifest, or a fitness report."""
+    """Content of `final/`: a model with a manifest, or a fitness report."""
 
     @property
     def trains(self) -> bool:
-        """Whether the stage has optimizer steps, and so checkpoints."""
+        """Return whether the stage has optimizer steps, and so checkpoints."""
         return bool(self.goal)
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Keys of the configuration that the stage does not read."""
+        """Return the keys of the configuration that the stage does not read."""
         return (
             *(f"data.{kind}" for kind in DATA_KINDS if kind != self.data),
             *(() if self.reads_judge else ("data.judge",)),
@@ -152,6 +155,6 @@ class Stage:
 
 
 def reward_key(settings: Settings, name: str) -> str:
-    """Return the key at which a component of the reward stands in the configuration."""
+    """Return the configuration key of a component of the reward."""
     is_sum = settings.tree["reward"]["kind"] == SUM
     return f"reward.components.{name}" if is_sum else "reward"

@@ -1,4 +1,4 @@
-"""The start of a stage: what names and folders alone tell is told before the slow imports."""
+"""Starts a stage: errors in names and folders are raised before the slow imports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_stage(settings: Settings) -> Path:
         if settings.resume == AUTO:
             if (decided := decide(settings)) is None:
                 return folder_of(settings) / FINAL
-            settings = decided  # whose checkpoint has been checked
+            settings = decided  # the checkpoint is already checked
             resume_point(settings)
             check_inputs(settings)
         else:
@@ -36,7 +36,7 @@ def run_stage(settings: Settings) -> Path:
 
 
 def check_inputs(settings: Settings) -> None:
-    """Raise an RLHFError unless the models, files and folders that the stage reads are there."""
+    """Raise an RLHFError unless the models, files and folders that the stage reads exist."""
     stage = settings.definition
     if not stage.reads_sft and settings.policy.checkpoint not in (None, BASE):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What SFT and reward modelling have in common."""
+"""Data and training steps shared by SFT and reward modelling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLLATE: Mapping[str, Callable[..., Record]] = {
 
 
 def read_batches(ready: Prepared) -> StageData[Any]:
-    """Return the batches of the data that a stage reads whose section is a SupervisedConfig.
+    """Return the batches for a stage whose section is a SupervisedConfig.
 
     Raises ConfigError or DataError where the data cannot be read.
     """
@@ -49,7 +49,7 @@ def supervised_data(
     train: Tokenised[Any],
     val: Tokenised[Any],
 ) -> StageData[Any]:
-    """Return batches of alike lengths over `config.epochs` passes."""
+    """Return batches of rows of similar length, over `config.epochs` passes."""
     return StageData(
         train=train.examples,
         val=val.examples,
@@ -64,9 +64,9 @@ def supervised_data(
 
 
 def batches(stage: str, config: SupervisedConfig, examples: int) -> int:
-    """Return how many batches `config.epochs` passes over the examples are, the last one filled up.
+    """Return the number of batches in `config.epochs` passes over the examples, rounded up.
 
-    Raises ConfigError where they are none.
+    Raises ConfigError where it is 0.
     """
     count = math.ceil(round(config.epochs * examples, 6) / config.batch_size)
     require(count > 0, f"{stage}.epochs", config.epochs,
@@ -84,9 +84,9 @@ def fit_supervised(
     metrics: Callback,
     at_end: AtEnd | None = None,
 ) -> dict[str, float]:
-    """As `fit`; a batch that no update can be made of is kept.
+    """Train as `fit` does, and keep a batch of which no update can be made.
 
-    rows: that are trained on; train: the same as tokens.
+    rows: training rows; train: the same rows as tokens.
     Raises NotFiniteError, which names the file.
     """
     keeper = KeepLastBatch(ready.folder, stage, rows, train, data, ready.chat)

@@ -1,4 +1,4 @@
-"""Reward models that read text: sequence classifiers, and what stage=rm left for another policy."""
+"""Reward models that read text: sequence classifiers, and models of stage=rm on another base."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
 from lightning_rlhf.stages.sections import section
 
-if TYPE_CHECKING:  # the extra "serve" has what it imports
+if TYPE_CHECKING:  # its imports are in the extra "serve"
     from lightning_rlhf.rewards.protocol import Columns, Messages, Score
 
 ASKER = "give it to the run that asks, with reward=http"
@@ -46,15 +46,15 @@ NOT_SERVED = {
     "reward.format_tolerance": "stage=ppo and stage=eval check the format of reward=model",
     "reward.unfit": "stage=ppo decides that of reward=model",
 }
-"""Keys of conf/reward/model.yaml that mean nothing to a server, and what to do instead."""
+"""Keys of conf/reward/model.yaml that do not apply to a server -> what to do instead."""
 
 
 def text_reward(
     config: ModelConfig, key: str, final: Final | None, device: torch.device
 ) -> TextReward:
-    """The reward model of `config`, which stands at `key` and was checked.
+    """Load and return the reward model of a checked `config`, the section `key`.
 
-    final: its folder, where it is one of this machine.
+    final: local folder of the model; None for one from the hub.
     """
     final = final or found(config, key)
     on = torch.device(config.device) if config.device else device
@@ -72,13 +72,13 @@ def text_reward(
 
 
 def found(config: ModelConfig, key: str) -> Final:
-    """Its folder, from the hub where it is none of this machine."""
+    """Return the folder of a reward model, downloaded from the hub where it is not local."""
     key = f"{key}.name_or_path"
     return find(str(local_folder(config.name_or_path, key, config.revision)), key)
 
 
 def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> None:
-    """Raise what can be known to be wrong before weights load; as `text_reward`."""
+    """Raise an RLHFError for errors known before weights load; arguments as for `text_reward`."""
     final = final or found(config, key)
     if final.manifest is not None:
         check_own(final, config, key)
@@ -94,7 +94,7 @@ def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> Non
 
 
 def check_own(final: Final, config: ModelConfig, key: str) -> None:
-    """Raise where an option does not fit what stage=rm left."""
+    """Raise ConfigError where an option does not fit a reward model of stage=rm."""
     for name in ("revision", "tokenizer", "chat_template", "label"):
         value = getattr(config, name)
         if value is not None:
@@ -114,7 +114,7 @@ def check_own(final: Final, config: ModelConfig, key: str) -> None:
 def classifier_model(
     config: ModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
-    """A sequence classifier of any family; returns as `own_model`."""
+    """Load a sequence classifier of any family; returns the same as `own_model`."""
     classifier = load_classifier(config, key, device)
     model = TextModel(
         classifier.encode,
@@ -130,9 +130,9 @@ def classifier_model(
 def own_model(
     final: Final, config: ModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
-    """What stage=rm left, on the base that it was trained on, with the format of its training.
+    """Load a reward model of stage=rm on the base and with the format that it was trained with.
 
-    Returns: the model, and how many tokens it has positions for, where it says that.
+    Returns: the model, and its number of positions in tokens; None where it states none.
     """
     trained, template_kwargs = trained_as(final)
     base = replace(
@@ -161,9 +161,9 @@ def own_model(
 
 
 def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
-    """The model and the arguments of the chat template that the manifest of stage=rm says.
+    """Return the base model and the chat template's arguments from the manifest of stage=rm.
 
-    Raises CheckpointError where it lacks them, or has values that are not allowed there.
+    Raises CheckpointError where they are missing or not allowed.
     """
     config = final.require_manifest("rm").config
     key = "chat_template_kwargs"
@@ -178,13 +178,11 @@ def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:
-    """What a server answers with: the reward at a folder or hub id, on the GPU where there is one.
+    """Return the score function of a server: the reward at a folder or hub id, on a GPU if any.
 
-    Standardised where it is a `final/` of stage=rm, which has mean and deviation; else raw.
-
-    The verdict of its fitness report is printed, where it has one.
-
-    overrides: `reward.KEY=VALUE`, of the keys in conf/reward/model.yaml that say how it is read.
+    Scores are standardised for a `final/` of stage=rm, which has mean and deviation; else raw.
+    Prints the verdict of the model's fitness report, where it has one.
+    overrides: `reward.KEY=VALUE`, keys of conf/reward/model.yaml that set how the model reads text.
     """
     final = find(str(local_folder(source, "final", None)), "final")
     for word in overrides:
@@ -218,5 +216,5 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
 
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """The turns of a row as the chat template takes them."""
+    """Return the turns of a row as the chat template takes them."""
     return tuple(Message(turn["role"], turn["content"]) for turn in messages)

@@ -1,4 +1,4 @@
-"""What a run of stage=ppo does."""
+"""The training run of stage=ppo."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from lightning_rlhf.stages.unfit import say_verdicts, verdicts_on
 
 
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
-    """Proximal policy optimization."""
+    """Run proximal policy optimization and return the path of its `final/` folder."""
     parents = find_parents(settings)
     check_sampler(config.rollout)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
@@ -129,9 +129,9 @@ def build_module(
     prompts: Mapping[str, Sequence[dict[str, Any]]],
     microbatch: MicrobatchSize | None,
 ) -> PPOModule:
-    """The module before its first iteration: a fresh policy, and a critic if there is to be one.
+    """Return the module before its first iteration: a new policy, and a critic where configured.
 
-    microbatch: the size that the reward's models read by; None where none does.
+    microbatch: size at which the models of the reward read responses; None where none does.
     """
     settings = ready.settings
     add_policy(roles, settings.model, settings.seed)
@@ -148,7 +148,7 @@ def build_module(
 
 
 def say_collapse(folder: Path) -> None:
-    """One warning where the last iteration says that the policy has collapsed."""
+    """Print one warning where the metrics of the last iteration show a collapsed policy."""
     rows = read_rows(folder / METRICS)
     trained = [row for row in rows.values() if {"kl_divergence", "entropy"} <= row.keys()]
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
@@ -157,9 +157,9 @@ def say_collapse(folder: Path) -> None:
 
 
 def say_kept(folder: Path, iteration: int) -> None:
-    """Where the batch is that the run broke off at, and how to replay it, or why it cannot be.
+    """Print where the batch that ended the run is, and how to replay it, or why it cannot be.
 
-    Once the checkpoints are written that an exception leaves.
+    Called after the checkpoints that an exception leaves are written.
     """
     path = file_of(folder, iteration)
     command = f"`lightning-rlhf replay {folder} --iteration {iteration}`"

@@ -1,4 +1,4 @@
-"""What a run of stage=rm does."""
+"""The training run of stage=rm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
 
 
 def run_rm(settings: Settings, config: RMConfig) -> Path:
-    """Reward modelling."""
+    """Run reward modelling and return the path of its `final/` folder."""
     parents = find_parents(settings)
     with Working("reading the data"):
         rows = load_preferences(settings.data, settings.seed)
@@ -101,7 +101,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
 
 
 def build_module(ready: Prepared, roles: Roles, config: RMConfig) -> RewardModule:
-    """The module before its first step, with fresh heads."""
+    """Return the module before its first step, with newly initialised heads."""
     settings = ready.settings
     generator = torch.Generator().manual_seed(settings.seed)
     roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
@@ -123,7 +123,7 @@ def report_fitness(
     loggers: Sequence[Logger],
     step: int,
 ) -> None:
-    """What `final/` says of the reward model besides its weights, in `folder` and the loggers."""
+    """Write the calibration and fitness files of the reward model to `folder` and the loggers."""
     settings, chat = ready.settings, ready.chat
     pairs = fitting(held_out, chat, settings.data).rows
     if not pairs:
@@ -155,7 +155,7 @@ def report_fitness(
 
 
 def require_margins(rows: Rows[Preference]) -> None:
-    """Raise DataError unless every pair says by how much its chosen response is better."""
+    """Raise DataError unless every pair has a margin between its two responses."""
     without = [i for i, row in enumerate(rows.rows) if row.margin is None]
     if without:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a run of stage=sft does."""
+"""The training run of stage=sft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
 
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
-    """Supervised fine-tuning."""
+    """Run supervised fine-tuning and return the path of its `final/` folder."""
     with Working("reading the data"):
         rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
@@ -39,7 +39,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
 
 
 def build_module(ready: Prepared, roles: Roles, config: SFTConfig) -> SFTModule:
-    """The module before its first step."""
+    """Return the module before its first step."""
     settings = ready.settings
     if config.finetune == "lora":
         roles.add_adapter(SFT, settings.model.lora, settings.seed)

@@ -1,4 +1,4 @@
-"""The section `trainer` of a configuration: arguments of lightning.Trainer, and two of ours."""
+"""The section `trainer` of a configuration: arguments of lightning.Trainer, and two more keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_rlhf.stages.stage import TrainerConfig
 AUTO = "auto"
 GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
 CPU = {"precision": "32-true", "weights_dtype": "float32"}
-"""Values that auto stands for on a GPU, and on the CPU."""
+"""Values of the keys set to auto, on a GPU and on the CPU."""
 PASSED = (
     "benchmark", "callbacks", "detect_anomaly", "deterministic", "enable_model_summary",
     "enable_progress_bar", "limit_val_batches", "max_time", "plugins", "profiler", "strategy",
 )  # fmt: skip
-"""Arguments of lightning.Trainer that are handed on as they are."""
+"""Arguments of lightning.Trainer that are passed on unchanged."""
 _LENGTH = "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is"
 _RHYTHM = "val_every in the section of the stage says when a run evaluates"
 _LOOP = "a run trains and evaluates in one process, on all of its data, in an order that it resumes"
@@ -53,7 +53,7 @@ OWNED: Mapping[str, str] = {
     "use_distributed_sampler": _LOOP,
     "val_check_interval": _RHYTHM,
 }
-"""Arguments of lightning.Trainer that a stage sets itself -> what says it instead."""
+"""Arguments of lightning.Trainer that a stage sets itself -> what to use instead."""
 
 
 def read_trainer(node: Any) -> TrainerConfig:
@@ -76,10 +76,10 @@ def read_trainer(node: Any) -> TrainerConfig:
 
 
 def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration in which trainer=auto has become what this machine has.
+    """Return a configuration in which trainer=auto is replaced by settings for this machine.
 
-    The GPU that torch can use, in bf16-mixed over frozen weights in bfloat16; else the CPU in
-    float32. A model with random weights (model.from_config) is small and stays on the CPU.
+    A GPU that torch can use gets bf16-mixed with frozen weights in bfloat16; else the CPU is used
+    in float32. A model with random weights (model.from_config) is small and stays on the CPU.
     """
     trainer, model = tree["trainer"], tree["model"]
     if not isinstance(trainer, Mapping) or not isinstance(model, Mapping):
@@ -96,7 +96,7 @@ def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_auto(node: Mapping[str, Any], key: str) -> bool:
-    """Return whether the key is there and its value is auto."""
+    """Return whether the key is present and its value is auto."""
     return key in node and node[key] == AUTO
 
 

@@ -1,4 +1,4 @@
-"""Before PPO starts: what the fitness reports of its reward's models say."""
+"""The check before PPO of the fitness reports of its reward models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_rlhf.stages.stage import Settings, reward_key
 def verdicts_on(settings: Settings, parents: Mapping[str, Final]) -> dict[str, Verdict | None]:
     """Return the verdict on each reward model that stage=rm trained, by component.
 
-    None where it has none. A component of weight 0 is not paid, so that it is never refused.
+    None for a model without a report. A component of weight 0 is never refused: it is not paid.
 
-    Raises ConfigError where one is unfit and its key `unfit` is refuse.
+    Raises ConfigError where a model is unfit and its key `unfit` is refuse.
     """
     verdicts: dict[str, Verdict | None] = {}
     for name, config in settings.reward.items():
@@ -45,7 +45,7 @@ def verdicts_on(settings: Settings, parents: Mapping[str, Final]) -> dict[str, V
 
 
 def say_verdicts(verdicts: Mapping[str, Verdict | None]) -> None:
-    """Print the verdict on each component of the reward, or that there is none."""
+    """Print the verdict on each component of the reward, or that it has none."""
     for name, verdict in verdicts.items():
         if verdict is None:
             say(
