@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -101,6 +102,24 @@ class Prepared:
         if self.settings.trainer.accelerator == "cpu":
             return torch.device("cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "mps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(ABC):
+    """A stage before its first step, for `Trainer.fit(training.module, training.data)`."""
+
+    ready: Prepared
+    roles: Roles
+    """Models that the module trains and reads."""
+    module: L.LightningModule
+    data: StageData[Any]
+
+    @abstractmethod
+    def save(self, metrics: Mapping[str, float]) -> Path:
+        """Write `final/` with the trained model, and return its path.
+
+        metrics: those that the manifest stores.
+        """
 
 
 def check_accelerator(settings: Settings) -> None:

@@ -100,6 +100,8 @@ class Stage:
     """Section of `data` that the stage reads."""
     run: Callable[[Settings, Any], Path]
     """(settings, their `config`) -> path of the `final/` folder that the stage hands over."""
+    prepare: Callable[[Settings, Any], Any] | None = None
+    """(settings, their `config`) -> a `launch.Training`, for a Trainer of the user's own."""
     build: Callable[..., Any] | None = None
     """(Prepared, Roles, config, ...) -> the LightningModule before its first step, for replay."""
     reads_sft: bool = True
