@@ -1,6 +1,6 @@
 """SFT, a reward model and PPO with a plain lightning.Trainer.
 
-python examples/plain_lightning.py                   trains the embedded model in three minutes
+python examples/plain_lightning.py                   trains the embedded model
 python examples/plain_lightning.py run=other seed=1  takes the overrides of train.py
 """
 

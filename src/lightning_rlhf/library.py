@@ -17,7 +17,7 @@ from lightning_rlhf.cli.overrides import check_choices, parse_arguments, refuse_
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.stages.folders import claim
 from lightning_rlhf.stages.paths import CONF
-from lightning_rlhf.stages.registry import stage_names
+from lightning_rlhf.stages.registry import STAGES, stage_names
 from lightning_rlhf.stages.resume import resume_point
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
@@ -81,9 +81,10 @@ def build(settings: Settings) -> Training:
 
     prepare, resume = settings.definition.prepare, settings.resume
     if prepare is None:
+        allowed = ", ".join(name for name, stage in STAGES.items() if stage.prepare is not None)
         raise ConfigError(
             f"stage={settings.stage} cannot be built: its description has no `prepare`; allowed: "
-            "sft, rm, ppo"
+            f"{allowed}, or a stage of your own that has it"
         )
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     resume_point(settings)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.core.results import PairScores
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
@@ -61,8 +62,8 @@ def test_ppo_says_after_which_iteration_nothing_can_be_sampled(finished: Workpla
 def test_weights_that_no_evaluation_shows_are_looked_at(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fine(self: RewardModule, *_: Any) -> dict[str, torch.Tensor]:
-        return {"chosen": torch.ones(1), "rejected": torch.zeros(1)}
+    def fine(self: RewardModule, *_: Any) -> PairScores:
+        return PairScores(chosen=torch.ones(1), rejected=torch.zeros(1))
 
     monkeypatch.setattr(RewardModule, "validation_step", fine)
     failed = command(finished, "rm", *infinite_weights("rm"), ONE_STEP["rm"])

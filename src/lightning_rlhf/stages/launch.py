@@ -65,7 +65,7 @@ from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 AtEnd = Callable[[Sequence[Logger], int], None]
-"""Is given the loggers and the last step."""
+"""Function of the loggers and the last step, called before the loggers close."""
 
 
 class KernelsLine(Callback):
@@ -78,14 +78,15 @@ class KernelsLine(Callback):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the stages have in common once their inputs are checked."""
+    """Inputs that all stages have, checked."""
 
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     parents: Mapping[str, Final]
-    """Role -> the checkpoint that plays it."""
+    """Role -> checkpoint that it is loaded from."""
     started: float
+    """Time at which the stage started, by time.perf_counter()."""
     callbacks: list[Callback]
     """Callbacks of the user's own."""
     loggers: list[Logger]
@@ -93,12 +94,12 @@ class Prepared:
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """Return the folder of the run."""
         return folder_of(self.settings)
 
     @property
     def device(self) -> torch.device:
-        """Where the trainer computes."""
+        """Return the device that the run computes on."""
         if self.settings.trainer.accelerator == "cpu":
             return torch.device("cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "mps")
@@ -183,7 +184,7 @@ def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[An
 
 
 def identity(settings: Settings) -> RunIdentity:
-    """What a dashboard shows of the run."""
+    """Return what a dashboard shows of the run."""
     return RunIdentity(
         name=run_name(settings),
         run=settings.run,
@@ -201,9 +202,8 @@ def fit(
     callbacks: list[Callback],
     at_end: AtEnd | None = None,
 ) -> dict[str, float]:
-    """Train over the whole schedule, validate at the end, draw the curves; the last metrics.
+    """Train over the whole schedule, validate at the end, draw the curves; return the last metrics.
 
-    at_end: is given the loggers and the last step before the loggers close.
     Raises TrainingError where the model has diverged, or where no update was made.
     """
     settings, stage = ready.settings, ready.settings.definition
@@ -278,7 +278,7 @@ def fit(
 def check_state(checkpoint: Path, module: L.LightningModule, data: StageData[Any]) -> None:
     """Raise CheckpointError unless the checkpoint is of these parameters and these data.
 
-    Before anything in the run's folder is written or removed; Lightning reads it once more.
+    Called before anything in the run's folder is written or removed; Lightning reads it again.
     """
     found = load(checkpoint)
     try:
