@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -64,7 +65,7 @@ from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 AtEnd = Callable[[Sequence[Logger], int], None]
-"""Function called at the end of training with the loggers and the last step."""
+"""Function of the loggers and the last step, called before the loggers close."""
 
 
 class KernelsLine(Callback):
@@ -77,14 +78,15 @@ class KernelsLine(Callback):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Objects that all stages need, made after their inputs were checked."""
+    """Inputs that all stages have, checked."""
 
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     parents: Mapping[str, Final]
-    """Role -> checkpoint that takes it."""
+    """Role -> checkpoint that it is loaded from."""
     started: float
+    """Time at which the stage started, by time.perf_counter()."""
     callbacks: list[Callback]
     """Callbacks of the user's own."""
     loggers: list[Logger]
@@ -92,15 +94,33 @@ class Prepared:
 
     @property
     def folder(self) -> Path:
-        """Return the folder that the run writes to."""
+        """Return the folder of the run."""
         return folder_of(self.settings)
 
     @property
     def device(self) -> torch.device:
-        """Return the device on which the trainer computes."""
+        """Return the device that the run computes on."""
         if self.settings.trainer.accelerator == "cpu":
             return torch.device("cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "mps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(ABC):
+    """A stage before its first step, for `Trainer.fit(training.module, training.data)`."""
+
+    ready: Prepared
+    roles: Roles
+    """Models that the module trains and reads."""
+    module: L.LightningModule
+    data: StageData[Any]
+
+    @abstractmethod
+    def save(self, metrics: Mapping[str, float]) -> Path:
+        """Write `final/` with the trained model, and return its path.
+
+        metrics: those that the manifest stores.
+        """
 
 
 def check_accelerator(settings: Settings) -> None:
@@ -164,7 +184,7 @@ def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[An
 
 
 def identity(settings: Settings) -> RunIdentity:
-    """Return the identity of the run for experiment trackers."""
+    """Return what a dashboard shows of the run."""
     return RunIdentity(
         name=run_name(settings),
         run=settings.run,
@@ -184,7 +204,6 @@ def fit(
 ) -> dict[str, float]:
     """Train over the whole schedule, validate at the end, draw the curves; return the last metrics.
 
-    at_end: called with the loggers and the last step, before the loggers close.
     Raises TrainingError where the model has diverged, or where no update was made.
     """
     settings, stage = ready.settings, ready.settings.definition

@@ -22,6 +22,13 @@ def run(settings: Settings, config: PPOConfig) -> Path:
     return run_ppo(settings, config)
 
 
+def prepare(settings: Settings, config: PPOConfig) -> Any:
+    """Return the stage before its first iteration, as `train_ppo.prepare_ppo`."""
+    from lightning_rlhf.stages.train_ppo import prepare_ppo
+
+    return prepare_ppo(settings, config)
+
+
 def build(*arguments: Any) -> Any:
     """Return the module before its first iteration, as `train_ppo.build_module`."""
     from lightning_rlhf.stages.train_ppo import build_module
@@ -42,6 +49,7 @@ STAGE = Stage(
     config=PPOConfig,
     data="prompts",
     run=run,
+    prepare=prepare,
     build=build,
     reads_reward=True,
     reads_judge=True,

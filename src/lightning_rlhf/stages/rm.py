@@ -21,6 +21,13 @@ def run(settings: Settings, config: RMConfig) -> Path:
     return run_rm(settings, config)
 
 
+def prepare(settings: Settings, config: RMConfig) -> Any:
+    """Return the stage before its first step, as `train_rm.prepare_rm`."""
+    from lightning_rlhf.stages.train_rm import prepare_rm
+
+    return prepare_rm(settings, config)
+
+
 def build(*arguments: Any) -> Any:
     """Return the module before its first step, as `train_rm.build_module`."""
     from lightning_rlhf.stages.train_rm import build_module
@@ -41,6 +48,7 @@ STAGE = Stage(
     config=RMConfig,
     data="preferences",
     run=run,
+    prepare=prepare,
     build=build,
     goal=(("eval/accuracy", "max"), ("eval/rm_loss", "min")),
     headlines=("update/rm_loss", "update/accuracy", "eval/accuracy"),

@@ -21,6 +21,13 @@ def run(settings: Settings, config: SFTConfig) -> Path:
     return run_sft(settings, config)
 
 
+def prepare(settings: Settings, config: SFTConfig) -> Any:
+    """Return the stage before its first step, as `train_sft.prepare_sft`."""
+    from lightning_rlhf.stages.train_sft import prepare_sft
+
+    return prepare_sft(settings, config)
+
+
 def build(*arguments: Any) -> Any:
     """Return the module before its first step, as `train_sft.build_module`."""
     from lightning_rlhf.stages.train_sft import build_module
@@ -41,6 +48,7 @@ STAGE = Stage(
     config=SFTConfig,
     data="demonstrations",
     run=run,
+    prepare=prepare,
     build=build,
     reads_sft=False,
     goal=(("eval/loss", "min"),),

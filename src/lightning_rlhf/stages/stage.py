@@ -99,7 +99,9 @@ class Stage:
     data: Kind
     """Section of `data` that the stage reads."""
     run: Callable[[Settings, Any], Path]
-    """Function: (settings, their `config`) -> path of the `final/` folder that the stage writes."""
+    """(settings, their `config`) -> path of the `final/` folder that the stage hands over."""
+    prepare: Callable[[Settings, Any], Any] | None = None
+    """(settings, their `config`) -> a `launch.Training`, for a Trainer of the user's own."""
     build: Callable[..., Any] | None = None
     """Function: (Prepared, Roles, config, ...) -> LightningModule before its first step, for
     replay."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlhf.callbacks.last_batch import KeepLastBatch
@@ -22,7 +22,7 @@ from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.splits import LOAD
 from lightning_rlhf.stages.advice import advice
-from lightning_rlhf.stages.launch import AtEnd, Prepared, fit, tokenised
+from lightning_rlhf.stages.launch import AtEnd, Prepared, Training, fit, tokenised
 
 COLLATE: Mapping[str, Callable[..., Record]] = {
     "demonstrations": collate_demonstrations,
@@ -74,24 +74,27 @@ def batches(stage: str, config: SupervisedConfig, examples: int) -> int:
     return count
 
 
-def fit_supervised(
-    ready: Prepared,
-    stage: Kind,
-    module: L.LightningModule,
-    data: StageData[Any],
-    rows: Rows[Any],
-    train: Tokenised[Any],
-    metrics: Callback,
-    at_end: AtEnd | None = None,
-) -> dict[str, float]:
-    """Train as `fit` does, and keep a batch of which no update can be made.
+@dataclass(frozen=True, kw_only=True)
+class SupervisedTraining(Training):
+    """SFT or reward modelling before the first step."""
 
-    rows: training rows; train: the same rows as tokens.
+    rows: Rows[Any]
+    """Rows that are trained on."""
+    train: Tokenised[Any]
+    """Tokens of the rows that are trained on."""
+
+
+def fit_supervised(
+    training: SupervisedTraining, stage: Kind, metrics: Callback, at_end: AtEnd | None = None
+) -> dict[str, float]:
+    """Train as `fit` does; keep the batch that no update can be made of.
+
     Raises NotFiniteError, which names the file.
     """
-    keeper = KeepLastBatch(ready.folder, stage, rows, train, data, ready.chat)
+    ready, data = training.ready, training.data
+    keeper = KeepLastBatch(ready.folder, stage, training.rows, training.train, data, ready.chat)
     try:
-        return fit(ready, module, data, [metrics, keeper], at_end)
+        return fit(ready, training.module, data, [metrics, keeper], at_end)
     except NotFiniteError as error:
         if keeper.is_kept:
             error.advice = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.readers import Rows
@@ -45,18 +47,61 @@ from lightning_rlhf.stages.build_rewards import (
 )
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import METRICS, find_parents
-from lightning_rlhf.stages.launch import Prepared, fit, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.launch import Prepared, Training, fit, hand_over, make_ready, tokenised
 from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.reward_formats import check_formats
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.unfit import say_verdicts, verdicts_on
 
 
+@dataclass(frozen=True, kw_only=True)
+class PPOTraining(Training):
+    """PPO before its first iteration."""
+
+    module: PPOModule
+    verdicts: Mapping[str, Verdict]
+    """Component of the reward -> verdict of its fitness report, where it has one."""
+
+    def save(self, metrics: Mapping[str, float]) -> Path:
+        critic = self.module.critic
+        head = VALUE if critic is not None and critic.shares_trunk else None
+        return hand_over(self.ready, self.roles, POLICY, metrics, head=head, verdicts=self.verdicts)
+
+
 def run_ppo(settings: Settings, config: PPOConfig) -> Path:
-    """Run proximal policy optimization and return the path of its `final/` folder."""
+    """Train a policy on a reward and hand it over; return the path of `final/`."""
+    judge = load_judge(settings.data.judge) if settings.data.judge else None
+    training = prepare_ppo(settings, config)
+    ready, folder = training.ready, training.ready.folder
+    evaluation, dump = Evaluation(judge, folder), NonFiniteDump(folder)
+    samples = Samples(
+        every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=folder
+    )
+    recorders = [dump, *([Recorder(folder)] if settings.record else [])]
+    diagnosis = Diagnosis(config.kl_warning)
+    callbacks = [PPOMetrics(), diagnosis, evaluation, samples, *recorders]
+    try:
+        fit(ready, training.module, training.data, callbacks)
+    except NotFiniteError:
+        if dump.kept is not None:
+            say_kept(folder, dump.kept)
+        raise
+    assert evaluation.first is not None
+    assert evaluation.last is not None
+    first, last = evaluation.first, evaluation.last
+    get_console().print(before_after_table(first, last, training.verdicts))
+    say_collapse(folder)
+    return training.save({f"start/{name}": value for name, value in first.items()} | last)
+
+
+def prepare_ppo(settings: Settings, config: PPOConfig) -> PPOTraining:
+    """Read the prompts, load the SFT model and build reward, critic and policy.
+
+    Raises an RLHFError where a reward, the data or a model does not fit, before a model loads
+    wherever that is possible.
+    """
     parents = find_parents(settings)
     check_sampler(config.rollout)
-    judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
         rows = load_prompts(settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
@@ -98,27 +143,7 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
         pool_batches=1,
     )
     module = build_module(ready, roles, reward, config, texts, microbatch)
-    evaluation = Evaluation(judge, ready.folder)
-    samples = Samples(
-        every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=ready.folder
-    )
-    dump = NonFiniteDump(ready.folder)
-    recorders = [dump, *([Recorder(ready.folder)] if settings.record else [])]
-    try:
-        diagnosis = Diagnosis(config.kl_warning)
-        fit(ready, module, data, [PPOMetrics(), diagnosis, evaluation, samples, *recorders])
-    except NotFiniteError:
-        if dump.kept is not None:
-            say_kept(ready.folder, dump.kept)
-        raise
-    assert evaluation.first is not None
-    assert evaluation.last is not None
-    get_console().print(before_after_table(evaluation.first, evaluation.last, verdicts))
-    say_collapse(ready.folder)
-    metrics = {f"start/{name}": value for name, value in evaluation.first.items()}
-    shares_trunk = module.critic is not None and module.critic.shares_trunk
-    head = VALUE if shares_trunk else None
-    return hand_over(ready, roles, POLICY, metrics | evaluation.last, head=head, verdicts=verdicts)
+    return PPOTraining(ready=ready, roles=roles, module=module, data=data, verdicts=verdicts)
 
 
 def build_module(
@@ -129,7 +154,7 @@ def build_module(
     prompts: Mapping[str, Sequence[dict[str, Any]]],
     microbatch: MicrobatchSize | None,
 ) -> PPOModule:
-    """Return the module before its first iteration: a new policy, and a critic where configured.
+    """Return the module before its first iteration, with a new policy and, for GAE, a critic.
 
     microbatch: size at which the models of the reward read responses; None where none does.
     """
@@ -148,7 +173,7 @@ def build_module(
 
 
 def say_collapse(folder: Path) -> None:
-    """Print one warning where the metrics of the last iteration show a collapsed policy."""
+    """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
     rows = read_rows(folder / METRICS)
     trained = [row for row in rows.values() if {"kl_divergence", "entropy"} <= row.keys()]
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
@@ -157,9 +182,9 @@ def say_collapse(folder: Path) -> None:
 
 
 def say_kept(folder: Path, iteration: int) -> None:
-    """Print where the batch that ended the run is, and how to replay it, or why it cannot be.
+    """Print where the batch is at which the run ended, and how to replay it, or why it cannot be.
 
-    Called after the checkpoints that an exception leaves are written.
+    To be called once the checkpoints are written that an exception leaves.
     """
     path = file_of(folder, iteration)
     command = f"`lightning-rlhf replay {folder} --iteration {iteration}`"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from lightning.pytorch.loggers import Logger
+from torch import Tensor
 
 from lightning_rlhf.callbacks.metrics import RewardMetrics
 from lightning_rlhf.callbacks.working import Working
@@ -46,11 +48,49 @@ from lightning_rlhf.stages.reward_fitness import (
     write_report,
 )
 from lightning_rlhf.stages.stage import Settings
-from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
+from lightning_rlhf.stages.supervised import SupervisedTraining, fit_supervised, supervised_data
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMTraining(SupervisedTraining):
+    """Reward modelling before its first step."""
+
+    held_out: Rows[Preference]
+    """Pairs that are validated on."""
+    problems: Problems
+    """Problems of the pairs."""
+    samples: Sequence[SampledResponses]
+    """Responses of the SFT model, whose rewards give the scale."""
+    below: Tensor
+    """Fingerprint of the SFT model before it is trained."""
+
+    def save(self, metrics: Mapping[str, float], report: Path | None = None) -> Path:
+        """Measure the scale on the samples and write `final/`.
+
+        report: folder with the files of the fitness report; None for a model without one.
+        """
+        rewards = scored_samples(self.roles.to(self.ready.device), self.samples)
+        mean, std = reward_moments(rewards)
+        say(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
+        verdict = None if report is None else read_judgement(report)
+        return hand_over(
+            self.ready, self.roles, REWARD, metrics, head=REWARD, reward=(mean, std),
+            below=self.below, more=report, verdicts={} if verdict is None else {"rm": verdict},
+        )  # fmt: skip
 
 
 def run_rm(settings: Settings, config: RMConfig) -> Path:
-    """Run reward modelling and return the path of its `final/` folder."""
+    """Train a reward model on pairs and hand it over; return the path of `final/`."""
+    training = prepare_rm(settings, config)
+    with TemporaryDirectory() as more:
+        at_end = partial(report_fitness, training, Path(more), config)
+        metrics = fit_supervised(training, "rm", RewardMetrics(), at_end)
+        say_evaluation(metrics)
+        return training.save(metrics, Path(more))
+
+
+def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:
+    """Read the pairs, load the SFT model and sample the responses that give the scale."""
     parents = find_parents(settings)
     with Working("reading the data"):
         rows = load_preferences(settings.data, settings.seed)
@@ -82,26 +122,14 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     prompts = [e.prompt for e in train.examples]
     samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
     module = build_module(ready, roles, config)
-    with TemporaryDirectory() as more:
-        report = partial(
-            report_fitness, ready, roles, held_out, problems, samples, Path(more), config
-        )
-        metrics = fit_supervised(
-            ready, "rm", module, data, rows.train, train, RewardMetrics(), report
-        )
-        say_evaluation(metrics)
-        rewards = scored_samples(roles.to(ready.device), samples)
-        mean, std = reward_moments(rewards)
-        say(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
-        verdict = read_judgement(Path(more))
-        return hand_over(
-            ready, roles, REWARD, metrics, head=REWARD, reward=(mean, std), below=below,
-            more=Path(more), verdicts={} if verdict is None else {"rm": verdict},
-        )  # fmt: skip
+    return RMTraining(
+        ready=ready, roles=roles, module=module, data=data, rows=rows.train, train=train,
+        held_out=held_out, problems=problems, samples=samples, below=below,
+    )  # fmt: skip
 
 
 def build_module(ready: Prepared, roles: Roles, config: RMConfig) -> RewardModule:
-    """Return the module before its first step, with newly initialised heads."""
+    """Return the module before its first step, with new heads."""
     settings = ready.settings
     generator = torch.Generator().manual_seed(settings.seed)
     roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
@@ -113,19 +141,12 @@ def build_module(ready: Prepared, roles: Roles, config: RMConfig) -> RewardModul
 
 
 def report_fitness(
-    ready: Prepared,
-    roles: Roles,
-    held_out: Rows[Preference],
-    problems: Problems,
-    samples: Sequence[SampledResponses],
-    folder: Path,
-    config: RMConfig,
-    loggers: Sequence[Logger],
-    step: int,
+    training: RMTraining, folder: Path, config: RMConfig, loggers: Sequence[Logger], step: int
 ) -> None:
-    """Write the calibration and fitness files of the reward model to `folder` and the loggers."""
+    """Write the fitness report and the pairs of the format check to `folder` and the loggers."""
+    ready, roles, samples = training.ready, training.roles, training.samples
     settings, chat = ready.settings, ready.chat
-    pairs = fitting(held_out, chat, settings.data).rows
+    pairs = fitting(training.held_out, chat, settings.data).rows
     if not pairs:
         say("no held-out pair is within the limits of length: no fitness report")
         return
@@ -139,7 +160,7 @@ def report_fitness(
         source,
         pairs,
         (scored_samples(roles, samples), response_lengths(samples)),
-        problems,
+        training.problems,
         title=run_name(settings),
         sampled_from="prompts of the pairs that the reward model is trained on",
         scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics import SFTMetrics
@@ -14,11 +15,26 @@ from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.stages.console import say_evaluation
 from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.stages.stage import Settings
-from lightning_rlhf.stages.supervised import fit_supervised, supervised_data
+from lightning_rlhf.stages.supervised import SupervisedTraining, fit_supervised, supervised_data
+
+
+class SFTTraining(SupervisedTraining):
+    """Supervised fine-tuning before its first step."""
+
+    def save(self, metrics: Mapping[str, float]) -> Path:
+        return hand_over(self.ready, self.roles, SFT, metrics, head=None)
 
 
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
-    """Run supervised fine-tuning and return the path of its `final/` folder."""
+    """Fine-tune a model on demonstrations and hand it over; return the path of `final/`."""
+    training = prepare_sft(settings, config)
+    metrics = fit_supervised(training, "sft", SFTMetrics())
+    say_evaluation(metrics)
+    return training.save(metrics)
+
+
+def prepare_sft(settings: Settings, config: SFTConfig) -> SFTTraining:
+    """Read the data and load the model."""
     with Working("reading the data"):
         rows = load_demonstrations(settings.data, settings.seed)
     ready = make_ready(settings, {})
@@ -33,9 +49,9 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     longest = max(len(e.prompt) + len(e.response) for e in train.examples)
     check_positions(roles, longest, "the longest demonstration")
     module = build_module(ready, roles, config)
-    metrics = fit_supervised(ready, "sft", module, data, rows.train, train, SFTMetrics())
-    say_evaluation(metrics)
-    return hand_over(ready, roles, SFT, metrics, head=None)
+    return SFTTraining(
+        ready=ready, roles=roles, module=module, data=data, rows=rows.train, train=train
+    )
 
 
 def build_module(ready: Prepared, roles: Roles, config: SFTConfig) -> SFTModule:

@@ -1,0 +1,205 @@
+"""The library's front door: examples/plain_lightning.py, the README's snippet, configuration()."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+
+import lightning_rlhf
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.stages.paths import HOME
+
+from .conftest import PRESETS, STAGES, Workplace, given, make_workplace, rows, weights
+
+EXAMPLE = HOME / "examples" / "plain_lightning.py"
+MINI = (f"hydra.searchpath=[file://{PRESETS}]", "model=mini", "data=small")
+HEADLINE = ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, dict[str, L.Trainer]]:
+    """A workplace in which the example trained the three stages, and their Trainers."""
+    place = make_workplace(tmp_path_factory.mktemp("example") / "work")
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    with contextlib.chdir(place.folder):
+        return place, {stage: train(stage, *MINI) for stage in STAGES}
+
+
+def logged(place: Workplace, stage: str) -> list[dict[str, str]]:
+    """Return the rows of the CSVLogger without their empty cells."""
+    with (place.outputs / "logs" / stage / "version_0" / "metrics.csv").open(newline="") as file:
+        return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 60
+
+
+def test_both_doors_train_the_same_weights(
+    example: tuple[Workplace, dict[str, L.Trainer]], pipeline: Workplace
+) -> None:
+    place, _ = example
+    for stage in STAGES:
+        ours = weights(place.stage(stage))
+        assert len(ours) > 1
+        assert ours == weights(pipeline.stage(stage)), stage
+
+
+def test_headline_metrics_reach_lightning_without_our_callbacks(
+    example: tuple[Workplace, dict[str, L.Trainer]], pipeline: Workplace
+) -> None:
+    place, trainers = example
+    trainer = trainers["ppo"]
+    callbacks: list[Callback] = trainer.callbacks
+    assert not [found for found in callbacks if type(found).__module__.startswith("lightning_rlhf")]
+    found = [row for row in logged(place, "ppo") if "reward_mean" in row]
+    expected = [row for row in rows(pipeline.stage("ppo")) if "reward_mean" in row]
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == ["1", "2", "3"]
+    for name in HEADLINE:
+        numbers = [float(row[name]) for row in found]
+        # The command's callback adds the same numbers up in another order.
+        same = pytest.approx([float(row[name]) for row in expected], rel=1e-5, abs=1e-6)
+        assert numbers == same, name
+        assert trainer.callback_metrics[name].item() == pytest.approx(numbers[-1], rel=1e-6)
+        assert trainer.progress_bar_metrics[name] == pytest.approx(numbers[-1], rel=1e-6)
+
+
+def test_a_learning_rate_monitor_works(
+    example: tuple[Workplace, dict[str, L.Trainer]],
+) -> None:
+    place, trainers = example
+    for stage in STAGES:
+        assert any(isinstance(found, LearningRateMonitor) for found in trainers[stage].callbacks)
+        # Six steps of SFT and of the reward model, three iterations of PPO.
+        rates = [row for row in logged(place, stage) if "lr-AdamW/pg1" in row]
+        assert len(rates) == (3 if stage == "ppo" else 6)
+    # ppo.lr_schedule=linear without warm-up, over three iterations from ppo.lr=0.001.
+    found = [float(row["lr-AdamW/pg1"]) for row in rates]
+    assert found == pytest.approx([1e-3 * share for share in (1, 2 / 3, 1 / 3)])
+
+
+def test_what_was_saved_is_a_run_of_the_command(
+    example: tuple[Workplace, dict[str, L.Trainer]],
+) -> None:
+    place, _ = example
+    written = json.loads((place.stage("ppo") / "final" / "manifest.json").read_text())
+    assert written["parents"]["sft"] == str((place.stage("sft") / "final").resolve())
+    assert "holds a run that finished" in place.mini("stage=ppo").error
+    with contextlib.chdir(place.folder):
+        settings = lightning_rlhf.configuration("ppo", *MINI)
+        with pytest.raises(ConfigError, match="holds a run that finished"):
+            lightning_rlhf.build(settings)
+
+
+def test_the_snippet_of_the_readme_trains(
+    tmp_path: Path, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (HOME / "README.md").read_text().split("Plain Lightning")[1]
+    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    assert found[1] in (HOME / "docs" / "library.md").read_text()
+    configuration, place = lightning_rlhf.configuration, make_workplace(tmp_path / "work")
+    asked: list[tuple[str, ...]] = []
+
+    def smaller(stage: str, *overrides: str) -> object:
+        asked.append((stage, *overrides))
+        return configuration(stage, *overrides, *MINI, *given(pipeline))
+
+    monkeypatch.setattr(lightning_rlhf, "configuration", smaller, raising=False)
+    names: dict[str, object] = {}
+    with contextlib.chdir(place.folder):
+        exec(found[1], names)
+    [words] = asked
+    assert configuration(*words).stage == "ppo"  # as it stands in the README too
+    assert weights(place.stage("ppo"))
+
+
+def test_a_configuration_has_the_defaults_of_conf_and_what_is_given() -> None:
+    settings = lightning_rlhf.configuration("ppo", "model=tiny", "ppo.kl_coef=0.1", "seed=3")
+    assert isinstance(settings.config, PPOConfig)
+    # ppo.yaml, ppo_tiny.yaml, the words above, gae.yaml
+    assert settings.config.clip_range == 0.2
+    assert settings.config.iterations == 150
+    assert (settings.config.kl_coef, settings.seed) == (0.1, 3)
+    assert settings.config.advantage == "gae"
+    assert lightning_rlhf.configuration("ppo").config.kl_coef == 0.06
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["dpo"], "stage is 'dpo'; allowed: sft, rm, ppo"),
+        (["ppo", "ppo.kl_coeff=1"], "ppo.kl_coeff is not a known key; did you mean ppo.kl_coef?"),
+        (["ppo", "ppo.kl_coef=-1"], "ppo.kl_coef is -1; allowed"),
+        (["ppo", "sft.lr=1"], "stage=ppo does not read sft.lr"),
+        (["ppo", "model=nothing"], "model=nothing is not known; allowed: hub, "),
+        (["ppo", "model=../model/tiny"], "model=../model/tiny is not known; allowed: hub, "),
+        (["ppo", "recipe=quickstart"], "recipe is 'quickstart'"),
+        (["ppo", "reward=http"], "reward.url must be given"),
+    ],
+)
+def test_mistakes_in_a_configuration_are_named(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        lightning_rlhf.configuration(*words)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "told"),
+    [
+        (["ppo"], CheckpointError, "Run stage=sft first"),
+        (["sft", "resume=true"], ConfigError, "resume is True; allowed: false"),
+        (["sft", "trainer=gpu"], ConfigError, "trainer.accelerator is 'gpu', but torch finds none"),
+        (["eval", "reward=random"], ConfigError, "stage=eval cannot be built.*: sft, rm, ppo, or"),
+        (["sft", "data.demonstrations.train=no.jsonl"], DataError, "no.jsonl"),
+    ],
+)
+def test_what_cannot_be_built_is_told_before_a_model_loads(
+    workplace: Workplace,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    error: type[Exception],
+    told: str,
+) -> None:
+    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with contextlib.chdir(workplace.folder):
+        settings = lightning_rlhf.configuration(*words, *MINI)
+        with pytest.raises(error, match=told):
+            lightning_rlhf.build(settings)
+    assert not workplace.outputs.exists()
+
+
+def test_a_program_that_uses_hydra_keeps_its_own_configurations(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("a: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        lightning_rlhf.configuration("ppo")
+        assert compose("mine").a == 1
+
+
+def test_importing_the_package_loads_no_library() -> None:
+    code = (
+        "import sys, lightning_rlhf; found = {'torch', 'lightning', 'hydra'} & {*sys.modules}; "
+        "assert not found, found; lightning_rlhf.configuration('sft'); "
+        "assert 'hydra' in sys.modules; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'train'"):
+        lightning_rlhf.train  # noqa: B018
