@@ -86,10 +86,11 @@ def test_an_advantage() -> None:
 def test_the_floors_are_those_of_the_import_contracts() -> None:
     pyproject = tomllib.loads((HOME / "pyproject.toml").read_text())
     layers = pyproject["tool"]["importlinter"]["contracts"][0]["layers"]
-    assert [
+    package = HOME / "src" / "lightning_rlhf"
+    rooms = [
         (str(len(layers) - i), room.strip().removeprefix("lightning_rlhf."))
         for i, layer in enumerate(layers)
         for room in layer.split("|")
-    ] == FLOORS
-    package = HOME / "src" / "lightning_rlhf"
+    ]
+    assert [(floor, room) for floor, room in rooms if (package / room).is_dir()] == FLOORS
     assert {room for _, room in FLOORS} == {p.parent.name for p in package.glob("*/__init__.py")}
