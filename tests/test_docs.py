@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import shlex
@@ -49,12 +50,20 @@ NOT_THE_ALGORITHM = (
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
 REPLAY = (HOME / "docs" / "replay.md").read_text()
 COMMANDS = [
-    line.split("#")[0].split(" --")[0].strip()
+    line.split("#")[0].strip()
     for page in PAGES
     for line in re.findall(
-        r"python train\.py (?!replay|-m)[^\n`…]+", page.read_text().replace("\\\n", "")
+        r"(?:python train\.py|^lightning-rlhf) (?!replay|serve-reward|-m)[^\n`…]+",
+        page.read_text().replace("\\\n", ""),
+        re.MULTILINE,
     )
 ]
+FILES = [
+    file
+    for page in PAGES
+    for file in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
+]
+"""Paths and texts of the files that pages show, for the commands of the same pages."""
 
 
 def links(page: Path) -> list[tuple[str, Path]]:
@@ -166,19 +175,45 @@ def test_there_are_commands() -> None:
         assert any(f"reward={kind}" in command for command in COMMANDS) or kind == "head"
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a command is given, with the files that the pages show."""
+    for path, text in FILES:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read_command(command: str) -> tuple[Path, str, list[str]]:
+    """Return folder and name of the configuration that a command composes, and its overrides."""
+    words = argparse.ArgumentParser()
+    for option in ("--cfg", "--package", "--config-dir", "--config-name"):
+        words.add_argument(option)
+    start = 2 if command.startswith("python") else 1
+    options, overrides = words.parse_known_args(shlex.split(command)[start:])
+    if options.config_dir is None:
+        return CONF, "config", overrides
+    own = Path(options.config_dir).absolute()
+    assert own.is_dir(), "no page shows a file in it"
+    if options.config_name is None:
+        return CONF, "config", [*overrides, f"hydra.searchpath=[file://{own}]"]
+    return own, options.config_name, [*overrides, f"hydra.searchpath=[file://{CONF}]"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_accepted(command: str) -> None:
+def test_commands_are_accepted(command: str, folder: Path) -> None:
     """They compose, and the configuration that they give is one that a run would take."""
     register_resolvers()
     GlobalHydra.instance().clear()
-    given = shlex.split(command)[2:]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", given)
+    home, name, given = read_command(command)
+    with initialize_config_dir(str(home), version_base="1.3"):
+        cfg = compose(name, given)
         if cfg.recipe is not None:
             recipe = read_recipe(RECIPES / cfg.recipe)
             for stage in recipe.stages or ("ppo",):
                 own = stage_overrides(recipe, stage, given, cfg.job)
-                read_settings(compose("config", list(own)))
+                read_settings(compose(name, list(own)))
         else:
             read_settings(cfg)
 

@@ -1,0 +1,96 @@
+"""The examples of docs/architecture.md do what the page says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.callbacks import names
+from lightning_rlhf.callbacks.names import Metric, check_names
+from lightning_rlhf.stages.paths import HOME
+
+from .conftest import Workplace, given, rows
+
+PAGE = (HOME / "docs" / "architecture.md").read_text()
+FLOORS = re.findall(r"^\| (\d) \| \[`(\w+)`\]", PAGE, re.MULTILINE)
+
+
+def example(name: str) -> str:
+    """Return the block of Python under this mark."""
+    found = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def place(finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """A workplace with run=default of all stages, and the files of the page."""
+    for path, text in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL):
+        (finished.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (finished.folder / path).write_text(text)
+    monkeypatch.syspath_prepend(finished.folder)
+    return finished
+
+
+def own(place: Workplace, *overrides: str) -> None:
+    """Run a command that finds my_conf/."""
+    place.mini("hydra.searchpath=[file://my_conf]", *overrides).succeeded  # noqa: B018
+
+
+def test_a_reward_a_sampler_and_a_callback(place: Workplace) -> None:
+    own(
+        place, "stage=ppo", "run=own", "ppo.iterations=1", "ppo.critic_warmup=0",
+        "ppo.rollout=cool.py:Cool", "callbacks.longest._target_=longest.Longest", "reward=function",
+        "reward.path=concise.py:concise", "reward.arguments.price=0.2",
+        *(word for word in given(place) if not word.startswith("reward")),
+    )  # fmt: skip
+    [row] = [row for row in rows(place.stage("ppo", "own")) if "reward_mean" in row]
+    # 0.2 of each word, and a token is at most one word.
+    longest = float(row["rollout/longest"])
+    assert longest == int(longest) > 0
+    assert -0.2 * longest <= float(row["rollout/reward_min"]) < float(row["rollout/reward_max"])
+    assert float(row["reward_mean"]) < 0
+
+
+def test_a_stage(place: Workplace) -> None:
+    own(place, "+stages=tune", "stage=tune", "tune.epochs=0.25", "tune.batch_size=4",
+        "tune.microbatch_size=2")  # fmt: skip
+    folder = place.stage("tune")
+    assert (folder / "final" / "adapter_config.json").is_file()
+    # It starts as the SFT model; a model that knows nothing has a loss of log 2048 = 7.6.
+    before = min(float(row["eval/loss"]) for row in rows(place.stage("sft")) if "eval/loss" in row)
+    assert float(rows(folder)[-1]["eval/loss"]) == pytest.approx(before, abs=0.5)
+
+
+def test_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "METRICS", dict(names.METRICS))
+    with pytest.raises(ValueError, match="rollout/longest"):
+        check_names(["rollout/longest"])
+    exec(example("metric"), {"METRICS": names.METRICS, "Metric": Metric, "PPO": names.PPO})
+    check_names(["rollout/longest"])
+
+
+def test_an_advantage() -> None:
+    found: dict[str, Any] = {"Float": Float, "Tensor": Tensor}
+    exec(example("advantage"), found)
+    returns = torch.tensor([1.0, 4.0, -2.0, -3.0])
+    assert found["over_worst"](returns, 2).tolist() == [0.0, 3.0, 1.0, 0.0]
+
+
+def test_the_floors_are_those_of_the_import_contracts() -> None:
+    pyproject = tomllib.loads((HOME / "pyproject.toml").read_text())
+    layers = pyproject["tool"]["importlinter"]["contracts"][0]["layers"]
+    package = HOME / "src" / "lightning_rlhf"
+    rooms = [
+        (str(len(layers) - i), room.strip().removeprefix("lightning_rlhf."))
+        for i, layer in enumerate(layers)
+        for room in layer.split("|")
+    ]
+    assert [(floor, room) for floor, room in rooms if (package / room).is_dir()] == FLOORS
+    assert {room for _, room in FLOORS} == {p.parent.name for p in package.glob("*/__init__.py")}
