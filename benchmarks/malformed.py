@@ -44,7 +44,7 @@ import malformed_http as over_http
 from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli import serve
 from lightning_rlhf.cli.main import main as command_line
-from lightning_rlhf.replay import run as replay_run
+from lightning_rlhf.replay import run_updates as replay_run
 from lightning_rlhf.stages import run, text_rewards, train_ppo, train_rm, train_sft
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from common import ROOT, Clock, OnIteration, Setting
 from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
 from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.core.types import Experience, Prompts, Replies
+from lightning_rlhf.core.types import DecodedResponses, Experience, Prompts
 from lightning_rlhf.kernels.decoder import compile_layers
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
@@ -67,8 +67,8 @@ def build(model: PreTrainedModel, setting: Setting, critic: CriticKind) -> PPOMo
     Raises ValueError for a critic other than "head" and "adapter".
     """
 
-    def reward(replies: Replies) -> Tensor:
-        return setting.score(replies.rollout.tokens, replies.rollout.response_mask)
+    def reward(decoded: DecodedResponses) -> Tensor:
+        return setting.score(decoded.rollout.tokens, decoded.rollout.response_mask)
 
     roles = Roles(model.eval().requires_grad_(False))
     lora = LoRASettings(

@@ -54,7 +54,7 @@ def with_reward(module: PPOModule, kind: str) -> Roles:
     roles.heads[REWARD].requires_grad_(False)
     for parameter in roles.trained_by(REWARD):
         parameter.requires_grad_(False)
-    module.roles.play(POLICY)
+    module.roles.set_role(POLICY)
     rewards = partial(roles.rewards, role=REWARD)
     module.reward = Reward.of(LearnedReward(rewards, 0.0, 1.0, 0.0, module.guard.microbatch))
     return roles

@@ -21,13 +21,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEW = """
-from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 server = RewardServer(score, listening_socket("127.0.0.1", 0))
 print(server.port, flush=True)
 server.run()
 """
 OLD = """
-from lightning_rlhf.rewards.serve import serve
+from lightning_rlhf.rewards.server import serve
 serve(score, "127.0.0.1", 0, ready=lambda url: print(url.split(":")[2].split("/")[0], flush=True))
 """
 SCORE = "score = lambda prompts, responses, columns: [0.0] * len(responses)\n"

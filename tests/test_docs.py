@@ -262,7 +262,7 @@ def test_keys_of_rewards_exist() -> None:
     assert set(found) <= known, set(found) - known
 
 
-def replies(*responses: str, **columns: list[Any]) -> Any:
+def decoded(*responses: str, **columns: list[Any]) -> Any:
     names = ("prompt", "messages", *columns)
     turns = [[{"role": "user", "content": "2 + 2?"}]] * len(responses)
     rows = zip(["2 + 2?"] * len(responses), turns, *columns.values(), strict=True)
@@ -276,7 +276,7 @@ def test_the_function_in_the_docs_is_one() -> None:
     exec(example("function"), names)
     reward = FunctionReward(names["near"], {"price": 0.1}, "reward").for_columns(["answer"])
     # One word, right; two words, wrong.
-    found = reward(replies("4", "is five", answer=[4, 4]))
+    found = reward(decoded("4", "is five", answer=[4, 4]))
     assert found == pytest.approx([1 - 0.1, -0.2])
 
 
@@ -295,7 +295,7 @@ def test_the_server_in_the_docs_answers() -> None:
             retries=0, backoff_s=0.0, cache_size=0, token_env=None, name="reward", tell=print,
         )  # fmt: skip
         reward.greet()
-        assert reward(replies("one", "one two", "")) == [-1, -2, 0]
+        assert reward(decoded("one", "one two", "")) == [-1, -2, 0]
         server.shutdown()
 
 

@@ -26,7 +26,7 @@ from lightning_rlhf.core.results import (
     SFTStep,
 )
 from lightning_rlhf.core.shaping import AS_IT_IS
-from lightning_rlhf.core.types import Experience, Replies, Rollout, Scores, UpdateStats
+from lightning_rlhf.core.types import DecodedResponses, Experience, Rollout, Scores, UpdateStats
 
 UPDATES = 2
 
@@ -116,13 +116,13 @@ class FakePPO(LightningModule):
         )
         ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, 0.0, 0.0]])
         score = torch.tensor([1.0, 0.0]) + self.iteration
-        replies = Replies(
+        decoded = DecodedResponses(
             rollout=rollout,
             rows=self.prompt_rows("val"),
             responses=["t1 t2 t3", "t4"],
         )
         scores = Scores(parts=self.parts(), score=score, ref_logprobs=ref)
-        return EvaluationResult(rollout=rollout, replies=replies, scores=scores)
+        return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)

@@ -184,7 +184,7 @@ def test_half_an_id_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_rlhf.core.storage.flush", cut_off)
+        patch.setattr("lightning_rlhf.io.storage.flush", cut_off)
         with pytest.raises(KeyboardInterrupt):
             _wandb_id(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
 
 
 def test_a_loaded_model_would_be_seen(workplace: Workplace, no_model: None) -> None:

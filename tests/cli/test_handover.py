@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
 
+from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
-from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.roles import POLICY
 from lightning_rlhf.stages.paths import RECIPES
 
@@ -44,7 +44,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
 
 
 def refused(place: Workplace, *overrides: str) -> str:
@@ -232,7 +232,7 @@ class Says(LogitsProcessor):
         return wanted
 
 
-def replies(model: PreTrainedModel, *tokens: int, **options: Any) -> list[list[int]]:
+def decoded(model: PreTrainedModel, *tokens: int, **options: Any) -> list[list[int]]:
     """Four tokens of a generate() that knows nothing but what its folder says."""
     prompts = torch.tensor([[5, 6, 7]] * len(tokens))
     said = model.generate(
@@ -258,14 +258,14 @@ def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace)
         ["<|end|>", "<|system|>", "<|pad|>", "<|user|>"]
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert replies(model, end, eos, other) == [
+    assert decoded(model, end, eos, other) == [
         [end, pad, pad, pad],
         [eos, pad, pad, pad],
         [other] * 4,
     ]
-    assert replies(model, end, eos) == [[end], [eos]]
+    assert decoded(model, end, eos) == [[end], [eos]]
     # What the folder says it is that ends them.
-    assert replies(model, end, eos, eos_token_id=None) == [[end] * 4, [eos] * 4]
+    assert decoded(model, end, eos, eos_token_id=None) == [[end] * 4, [eos] * 4]
 
 
 def test_the_policys_adapter_generates_with_what_its_sft_model_says(pipeline: Workplace) -> None:
@@ -273,7 +273,7 @@ def test_the_policys_adapter_generates_with_what_its_sft_model_says(pipeline: Wo
     end, pad = AutoTokenizer.from_pretrained(TOKENIZER).convert_tokens_to_ids(
         ["<|end|>", "<|pad|>"]
     )
-    assert replies(model, end, 5) == [[end, pad, pad, pad], [5] * 4]
+    assert decoded(model, end, 5) == [[end, pad, pad, pad], [5] * 4]
 
 
 @torch.no_grad()
@@ -293,7 +293,7 @@ def test_the_policy_is_the_same_one_to_everybody_and_to_us(pipeline: Workplace) 
     roles = start_from(ModelConfig(**config, lora=lora), sft, trainable=False, seed=0)
     reference = roles.head(roles.hidden(tokens))
     roles.load_adapter(POLICY, folder, trainable=False)
-    with roles.acting(POLICY):
+    with roles.use_role(POLICY):
         ours = roles.head(roles.hidden(tokens))
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
     assert (ours - reference).abs().max() > 1e-3  # the adapter has an effect to be found

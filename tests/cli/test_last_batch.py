@@ -155,7 +155,7 @@ def test_a_batch_that_finds_no_room_does_not_hide_why_the_run_ended(
     def full(*args: object) -> None:
         raise StorageError("no room")
 
-    monkeypatch.setattr("lightning_rlhf.callbacks.last_batch.write_last_batch", full)
+    monkeypatch.setattr("lightning_rlhf.callbacks.keep_last_batch.write_last_batch", full)
     outcome = run(place, "sft")
     assert "1 updates in a row (sft.max_nonfinite)" in outcome.err
     assert "is kept in" not in outcome.err
@@ -261,7 +261,7 @@ def test_what_is_missing_is_one_message(place: Workplace, monkeypatch: pytest.Mo
         raise AssertionError("a model loads")
 
     run(place, "sft")
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
     at = folder(place, "sft")
     kept = read_last_batch(last_batch_of(at))
     step = kept.step

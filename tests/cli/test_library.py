@@ -174,7 +174,7 @@ def test_what_cannot_be_built_is_told_before_a_model_loads(
     error: type[Exception],
     told: str,
 ) -> None:
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", None)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     with contextlib.chdir(workplace.folder):

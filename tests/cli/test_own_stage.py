@@ -21,10 +21,10 @@ import lightning as L
 import torch
 from torch.nn.functional import logsigmoid
 
-from lightning_rlhf.callbacks.rows import Rows
+from lightning_rlhf.callbacks.metric_rows import Rows
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.validation import STRICT, PositiveFloat
-from lightning_rlhf.models.handover import add_policy, start_from
+from lightning_rlhf.models.build_roles import add_policy, start_from
 from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT
 from lightning_rlhf.modules.optim import trainable_state
 from lightning_rlhf.stages.launch import fit, hand_over, make_ready
@@ -45,7 +45,7 @@ class DPO(L.LightningModule):
         return (logprobs.gather(-1, tokens[:, 1:, None])[..., 0] * mask[:, 1:]).sum(-1)
     def margin(self, batch):
         chosen, rejected = (batch.chosen, batch.chosen_mask), (batch.rejected, batch.rejected_mask)
-        with torch.no_grad(), self.roles.acting(REFERENCE):
+        with torch.no_grad(), self.roles.use_role(REFERENCE):
             reference = self.logprob(*chosen) - self.logprob(*rejected)
         return self.config.beta * (self.logprob(*chosen) - self.logprob(*rejected) - reference)
     def training_step(self, batch, batch_idx):

@@ -16,8 +16,8 @@ import pandas
 import pytest
 import torch
 
+from lightning_rlhf.callbacks.digest import parameters_digest
 from lightning_rlhf.callbacks.recorder import NonFiniteDump
-from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.types import PPOTerms
 from lightning_rlhf.data.rollouts import (
@@ -29,7 +29,7 @@ from lightning_rlhf.data.rollouts import (
 )
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.replay import run as replay_run
+from lightning_rlhf.replay import run_updates as replay_run
 from lightning_rlhf.replay.plan import plan_replay, settings_of
 from lightning_rlhf.stages.paths import HOME
 
@@ -452,7 +452,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model loads")
 
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
 
 
 def no_run(run: Path) -> str:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
+from lightning_rlhf.models.build_roles import load_reward
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.handover import load_reward
 from lightning_rlhf.models.loading import load_tokenizer
 
 from .conftest import ROWS, Workplace, weights

@@ -12,7 +12,7 @@ import pytest
 from lightning_rlhf.cli import serve
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.rewards.address import parsed
-from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
 from .conftest import TRAIN_PY, Workplace
 
@@ -98,7 +98,7 @@ def test_an_open_address_is_told(
 def test_without_its_libraries_it_says_how_to_install_them(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lightning_rlhf.rewards.serve", "lightning_rlhf.rewards.serve_limits"):
+    for name in ("lightning_rlhf.rewards.server", "lightning_rlhf.rewards.server_limits"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     error = workplace.call("serve-reward", "final").error

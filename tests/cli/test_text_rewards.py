@@ -57,7 +57,7 @@ def no_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

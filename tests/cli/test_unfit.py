@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.stages import text_rewards
 
 from .conftest import Workplace, given, make_workplace

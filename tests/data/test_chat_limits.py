@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lightning_rlhf.core import bounded
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.io import bounded
 
 Make = Callable[..., PreTrainedTokenizerFast]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import DataError, StorageError
 from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.data.parquet import FACTS
 from lightning_rlhf.data.rollouts import (
     PER_TOKEN,
     Recorded,
@@ -27,7 +28,6 @@ from lightning_rlhf.data.rollouts import (
     stats,
     write_recorded,
 )
-from lightning_rlhf.data.tables import FACTS
 
 LENGTHS = ((2, 3), (4, 1), (1, 5))
 """Tokens of the prompt and of the response of each row; the widths are one more than any."""

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from lightning_rlhf.models.build_roles import attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
-from lightning_rlhf.models.handover import attach_reward, start_from
 from lightning_rlhf.models.roles import REFERENCE, REWARD, Roles
 
 FAMILIES = ("qwen3.5", "qwen3.5-multimodal", "qwen3", "llama")
@@ -146,7 +146,7 @@ def test_three_stages_hand_over_to_each_other_and_to_the_ecosystem(run: Run) -> 
     sft = run.plain_sft()(tokens).logits
     assert (sft - base).abs().max() > 1e-3
     roles, config = run.roles()
-    with roles.acting(REFERENCE):
+    with roles.use_role(REFERENCE):
         close(roles.head(roles.hidden(tokens)), sft)
 
     # ppo: trained away from the SFT model, at which it started.
@@ -167,7 +167,7 @@ def test_three_stages_hand_over_to_each_other_and_to_the_ecosystem(run: Run) -> 
     hidden = run.plain("rm")(tokens, output_hidden_states=True).hidden_states[-1][:, -1]
     close(owner.reward(tokens, mask), hidden @ head["linear.weight"][0] + head["linear.bias"])
     assert owner is roles
-    with roles.acting(REFERENCE):
+    with roles.use_role(REFERENCE):
         close(roles.head(roles.hidden(tokens)), sft)
 
 

@@ -113,7 +113,7 @@ def test_hidden_states_and_gradients_are_those_of_peft(
     monkeypatch.setattr(lora, "MERGE_FROM", merging)
     roles = a_policy()
     roles._stack("sft", trainable=role == "sft")
-    roles.play(role)
+    roles.set_role(role)
     if asked is not None:
         asked.clear()
         outcome(roles)
@@ -143,7 +143,7 @@ def test_many_tokens_are_multiplied_with_the_sum(
 ) -> None:
     """16 x 24 numbers of W cost what 9.6 tokens of 16 and 24 do: from twice as many on it pays."""
     roles = a_policy()
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     layer = next(layer for layer in quick_layers(roles) if layer.out_features == 24)
     layer(torch.zeros(1, tokens, 16))
     assert folds == [(1, tokens, 16)] * merged
@@ -152,7 +152,7 @@ def test_many_tokens_are_multiplied_with_the_sum(
 def test_16_bits_never_are(folds: list[torch.Size]) -> None:
     """In the sum an adapter of less than 1/256 of a weight would be lost."""
     roles = a_policy(torch.bfloat16)
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     with torch.autocast("cpu", torch.bfloat16):
         for layer in quick_layers(roles):
             layer(torch.zeros(1000, layer.in_features))
@@ -168,7 +168,7 @@ def test_under_autocast_they_are_as_near_to_the_truth_as_those_of_peft(
     """
     roles, exact = a_policy(torch.bfloat16), a_policy(torch.bfloat16).float()
     for model in (roles, exact):
-        model.play(POLICY)
+        model.set_role(POLICY)
     off, gradients_off = [0.0, 0.0], [0.0, 0.0]
     for seed in range(24):
         tokens = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(seed))
@@ -195,7 +195,7 @@ def test_a_whole_model_in_fp32_under_autocast_is_left_to_peft(
     peft_is_asked: list[LoRALinear],
 ) -> None:
     roles = a_policy()
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     with torch.autocast("cpu", torch.bfloat16):
         roles.hidden(TOKENS)
     assert len(peft_is_asked) == len(quick_layers(roles)) > 0
@@ -226,7 +226,7 @@ def test_adapters_of_more_digits_than_the_weights_are_left_to_peft(
 ) -> None:
     """Where no autocast rounds them, PEFT adds them in fp32."""
     roles = a_policy(torch.bfloat16)
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     roles.hidden(TOKENS)
     assert len(peft_is_asked) == len(quick_layers(roles)) > 0
 
@@ -236,7 +236,7 @@ def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
     change: Callable[[Roles], None], peft_is_asked: list[LoRALinear]
 ) -> None:
     roles = a_policy()
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     change(roles)
     roles.hidden(TOKENS)
     assert len(peft_is_asked) == len(quick_layers(roles)) > 0
@@ -246,7 +246,7 @@ def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
 def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
     """As an expert to which no token is sent."""
     roles = a_policy()
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     layer = quick_layers(roles)[0]
     x = torch.zeros(shape, requires_grad=True)
     y = layer(x)
@@ -258,7 +258,7 @@ def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
 def test_another_programs_arguments_are_left_to_peft(peft_is_asked: list[LoRALinear]) -> None:
     """Different adapters for the rows of one batch."""
     roles = a_policy()
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     layer = quick_layers(roles)[0]
     rows = torch.randn(2, 16)
     mixed = layer(rows, adapter_names=["sft", "__base__"])
@@ -275,16 +275,16 @@ def test_variants_are_left_to_peft(
     roles = a_policy()
     roles.model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], **option))
     roles._stacks["other"] = ("other",)
-    roles.play("other")
+    roles.set_role("other")
     roles.hidden(TOKENS)
     assert len(peft_is_asked) == 2  # q_proj of two layers
 
 
 def test_a_role_without_adapters_speaks_as_the_base(peft_is_asked: list[LoRALinear]) -> None:
     roles = a_policy()
-    with torch.no_grad(), roles.acting("base"):
+    with torch.no_grad(), roles.use_role("base"):
         hidden = roles.hidden(TOKENS)
     with torch.no_grad(), roles.model.disable_adapter():
         assert torch.equal(hidden, roles.hidden(TOKENS))
-    with torch.no_grad(), roles.acting(REFERENCE):
+    with torch.no_grad(), roles.use_role(REFERENCE):
         assert not torch.equal(hidden, roles.hidden(TOKENS))

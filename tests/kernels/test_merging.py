@@ -49,13 +49,13 @@ def lora_layers(roles: Roles) -> int:
 @pytest.mark.parametrize("role", [POLICY, REFERENCE, "base"])
 def test_every_role_says_the_same_from_plain_layers(role: str) -> None:
     roles = a_policy()
-    with roles.acting(role):
+    with roles.use_role(role):
         beside = logits(roles)
         with roles.merged():
             assert lora_layers(roles) == 0
             torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
         assert torch.equal(logits(roles), beside)
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     assert (logits(roles) - beside).abs().max() > 0.1 or role == POLICY
 
 
@@ -108,7 +108,7 @@ def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool])
     roles = a_policy()
     roles.model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], **option))
     roles._stacks["other"] = ("other",)
-    roles.play("other")
+    roles.set_role("other")
     with torch.no_grad():
         for name, parameter in roles.named_parameters():
             if ".other." in name:
@@ -121,7 +121,7 @@ def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool])
 
 def test_an_adapter_that_stands_in_the_weights_already_is_not_added_again() -> None:
     roles = a_policy()
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     beside = logits(roles)
     roles.model.merge_adapter(["sft", POLICY])
     layers = lora_layers(roles)
@@ -133,15 +133,15 @@ def test_an_adapter_that_stands_in_the_weights_already_is_not_added_again() -> N
 def test_no_other_role_is_played_from_folded_weights() -> None:
     """They are the acting role's; another one would speak with its voice."""
     roles = a_policy()
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     with roles.merged():
         with pytest.raises(RuntimeError, match="reference cannot be played while policy is merged"):
-            roles.play(REFERENCE)
-        with roles.merged(), roles.acting(POLICY):
+            roles.set_role(REFERENCE)
+        with roles.merged(), roles.use_role(POLICY):
             assert lora_layers(roles) == 0
         with pytest.raises(RuntimeError, match="reference cannot be played"):
-            roles.play(REFERENCE)
-    with roles.acting(REFERENCE):
+            roles.set_role(REFERENCE)
+    with roles.use_role(REFERENCE):
         assert lora_layers(roles) > 0
 
 

@@ -334,8 +334,8 @@ def test_they_are_computed_once_more_as_the_role_that_they_were_computed_as() ->
         roles.add_adapter(CRITIC, LoRASettings(r=4, alpha=8, target_modules="all-linear"), seed=1)
         if again:
             roles.recompute_layers()
-        roles.play(POLICY)
-        with roles.acting(CRITIC):
+        roles.set_role(POLICY)
+        with roles.use_role(CRITIC):
             hidden = roles.hidden_at(tokens, mask)
         hidden.square().sum().backward()
         assert all(p.grad is None for p in roles.trained_by(POLICY))

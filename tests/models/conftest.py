@@ -18,10 +18,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.core.validation import build
+from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.handover import start_from
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
 
@@ -190,7 +190,7 @@ class Lineage:
         randomise(roles, POLICY, seed=5)
         manifest = build_manifest("ppo", tokenizer_hash=self.hash)
         self.ppo = self._write(folder / "ppo", roles, POLICY, tokenizer, manifest, VALUE)
-        with roles.acting(POLICY), torch.no_grad():
+        with roles.use_role(POLICY), torch.no_grad():
             self.policy_logits = roles.causal_lm(PROBE).logits[0, -1]
 
     @staticmethod

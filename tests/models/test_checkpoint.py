@@ -18,6 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, StorageError
+from lightning_rlhf.models.build_roles import (
+    add_policy,
+    attach_reward,
+    random_reward,
+    start_from,
+)
 from lightning_rlhf.models.checkpoint import (
     Final,
     find,
@@ -28,12 +34,6 @@ from lightning_rlhf.models.checkpoint import (
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.fingerprint import check_fingerprint
-from lightning_rlhf.models.handover import (
-    add_policy,
-    attach_reward,
-    random_reward,
-    start_from,
-)
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
 
@@ -254,7 +254,7 @@ def test_a_full_disk_says_how_much_is_needed(
 
     monkeypatch.setattr("lightning_rlhf.models.export.save_file", full)
     monkeypatch.setattr(type(roles.causal_lm), "save_pretrained", full)
-    monkeypatch.setattr("lightning_rlhf.core.storage.readable", str)
+    monkeypatch.setattr("lightning_rlhf.io.storage.readable", str)
     with pytest.raises(StorageError, match=f"No space left on device. It needs {size}, and "):
         write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
     assert list(tmp_path.iterdir()) == []
@@ -519,7 +519,7 @@ def test_the_policy_must_start_at_the_reference(
     def elsewhere(self: Roles, role: str, settings: Any, seed: int) -> None:
         add_adapter(self, role, settings, seed)
         self._stacks[role] = (role,)  # without the SFT adapter below it
-        self.play(BASE)
+        self.set_role(BASE)
 
     monkeypatch.setattr(Roles, "add_adapter", elsewhere)
     with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.models.build_roles import add_policy, attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.handover import add_policy, attach_reward, start_from
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import (
     BASE,
@@ -54,7 +54,7 @@ def critic(lineage: Any, kind: str, *, reward: Final | None = None,
 @torch.no_grad()
 def last_value(owner: Roles, role: str, tokens: Tensor) -> Tensor:
     """V after the whole sequence."""
-    with owner.acting(role):
+    with owner.use_role(role):
         return owner.heads[VALUE](owner.hidden(tokens)[:, -1])
 
 

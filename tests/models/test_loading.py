@@ -26,9 +26,9 @@ from transformers import (
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
 from lightning_rlhf.models import loading
+from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
-from lightning_rlhf.models.handover import check_positions
 from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer
 from lightning_rlhf.models.roles import BASE, POLICY, Roles, trainable_names
 

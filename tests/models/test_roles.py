@@ -14,15 +14,15 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.critic_loading import add_critic
-from lightning_rlhf.models.handover import (
+from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
     check_positions,
     random_reward,
     start_from,
 )
+from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import (
@@ -66,7 +66,7 @@ def plain_sft(lineage: Any) -> PreTrainedModel | PeftModel:
 
 @torch.no_grad()
 def logits(roles: Roles, role: str, tokens: Tensor) -> Tensor:
-    with roles.acting(role):
+    with roles.use_role(role):
         return roles.head(roles.hidden(tokens))
 
 
@@ -135,15 +135,15 @@ def test_acting_restores_the_role_after_an_exception_and_when_nested(
 ) -> None:
     roles = load(lineage)
     train(roles, POLICY, 11)
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     with torch.no_grad():
         as_policy = roles.hidden(tokens)
 
         def nested() -> None:
-            with roles.acting(REWARD):
-                with roles.acting(REFERENCE), roles.acting(REFERENCE):
+            with roles.use_role(REWARD):
+                with roles.use_role(REFERENCE), roles.use_role(REFERENCE):
                     assert not torch.equal(roles.hidden(tokens), as_policy)
-                with roles.acting(POLICY):
+                with roles.use_role(POLICY):
                     assert torch.equal(roles.hidden(tokens), as_policy)
                 assert not torch.equal(roles.hidden(tokens), as_policy)
                 raise KeyError("inside")
@@ -156,7 +156,7 @@ def test_acting_restores_the_role_after_an_exception_and_when_nested(
 def test_reading_changes_nothing(lineage: Any, tokens: Tensor, train: Train) -> None:
     roles = load(lineage)
     train(roles, POLICY, 11)
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
     names = trainable_names(roles)
     with torch.no_grad():
@@ -181,9 +181,9 @@ def test_switching_roles_keeps_exactly_the_policy_trainable(lineage: Any, tokens
     assert len(adapter) == sum(2 * (8 if "linear" in kind else 7) for kind in layers)
     assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
     for role in (REFERENCE, REWARD, BASE, POLICY):
-        with roles.acting(role):
+        with roles.use_role(role):
             assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
-        roles.play(role)
+        roles.set_role(role)
     assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
 
 
@@ -192,9 +192,9 @@ def test_gradients_reach_every_matrix_of_the_policy_and_nothing_else(
 ) -> None:
     roles = load(lineage)
     train(roles, POLICY, 11)
-    with roles.acting(REFERENCE), torch.no_grad():
+    with roles.use_role(REFERENCE), torch.no_grad():
         roles.hidden(tokens)
-    with roles.acting(POLICY):
+    with roles.use_role(POLICY):
         roles.head(roles.hidden(tokens)).square().mean().backward()
     for name, parameter in roles.named_parameters():
         if ".policy." in name:
@@ -395,7 +395,7 @@ def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
     tokens = torch.arange(8)[None]
     said = {}
     for role in (POLICY, REFERENCE, BASE, CRITIC):
-        with torch.no_grad(), roles.acting(role):
+        with torch.no_grad(), roles.use_role(role):
             said[role] = roles.hidden(tokens)
             assert learned(roles) == {POLICY, CRITIC}
     assert torch.equal(said[REFERENCE], said[CRITIC])

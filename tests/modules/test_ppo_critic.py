@@ -45,7 +45,7 @@ def as_critic(module: PPOModule, kind: str) -> Iterator[Any]:
         assert module.critic.roles is not module.roles
         yield module.critic.roles.causal_lm
         return
-    with module.roles.acting(CRITIC):
+    with module.roles.use_role(CRITIC):
         yield module.roles.causal_lm
 
 

@@ -28,7 +28,7 @@ LOSSES = {
 def tables(module: PPOModule, experience: Experience, role: str) -> Tensor:
     """Log-probabilities [N, V] before each response token in float64, row by row, unpadded."""
     found = []
-    with module.roles.acting(role):
+    with module.roles.use_role(role):
         for row in range(len(experience)):
             tokens = experience.tokens[row][experience.mask[row]]
             length = int(experience.response_mask[row].sum())

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import VOCABULARY, Outputs, fit, prompts, shake
 from .experiences import ADAPTER, Make
 
 
-def share_of_low_tokens(replies: Replies) -> Tensor:
+def share_of_low_tokens(decoded: DecodedResponses) -> Tensor:
     """The share of the response that is among the first quarter of the vocabulary."""
-    rollout = replies.rollout
+    rollout = decoded.rollout
     low = (rollout.responses < VOCABULARY // 4) & rollout.response_mask
     return low.sum(1) / rollout.response_mask.sum(1)
 
@@ -58,7 +58,7 @@ def test_the_leash_pulls_back(make_ppo: Make) -> None:
     """With nothing to gain and a price on KL, a policy that has strayed turns to the reference."""
     settings = LEARNING | {
         "fresh": False,
-        "reward": lambda replies: torch.zeros(len(replies)),
+        "reward": lambda decoded: torch.zeros(len(decoded)),
         "lr": 3e-3,
     }
     module = make_ppo(iterations=14, kl_coef=1.0, **settings)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import Experience, Replies
+from lightning_rlhf.core.types import DecodedResponses, Experience
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import Outputs, close, fit, prompts
@@ -64,9 +64,9 @@ def test_an_adaptive_price_follows_the_kl_a_response(make_ppo: Make) -> None:
     check_price(steps(module, last=2), [0.1, 0.1 * 1.01])
 
 
-def one_number(replies: Replies) -> Tensor:
+def one_number(decoded: DecodedResponses) -> Tensor:
     """Many different scores, and never the same ones twice."""
-    rollout = replies.rollout
+    rollout = decoded.rollout
     said = torch.where(rollout.response_mask, rollout.responses, 0)
     return said.float().sum(1) / 10 + 3
 

@@ -60,7 +60,7 @@ def preferences(
 def slow_rewards(roles: Roles, tokens: Tensor, lengths: tuple[int, ...], head: int = 0) -> Tensor:
     """Row by row without padding: the head on the last token's last hidden state."""
     found = []
-    with roles.acting(REWARD):
+    with roles.use_role(REWARD):
         for row, length in enumerate(lengths):
             output = roles.causal_lm(
                 input_ids=tokens[row, :length][None], output_hidden_states=True

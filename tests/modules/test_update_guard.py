@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import RewardError, TrainingError
-from lightning_rlhf.core.types import Record, Replies, Scores
+from lightning_rlhf.core.types import DecodedResponses, Record, Scores
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.optim import backward
@@ -87,9 +87,11 @@ def scored_row_facts_by_row() -> Iterator[None]:
     """What PPO learns from has the same bits, however many rows an update takes at once."""
     all_values, scored = Critic.all_values, ppo.score
 
-    def row_facts_by_row(roles: Roles, replies: Replies, reward: Reward, **keys: Any) -> Scores:
+    def row_facts_by_row(
+        roles: Roles, decoded: DecodedResponses, reward: Reward, **keys: Any
+    ) -> Scores:
         reward = replace(reward, sources=(lambda r: r.rollout.tokens.float().mean(dim=1),))
-        return scored(roles, replies, reward, **keys | {"batch_size": 1})
+        return scored(roles, decoded, reward, **keys | {"batch_size": 1})
 
     with (
         patch.object(Critic, "all_values", lambda critic, batch, _: all_values(critic, batch, 1)),
@@ -169,14 +171,14 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
         return hidden(roles, tokens, *args)
 
     rollout = module.roll_out(prompts(8), module.generator(0, 0))
-    replies = module.decode(rollout, "train")
-    module.reward = replace(module.reward, sources=(lambda replies: torch.zeros(8),))
-    expected = module.score(replies).ref_logprobs
+    decoded = module.decode(rollout, "train")
+    module.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
+    expected = module.score(decoded).ref_logprobs
     with (
         patch.object(Roles, "hidden_at", read),
         pytest.warns(UserWarning, match="is 4 from now on"),
     ):
-        found = module.score(replies).ref_logprobs
+        found = module.score(decoded).ref_logprobs
     assert batches == [8, 4, 4]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -270,7 +272,7 @@ def test_a_model_that_training_broke_names_iteration_and_key(
 
 
 def test_a_reward_that_is_no_number_names_the_iteration(make_ppo: Make) -> None:
-    module = make_ppo(reward=lambda replies: [math.nan] * len(replies))
+    module = make_ppo(reward=lambda decoded: [math.nan] * len(decoded))
     module.iteration = 6
     with pytest.raises(RewardError, match=r"^iteration 7: reward 'reward' gave nan for the resp"):
         module.collect(prompts(4))

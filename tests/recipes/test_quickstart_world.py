@@ -363,8 +363,8 @@ def test_tokenizer_round_trips_all_texts(tokenizer: Any) -> None:
 
 def test_tokenizer_is_small_and_replies_are_short(tokenizer: Any) -> None:
     assert 1_700 <= len(tokenizer) <= 2_000
-    replies = [row["response"] for row in _rows("sft_train.jsonl")]
-    lengths = [len(ids) for ids in tokenizer(replies)["input_ids"]]
+    decoded = [row["response"] for row in _rows("sft_train.jsonl")]
+    lengths = [len(ids) for ids in tokenizer(decoded)["input_ids"]]
     # 48 tokens are sampled at most, one of them the end marker.
     assert max(lengths) <= 47
     # A word is one token, a sentence's end mark another: about 9 words and 2 to 3 marks.

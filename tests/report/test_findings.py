@@ -9,7 +9,6 @@ from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Message, Preference
-from lightning_rlhf.report.advice import for_ppo
 from lightning_rlhf.report.checks import (
     ACCURACY,
     BEATS_LENGTH,
@@ -31,6 +30,7 @@ from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, ver
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.glossary import metrics
 from lightning_rlhf.report.probing import ProbeResult, measure_probes
+from lightning_rlhf.report.reward_advice import for_ppo
 from lightning_rlhf.report.scored import ScoredProbe, ScoredSample
 from lightning_rlhf.rewards.probes import ProbeKind
 

@@ -1,4 +1,4 @@
-"""Replies made of invented texts, and servers that say what a test wants."""
+"""DecodedResponses made of invented texts, and servers that say what a test wants."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.types import Replies, Rollout
+from lightning_rlhf.core.types import DecodedResponses, Rollout
 from lightning_rlhf.rewards.limits import Limits
 from lightning_rlhf.rewards.protocol import Score
-from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers, body."""
 
 
-def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> Replies:
+def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> DecodedResponses:
     """A reply for each (prompt, response). A column's `...` is a row without it."""
     rows = []
     for i, (prompt, _) in enumerate(texts):
@@ -39,7 +39,9 @@ def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> Replies:
         values=torch.zeros(size, 1),
         index=torch.arange(size),
     )
-    return Replies(rollout=rollout, rows=rows, responses=[response for _, response in texts])
+    return DecodedResponses(
+        rollout=rollout, rows=rows, responses=[response for _, response in texts]
+    )
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
@@ -128,7 +130,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
 @pytest.fixture(autouse=True)
 def _loggers_speak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra, where an earlier test ran it in this process, has silenced them."""
-    monkeypatch.setattr(logging.getLogger("lightning_rlhf.rewards.serve"), "disabled", False)
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf.rewards.server"), "disabled", False)
 
 
 Script = Callable[..., Scripted]

@@ -259,11 +259,11 @@ def test_ctrl_c_in_a_function_is_ctrl_c() -> None:
 @pytest.mark.parametrize("digits", [400, 5000])
 def test_a_number_that_no_float_holds_is_told(digits: int) -> None:
     number = 10**digits
-    replies = make_replies(("p", "r"))
+    decoded = make_replies(("p", "r"))
     function = FunctionReward(lambda prompts, responses: [number], {}, "reward")
     with pytest.raises(RewardError, match=r"returned .* as score 0 of 1, counted from 0; allowed"):
-        function(replies)
+        function(decoded)
     with pytest.raises(
         RewardError, match=r"^reward 'x' gave .* for the response 'r' to the prompt"
     ):
-        checked([number], replies, "x")
+        checked([number], decoded, "x")

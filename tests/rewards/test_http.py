@@ -45,12 +45,12 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_request_holds_messages_responses_and_columns(script: Script) -> None:
     server = script(scores(1, 2.5))
-    replies = make_replies(
+    decoded = make_replies(
         ("2+2?", "4"), ("é", "\U0001f388"),
         answer=["4", None], level=[1, ...], tags=[{"a": [1]}, ()],
         raw=[b"bytes", "text"], noise=[math.nan, math.inf], gone=[None, None],
     )  # fmt: skip
-    assert make_reward(server.url)(replies) == [1.0, 2.5]
+    assert make_reward(server.url)(decoded) == [1.0, 2.5]
     assert server.requests == [
         {
             "prompts": [messages("2+2?"), messages("é")],
@@ -69,9 +69,9 @@ def test_a_request_holds_messages_responses_and_columns(script: Script) -> None:
 def test_secrets_are_sent(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
     server = script(lengths)
-    replies = make_replies(*TEXTS)
-    make_reward(server.url + "?key=word", token_env="JUDGE_TOKEN")(replies)
-    make_reward(server.url.replace("//", "//me:word@"))(replies)
+    decoded = make_replies(*TEXTS)
+    make_reward(server.url + "?key=word", token_env="JUDGE_TOKEN")(decoded)
+    make_reward(server.url.replace("//", "//me:word@"))(decoded)
     assert server.paths == ["/score?key=word", "/score"]
     sent = [headers["authorization"] for headers in server.headers]
     assert sent == ["Bearer s3cret", "Basic bWU6d29yZA=="]

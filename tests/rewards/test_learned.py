@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.rewards.learned import LearnedReward
 
-from .three import replies
+from .three import decoded
 
 
 def test_the_mean_becomes_zero_and_a_standard_deviation_one() -> None:
@@ -17,7 +17,7 @@ def test_the_mean_becomes_zero_and_a_standard_deviation_one() -> None:
     reward = LearnedReward(lambda tokens, mask: raw, 1.0, 2.0, 0.0, MicrobatchSize("k", 3))
     # Rows come in by length: 2, 2 and 3 tokens, which is their order.
     # (1 - 1) / 2, (3 - 1) / 2, (-2 - 1) / 2
-    assert reward(replies()).tolist() == [0.0, 1.0, -1.5]
+    assert reward(decoded()).tolist() == [0.0, 1.0, -1.5]
 
 
 def test_whole_sequences_are_scored_by_token_and_mask_whatever_the_batch() -> None:
@@ -31,7 +31,7 @@ def test_whole_sequences_are_scored_by_token_and_mask_whatever_the_batch() -> No
         sizes.clear()
         reward = LearnedReward(real_sum, 0.0, 1.0, 0.0, MicrobatchSize("k", batch_size))
         # 6 + 7 + 8, 3 + 5, 2 + 4: the longest is not the last, so that the order is restored.
-        assert reward(replies(rows=(2, 0, 1))).tolist() == [21.0, 8.0, 6.0]
+        assert reward(decoded(rows=(2, 0, 1))).tolist() == [21.0, 8.0, 6.0]
         assert sizes == expected
 
 
@@ -40,13 +40,13 @@ def test_the_spread_of_an_ensemble_is_priced_in_standard_deviations() -> None:
     reward = LearnedReward(lambda tokens, mask: heads, 1.0, 2.0, 0.5, MicrobatchSize("k", 3))
     # Means 3, 2, -2 and population deviations 2, 0, 2:
     # (3 - 1 - 0.5 * 2) / 2, (2 - 1) / 2, (-2 - 1 - 0.5 * 2) / 2.
-    assert reward(replies()).tolist() == [0.5, 0.5, -2.0]
+    assert reward(decoded()).tolist() == [0.5, 0.5, -2.0]
 
 
 def test_no_gradient_is_kept() -> None:
     weight = torch.ones(3, 1, requires_grad=True)
     reward = LearnedReward(lambda tokens, mask: weight * 2, 0.0, 1.0, 0.0, MicrobatchSize("k", 3))
-    assert not reward(replies()).requires_grad
+    assert not reward(decoded()).requires_grad
 
 
 def test_too_little_memory_halves_what_is_read_at_once() -> None:
@@ -60,6 +60,6 @@ def test_too_little_memory_halves_what_is_read_at_once() -> None:
 
     reward = LearnedReward(room_for_one, 0.0, 1.0, 0.0, MicrobatchSize("ppo.microbatch_size", 3))
     with pytest.warns(UserWarning, match=r"ppo\.microbatch_size is 1 from now on"):
-        found = reward(replies())
+        found = reward(decoded())
     assert sizes == [3, 1, 1, 1]
-    assert found.tolist() == replies().rollout.tokens[:, 0].tolist()
+    assert found.tolist() == decoded().rollout.tokens[:, 0].tolist()

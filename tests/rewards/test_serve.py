@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.rewards.protocol import Columns, Messages
-from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
 from .conftest import messages, serving, wait_for
 
@@ -387,7 +387,7 @@ def test_a_fault_of_the_server_is_told_as_json(
     def fails(body: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("lightning_rlhf.rewards.serve.read_request", fails)
+    monkeypatch.setattr("lightning_rlhf.rewards.server.read_request", fails)
     assert ask(server, request("r")) == (500, {"error": "MemoryError: no room"})
     assert "a request could not be answered" in caplog.text
 
@@ -486,7 +486,7 @@ PROGRAM = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import time
-from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 from lightning_rlhf.rewards.limits import Limits
 def score(prompts, responses, columns):
     if responses == ["stay"]:
@@ -527,9 +527,9 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
 
 
 BOUNDED = """
-from lightning_rlhf.core.bounded import bounded
+from lightning_rlhf.io.bounded import bounded
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 def score(prompts, responses, columns):
     try:
         with bounded(0.2, 1 << 30):

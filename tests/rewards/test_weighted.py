@@ -14,7 +14,7 @@ from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.shaping import Term
 from lightning_rlhf.rewards.weighted import Reward
 
-from .three import replies
+from .three import decoded
 
 
 def term(name: str) -> Term:
@@ -26,7 +26,7 @@ def test_each_component_is_a_column() -> None:
         (term("length"), term("constant")),
         (lambda found: [len(text) for text in found.responses], lambda found: torch.ones(3)),
     )
-    found = reward(replies(["a", "bc", ""]))
+    found = reward(decoded(["a", "bc", ""]))
     assert found.tolist() == [[1.0, 1.0], [2.0, 1.0], [0.0, 1.0]]
     assert found.dtype == torch.float32
 
@@ -37,7 +37,7 @@ def test_each_component_is_a_column() -> None:
     ids=["list", "tensor", "array"],
 )
 def test_numbers_come_in_many_forms(numbers: Any) -> None:
-    found = Reward.of(lambda found: numbers)(replies())
+    found = Reward.of(lambda found: numbers)(decoded())
     assert found.tolist() == [[1.0], [2.5], [-3.0]]
     assert found.dtype == torch.float32
 
@@ -60,22 +60,22 @@ def test_a_number_that_is_missing_or_not_finite_is_named(numbers: Any, gave: str
         "finite number"
     )
     with pytest.raises(RewardError, match=f"^{re.escape(message)}$"):
-        reward(replies())
+        reward(decoded())
 
 
 @pytest.mark.parametrize("numbers", [[1.0, 2.0], torch.ones(4), []])
 def test_one_number_for_each_response(numbers: Any) -> None:
     with pytest.raises(RewardError, match=r"gave \d numbers for 3 responses; allowed: one"):
-        Reward.of(lambda found: numbers)(replies())
+        Reward.of(lambda found: numbers)(decoded())
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
     with pytest.raises(RewardError, match=r"gave a tensor \[3, 2\]"):
-        Reward.of(lambda found: torch.ones(3, 2))(replies())
+        Reward.of(lambda found: torch.ones(3, 2))(decoded())
 
 
 def test_long_texts_are_cut_in_the_message() -> None:
     with pytest.raises(RewardError) as caught:
-        Reward.of(lambda found: [math.nan] * 3)(replies(["x" * 1000, "", ""]))
+        Reward.of(lambda found: [math.nan] * 3)(decoded(["x" * 1000, "", ""]))
     assert "xxx...xxx" in str(caught.value)
     assert "x" * 300 not in str(caught.value)

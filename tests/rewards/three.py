@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
 
 from .conftest import make_replies
 
@@ -15,9 +15,9 @@ TOKENS = torch.tensor([[0, 3, 5], [2, 4, 0], [6, 7, 8]])
 MASK = torch.tensor([[False, True, True], [True, True, False], [True, True, True]])
 
 
-def replies(
+def decoded(
     responses: Sequence[str] = ("one", "two", "three"), rows: Sequence[int] = (0, 1, 2)
-) -> Replies:
+) -> DecodedResponses:
     """`rows` says in which order they come."""
     found = make_replies(
         *((f"question {i}", text) for i, text in zip(rows, responses, strict=True))

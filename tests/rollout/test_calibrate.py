@@ -28,12 +28,12 @@ def sampled(roles: Roles, prompts: Prompts) -> list[SampledResponses]:
 
 
 def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None:
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     found = sampled(roles, prompts)
     assert [len(rollout) for rollout in found] == [4, 2]
     generator = torch.Generator().manual_seed(3)
     for rollout, part in zip(found, prompts.split(4), strict=True):
-        with roles.acting(REFERENCE):
+        with roles.use_role(REFERENCE):
             expected = NativeSampler(roles, PARAMS).sample(part, 1, generator)
         assert torch.equal(rollout.tokens, expected.tokens)
         assert torch.equal(rollout.logprobs, expected.logprobs)
@@ -44,11 +44,11 @@ def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompt
     """Two identical forward passes differ by nothing; one that forgot the prompt by nats."""
     assert not roles.caches
     for responses in sampled(roles, prompts):
-        with roles.acting(REFERENCE):
+        with roles.use_role(REFERENCE):
             rollout = annotate(responses, roles, None, is_exact=True, temperature=1.0, batch_size=2)
         for row, mask, logprobs in zip(rollout.tokens, rollout.mask, rollout.logprobs, strict=True):
             tokens, n = row[mask], int((logprobs != 0).sum())
-            with torch.no_grad(), roles.acting(REFERENCE):
+            with torch.no_grad(), roles.use_role(REFERENCE):
                 logits = roles.causal_lm(tokens[None]).logits[0, -n - 1 : -1]
             expected = logits.log_softmax(-1)[torch.arange(n), tokens[-n:]]
             torch.testing.assert_close(logprobs[:n], expected, atol=1e-5, rtol=0)

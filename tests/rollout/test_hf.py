@@ -31,7 +31,7 @@ def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
         "end_token_ids": END,
     }
     params = SamplingParams(**(settings | changes))
-    with roles.acting(POLICY):
+    with roles.use_role(POLICY):
         sampled = HFSampler(roles, params).sample(prompts, samples_per_prompt, generator)
         assert sampled.logprobs is None
         return annotate(
@@ -51,7 +51,7 @@ def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
     rollout = roll_out(
         roles, make_prompts([7, 8, 9]).repeat(n), max_response_tokens=1, temperature=temperature
     )
-    with torch.no_grad(), roles.acting(POLICY):
+    with torch.no_grad(), roles.use_role(POLICY):
         hidden = roles.hidden(torch.tensor([[7, 8, 9]]))[0, -1]
         p = torch.softmax(roles.head(hidden) / temperature, dim=-1)
     found = torch.bincount(rollout.responses[:, 0], minlength=61)
@@ -85,7 +85,7 @@ def test_values_are_those_of_each_row_alone(roles: Roles, prompts: Prompts) -> N
     for i in range(len(prompts)):
         n = int(rollout.response_mask[i].sum())
         row = rollout.tokens[i][rollout.mask[i]][None]
-        with torch.no_grad(), roles.acting(POLICY):
+        with torch.no_grad(), roles.use_role(POLICY):
             model = roles.causal_lm
             hidden = model(row, output_hidden_states=True).hidden_states[-1][0, -n - 1 : -1]
         expected = roles.heads[VALUE](hidden)

@@ -26,14 +26,14 @@ Draw = Callable[[Tensor], None]
 
 
 def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> SampledResponses:
-    with roles.acting(POLICY):
+    with roles.use_role(POLICY):
         return sample(roles, prompts, **changes)
 
 
 @torch.no_grad()
 def alone(roles: Roles, tokens: Tensor, mask: Tensor) -> Tensor:
     """Last hidden states of one row without its padding, by the plain model: no cache, no mask."""
-    with roles.acting(POLICY):
+    with roles.use_role(POLICY):
         model = roles.causal_lm
         return model(tokens[mask][None], output_hidden_states=True).hidden_states[-1][0]
 
@@ -44,7 +44,7 @@ def test_what_was_recorded_is_what_a_whole_forward_pass_says(
     rollout = roll_out(roles, prompts)
     lengths = rollout.response_mask.sum(1)
     assert lengths.min() < lengths.max()  # of uneven length, or this shows little
-    with roles.acting(POLICY), torch.no_grad():
+    with roles.use_role(POLICY), torch.no_grad():
         hidden = response_hidden(roles, rollout)
         logprobs, _ = response_logprobs(roles, hidden, rollout, 0.7)
         values = roles.heads[VALUE](hidden)
@@ -72,8 +72,8 @@ def test_what_was_recorded_is_what_each_row_gives_alone(
 
 def test_the_record_is_of_the_acting_role(roles: Roles, prompts: Prompts) -> None:
     as_policy = roll_out(roles, prompts)
-    roles.play(POLICY)
-    with roles.acting(REFERENCE):
+    roles.set_role(POLICY)
+    with roles.use_role(REFERENCE):
         as_reference = sample(roles, prompts)
     assert (as_policy.logprobs[:, 0] - as_reference.logprobs[:, 0]).abs().max() > 1e-3
 
@@ -281,7 +281,7 @@ def test_a_policy_that_has_diverged_is_one_error(
     with torch.no_grad():
         next(p for n, p in roles.named_parameters() if f".{POLICY}." in n).fill_(value)
     params = SamplingParams(max_response_tokens=4, temperature=1.0, end_token_ids=END)
-    with pytest.raises(TrainingError, match="NaN or infinite"), roles.acting(POLICY):
+    with pytest.raises(TrainingError, match="NaN or infinite"), roles.use_role(POLICY):
         sampler(roles, params).sample(prompts, 1, torch.Generator().manual_seed(3))
 
 
@@ -296,5 +296,5 @@ def test_tokens_are_sampled_from_folded_weights(
 
     monkeypatch.setattr(FusedLoRALinear, "forward", asked)
     roll_out(roles, prompts, max_response_tokens=3)
-    with pytest.raises(AssertionError), roles.acting(POLICY):
+    with pytest.raises(AssertionError), roles.use_role(POLICY):
         roles.hidden(prompts.tokens)

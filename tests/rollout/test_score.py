@@ -7,7 +7,7 @@ import torch
 
 from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.shaping import Term
-from lightning_rlhf.core.types import Prompts, Replies, Rollout
+from lightning_rlhf.core.types import DecodedResponses, Prompts, Rollout
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
 from lightning_rlhf.rewards.weighted import Reward
@@ -25,18 +25,20 @@ TEMPERATURE = 0.7
 
 @pytest.fixture(params=[1, 12])
 def rollout(request: pytest.FixtureRequest, roles: Roles, prompts: Prompts) -> Rollout:
-    with roles.acting(POLICY):
+    with roles.use_role(POLICY):
         sampled = sample(roles, prompts, max_response_tokens=request.param, temperature=TEMPERATURE)
     return Rollout(**vars(sampled))
 
 
-INDEX = Reward.of(lambda replies: replies.rollout.index.float())
+INDEX = Reward.of(lambda decoded: decoded.rollout.index.float())
 
 
-def replies(rollout: Rollout) -> Replies:
+def decoded(rollout: Rollout) -> DecodedResponses:
     """With text that nobody reads."""
     row = {"prompt": "", "messages": []}
-    return Replies(rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout))
+    return DecodedResponses(
+        rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout)
+    )
 
 
 @torch.no_grad()
@@ -44,10 +46,10 @@ def test_the_references_log_probabilities_are_its_log_softmax(
     roles: Roles, rollout: Rollout
 ) -> None:
     scores = score(
-        roles, replies(rollout), INDEX, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
+        roles, decoded(rollout), INDEX, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
     )
     assert scores.ref_logprobs.shape == rollout.logprobs.shape
-    with roles.acting(REFERENCE):
+    with roles.use_role(REFERENCE):
         for i in range(len(rollout)):
             tokens = rollout.tokens[i][rollout.mask[i]]
             n = int(rollout.response_mask[i].sum())
@@ -67,7 +69,7 @@ def test_the_references_log_probabilities_are_its_log_softmax(
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:
     whole = score(
         roles,
-        replies(rollout),
+        decoded(rollout),
         INDEX,
         temperature=TEMPERATURE,
         batch_size=len(rollout),
@@ -76,7 +78,7 @@ def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) 
     for batch_size in (1, 4, 100):
         parts = score(
             roles,
-            replies(rollout),
+            decoded(rollout),
             INDEX,
             temperature=TEMPERATURE,
             batch_size=batch_size,
@@ -91,7 +93,7 @@ def test_the_reward_is_asked_once_for_all_replies_in_their_order(
 ) -> None:
     asked = []
 
-    def twice_the_index(found: Replies) -> list[float]:
+    def twice_the_index(found: DecodedResponses) -> list[float]:
         asked.append(found.rollout)
         return [2.0 * i for i in found.rollout.index.tolist()]
 
@@ -103,7 +105,7 @@ def test_the_reward_is_asked_once_for_all_replies_in_their_order(
         (twice_the_index, lambda found: torch.ones(len(found))),
     )
     scores = score(
-        roles, replies(rollout), reward, temperature=TEMPERATURE, batch_size=4,
+        roles, decoded(rollout), reward, temperature=TEMPERATURE, batch_size=4,
         over_vocabulary=False,
     )  # fmt: skip
     assert asked == [rollout]
@@ -115,12 +117,12 @@ def test_the_reward_is_asked_once_for_all_replies_in_their_order(
 def test_scoring_leaves_role_and_gradients_alone(roles: Roles, rollout: Rollout) -> None:
     roles.heads[REWARD] = RewardHeads.random(32, 1, torch.Generator().manual_seed(0))
     roles.assign(REWARD)
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     with torch.no_grad():
         before = roles.hidden(rollout.tokens)
     scores = score(
         roles,
-        replies(rollout),
+        decoded(rollout),
         Reward.of(lambda found: roles.reward(found.rollout.tokens, found.rollout.mask)),
         temperature=TEMPERATURE,
         batch_size=4,
@@ -136,7 +138,7 @@ def test_log_probabilities_of_an_update_carry_gradients_to_the_policy(
     roles: Roles, rollout: Rollout
 ) -> None:
     """The same functions in PPO's update: the ratio is 1 before the first step, and has slope."""
-    roles.play(POLICY)
+    roles.set_role(POLICY)
     hidden = response_hidden(roles, rollout)
     logprobs, entropy = response_logprobs(roles, hidden, rollout, TEMPERATURE)
     ratio = (logprobs - rollout.logprobs[rollout.response_mask]).exp()

@@ -44,7 +44,7 @@ def crowd(make_prompts: Callable[..., Prompts]) -> Prompts:
 
 
 def roll_out(roles: Roles, prompts: Prompts, chat: ChatFormat, *texts: str) -> SampledResponses:
-    with roles.acting(POLICY):
+    with roles.use_role(POLICY):
         return sample(
             roles, prompts, max_response_tokens=20, temperature=2.0,
             end_token_ids=chat.end_token_ids, stop=chat.stop_at(texts),
@@ -93,7 +93,7 @@ def test_what_is_recorded_up_to_the_text_is_what_the_policy_says_again(
 ) -> None:
     cut = roll_out(roles, crowd, chat, *TEXTS)
     mask = cut.response_mask
-    with torch.no_grad(), roles.acting(POLICY):
+    with torch.no_grad(), roles.use_role(POLICY):
         hidden = response_hidden(roles, cut)
         logprobs, _ = response_logprobs(roles, hidden, cut, 2.0)
         values = roles.heads[VALUE](hidden)

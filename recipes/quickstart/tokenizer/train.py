@@ -18,7 +18,7 @@ DATA = FOLDER.parent / "data"
 TRAINING_FILES = ("sft_train.jsonl", "preferences_train.jsonl")
 # Training stops below this number when every word of the data is one token.
 MAX_TOKENS = 2_000
-# Replies have at most 48 tokens and prompts at most 30; the rest is reserve.
+# DecodedResponses have at most 48 tokens and prompts at most 30; the rest is reserve.
 MAX_LENGTH = 256
 END, PAD = "<|end|>", "<|pad|>"
 ROLE_MARKERS = ["<|system|>", "<|user|>", "<|assistant|>"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, first_line
-from lightning_rlhf.core.storage import UNFINISHED, written_whole
+from lightning_rlhf.io.storage import UNFINISHED, written_whole
 
 RUN = "lightning_rlhf"
 """Checkpoint key of the origin and the step."""

@@ -23,14 +23,14 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     path_of,
     stamp,
 )
-from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.finite import require_finite_metrics
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
+from lightning_rlhf.callbacks.terminal import say
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.core.finite import require_finite_metrics
-from lightning_rlhf.core.storage import readable
+from lightning_rlhf.io.storage import readable
 
 Goal = Sequence[tuple[str, Literal["min", "max"]]]
 """Metrics that tell which evaluation is the best, and whether the lowest or the highest is.

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import ppo_view
+from lightning_rlhf.callbacks.terminal import say
 from lightning_rlhf.core.results import RESULT, IterationResult
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.core.types import Experience

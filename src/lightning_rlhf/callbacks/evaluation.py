@@ -15,11 +15,11 @@ from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.functions import FAULTS, load_function
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.core.results import EvaluationResult
-from lightning_rlhf.core.storage import make_folder, written_whole
-from lightning_rlhf.core.visible import json_line, visible_line
+from lightning_rlhf.io.storage import make_folder, written_whole
+from lightning_rlhf.io.user_code import FAULTS, load_function
+from lightning_rlhf.io.visible import json_line, visible_line
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 """(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""
@@ -94,14 +94,14 @@ def evaluated(
     says, by name, before weights), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats),
     judge (its parts; empty without a judge).
     """
-    rollout, replies, scores = result.rollout, result.replies, result.scores
+    rollout, decoded, scores = result.rollout, result.decoded, result.scores
     mask = rollout.response_mask
     kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
     numbers = torch.stack([rollout.index, rollout.ended, mask.sum(dim=1)], dim=1).tolist()
     facts = torch.stack([scores.score.float(), kl], dim=1).tolist()
     samples = []
     for row, response, parts, (index, ended, length), (score, kl_sum) in zip(
-        replies.rows, replies.responses, scores.parts.tolist(), numbers, facts, strict=True
+        decoded.rows, decoded.responses, scores.parts.tolist(), numbers, facts, strict=True
     ):
         verdict = {} if judge is None else dict(judge(row, response, bool(ended)))
         samples.append(

@@ -12,7 +12,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.reading import read_text
 from lightning_rlhf.core.validation import (
     STRICT,
     PositiveFloat,
@@ -21,6 +20,7 @@ from lightning_rlhf.core.validation import (
     check_value,
     described,
 )
+from lightning_rlhf.io.reading import read_text
 
 Kind = Literal["csv", "tensorboard", "wandb"]
 WandbMode = Literal["auto", "online", "offline", "disabled"]

@@ -26,8 +26,8 @@ from lightning_rlhf.callbacks.logger_config import (
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.wandb_logger import AXIS, RunWandb, forget, gone
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.storage import flush, written_whole
-from lightning_rlhf.core.visible import visible_line
+from lightning_rlhf.io.storage import flush, written_whole
+from lightning_rlhf.io.visible import visible_line
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run

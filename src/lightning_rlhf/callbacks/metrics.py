@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
+from lightning_rlhf.callbacks.metric_rows import Rows
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.ppo_metrics import (
     response_sums,
@@ -19,7 +20,6 @@ from lightning_rlhf.callbacks.ppo_metrics import (
     update_metrics,
     update_rows,
 )
-from lightning_rlhf.callbacks.rows import Rows
 from lightning_rlhf.callbacks.supervised_metrics import (
     Phase,
     reward_metrics,

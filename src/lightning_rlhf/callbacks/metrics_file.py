@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.reading import read_text
-from lightning_rlhf.core.storage import flush, full_disk_told, written_whole
+from lightning_rlhf.io.reading import read_text
+from lightning_rlhf.io.storage import flush, full_disk_told, written_whole
 
 STEP = "step"
 _ORDER = {name: place for place, name in enumerate(METRICS)}

@@ -11,13 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_rlhf.callbacks.checkpoints import progress
-from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.contract import ppo_view
-from lightning_rlhf.core.digest import parameters_digest
+from lightning_rlhf.callbacks.digest import parameters_digest
+from lightning_rlhf.callbacks.terminal import say
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.core.storage import written_whole
 from lightning_rlhf.core.types import UpdateStats
 from lightning_rlhf.data.rollouts import (
     UPDATES,
@@ -29,6 +28,7 @@ from lightning_rlhf.data.rollouts import (
     weights_of,
     write_recorded,
 )
+from lightning_rlhf.io.storage import written_whole
 
 
 class Recorder(Callback):

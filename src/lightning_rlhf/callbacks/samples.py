@@ -15,17 +15,17 @@ from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import PPOView, ppo_view
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.reading import damaged_line, json_lines
 from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.core.storage import (
+from lightning_rlhf.core.types import Experience
+from lightning_rlhf.io.reading import damaged_line, json_lines
+from lightning_rlhf.io.storage import (
     flush,
     flush_entry,
     full_disk_told,
     make_folder,
     written_whole,
 )
-from lightning_rlhf.core.types import Experience
-from lightning_rlhf.core.visible import json_line, visible
+from lightning_rlhf.io.visible import json_line, visible
 
 if TYPE_CHECKING:
     import wandb

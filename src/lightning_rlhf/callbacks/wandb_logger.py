@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_rlhf.callbacks.console import say
+from lightning_rlhf.callbacks.terminal import say
 
 AXIS = "iteration"
 """W&B's x-axis: iterations of PPO, optimizer steps of the other stages."""

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rlhf.callbacks.checkpoint_files import OUTLINE, outline
-from lightning_rlhf.core.storage import make_folder, written_whole
+from lightning_rlhf.io.storage import make_folder, written_whole
 
 
 class WholeFiles(TorchCheckpointIO):

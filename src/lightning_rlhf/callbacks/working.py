@@ -18,8 +18,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from lightning_rlhf.callbacks.console import say
 from lightning_rlhf.callbacks.pace import clock_text
+from lightning_rlhf.callbacks.terminal import say
 
 T = TypeVar("T")
 PERIOD_S = 10.0

@@ -39,8 +39,8 @@ from lightning_rlhf.cli.secrecy import (
 )
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
-from lightning_rlhf.core.storage import full_disk_told
-from lightning_rlhf.core.visible import visible
+from lightning_rlhf.io.storage import full_disk_told
+from lightning_rlhf.io.visible import visible
 from lightning_rlhf.stages.console import say_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE

@@ -23,7 +23,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from lightning_rlhf.cli.overrides import GROUPS, parse_overrides
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.visible import visible
+from lightning_rlhf.io.visible import visible
 
 OWN_FILE = (
     "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "

@@ -22,9 +22,9 @@ from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
-from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.splits import LOAD
 from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.core.storage import full_disk_told
 from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.stages.console import say_error
 
 
@@ -35,7 +35,7 @@ def replay(arguments: Sequence[str]) -> None:
 def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_code: bool) -> bool:
     """Replay a run and return whether it equals the record. Slow imports are made here."""
     from lightning_rlhf.replay.plan import settings_of
-    from lightning_rlhf.replay.rows import plan_rows, show_rows
+    from lightning_rlhf.replay.run_rows import plan_rows, show_rows
     from lightning_rlhf.replay.show import replay_update
     from lightning_rlhf.stages.console import quiet_libraries
     from lightning_rlhf.stages.launch import check_accelerator

@@ -17,7 +17,7 @@ from lightning_rlhf.stages.console import say_error
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.protocol import Score
-    from lightning_rlhf.rewards.serve import RewardServer
+    from lightning_rlhf.rewards.server import RewardServer
 
 
 def serve_reward(arguments: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ def make_server(given: argparse.Namespace) -> RewardServer:
         CheckpointError: there is no such model.
     """
     try:
-        from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+        from lightning_rlhf.rewards.server import RewardServer, listening_socket
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"

@@ -19,7 +19,7 @@ from rich import get_console
 
 from lightning_rlhf.cli.overrides import key_of, parse_overrides
 from lightning_rlhf.core.errors import CheckpointError, RLHFError
-from lightning_rlhf.core.reading import is_number
+from lightning_rlhf.io.reading import is_number
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.report.fitness_page import NUMBERS

@@ -14,7 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.types import Experience, Record, Replies, Rollout, Scores, UpdateStats
+from lightning_rlhf.core.types import (
+    DecodedResponses,
+    Experience,
+    Record,
+    Rollout,
+    Scores,
+    UpdateStats,
+)
 
 RESULT = "result"
 """Key of the record that a training step returns."""
@@ -65,7 +72,7 @@ class EvaluationResult:
     """Result of `validation_step` of PPO: responses to held-out prompts."""
 
     rollout: Rollout
-    replies: Replies
+    decoded: DecodedResponses
     scores: Scores
 
 

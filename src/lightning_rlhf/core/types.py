@@ -119,7 +119,7 @@ class Rollout(SampledResponses):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replies:
+class DecodedResponses:
     """Responses as tokens and as text, with the rows of the data that hold their prompts."""
 
     rollout: SampledResponses

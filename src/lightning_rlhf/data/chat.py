@@ -10,9 +10,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation import StopStringCriteria
 
-from lightning_rlhf.core.bounded import write_dialogue
 from lightning_rlhf.core.errors import ConfigError, DataError, require
 from lightning_rlhf.data.rows import Message, Messages
+from lightning_rlhf.io.bounded import write_dialogue
 
 PLAIN_TEMPLATE = (
     "{{ bos_token if bos_token }}"

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens
-from lightning_rlhf.data.sources import Unit
-from lightning_rlhf.data.tables import (
+from lightning_rlhf.data.parquet import (
     FACTS,
     columns,
     entries,
@@ -45,6 +44,7 @@ from lightning_rlhf.data.tables import (
     token_ids,
     write_table,
 )
+from lightning_rlhf.data.sources import Unit
 
 NAME = "last_batch.parquet"
 """Name of the file in a run folder."""

@@ -33,9 +33,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from lightning_rlhf.core.storage import make_folder
 from lightning_rlhf.core.types import Experience, IterationBatch, UpdateStats
-from lightning_rlhf.data.tables import (
+from lightning_rlhf.data.parquet import (
     FACTS,
     columns,
     entries,
@@ -45,6 +44,7 @@ from lightning_rlhf.data.tables import (
     token_ids,
     write_table,
 )
+from lightning_rlhf.io.storage import make_folder
 
 FOLDER = "rollouts"
 """Name of the folder of recorded iterations in a run folder."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from lightning_rlhf.core.bounded import MEMORY, bounded
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import LARGEST, allowed, described, fits
+from lightning_rlhf.io.bounded import MEMORY, bounded
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.weights import ADAPTER, json_object
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.reading import is_number
-from lightning_rlhf.core.verdict import Verdict
+from lightning_rlhf.io.reading import is_number
 from lightning_rlhf.models.adapter import check_adapter
+from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.models.weights import (
     ADAPTER,
     PICKLES,

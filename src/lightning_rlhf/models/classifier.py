@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rlhf.core.bounded import write_dialogue
 from lightning_rlhf.core.errors import ConfigError, RewardError
+from lightning_rlhf.io.bounded import write_dialogue
 
 
 class Classifier:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import MANIFEST, Manifest
 from lightning_rlhf.models.fingerprint import FINGERPRINT
 from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles

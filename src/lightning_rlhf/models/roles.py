@@ -59,8 +59,8 @@ from lightning_rlhf.models.weights import check_weights
 class Roles(nn.Module):
     """A causal language model with its adapters and scalar heads.
 
-    One role is active at a time: the one last given to `play`, or inside `acting` the one given
-    there.
+    One role is active at a time: the one last given to `set_role`, or inside `use_role` the one
+    given there.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, kernels: KernelChoice = "auto") -> None:
@@ -119,7 +119,7 @@ class Roles(nn.Module):
 
     def recompute_layers(self) -> None:
         """Recompute the layers for the gradient, in the role that they were computed in."""
-        checkpoint_layers(self.causal_lm, lambda: partial(self.acting, self._role))
+        checkpoint_layers(self.causal_lm, lambda: partial(self.use_role, self._role))
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
@@ -169,7 +169,7 @@ class Roles(nn.Module):
     def assign(self, role: str) -> None:
         """Define `role` as the reference itself, without an adapter of its own, and activate it."""
         self._stacks[role] = self._stacks[REFERENCE]
-        self.play(role)
+        self.set_role(role)
 
     def _stack(self, role: str, *, trainable: bool) -> None:
         if isinstance(self.causal_lm.get_output_embeddings(), BaseTunerLayer):
@@ -189,7 +189,7 @@ class Roles(nn.Module):
             p for n, p in self.model.named_parameters() if "lora_" in n and p.requires_grad
         ]
         self.model.eval()
-        self.play(role)
+        self.set_role(role)
 
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters of the role's own adapter; of the model where it has
@@ -220,9 +220,9 @@ class Roles(nn.Module):
             yield "export"
         finally:
             self.model.delete_adapter("export")
-            self.play(before)
+            self.set_role(before)
 
-    def play(self, role: str) -> None:
+    def set_role(self, role: str) -> None:
         """Activate the adapters of `role`; trainable parameters stay trainable.
 
         Raises RuntimeError inside `merged`.
@@ -243,25 +243,25 @@ class Roles(nn.Module):
                 parameter.requires_grad_(True)
 
     @contextmanager
-    def acting(self, role: str) -> Iterator[None]:
+    def use_role(self, role: str) -> Iterator[None]:
         """Activate `role` inside the block, and the previous role again afterwards."""
         before = self._role
         if role == before:
             yield
             return
-        self.play(role)
+        self.set_role(role)
         try:
             yield
         finally:
-            self.play(before)
+            self.set_role(before)
 
     @contextmanager
     def merged(self) -> Iterator[None]:
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
         The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `play` raises RuntimeError. With plain kernels the adapters stay
-        beside the weights.
+        activated inside the block: `set_role` raises RuntimeError. With plain kernels the adapters
+        stay beside the weights.
         """
         before, self._merged = self._merged, True
         fast = self.kernels.kind == "fast"
@@ -314,7 +314,7 @@ class Roles(nn.Module):
 
         It is computed at the last real token.
         """
-        with self.acting(role):
+        with self.use_role(role):
             tokens, mask = from_first_real(tokens, mask)
             return self.heads[role](self.hidden_at(tokens, last_real(mask)))
 
@@ -329,7 +329,7 @@ class Roles(nn.Module):
         Models with the same fingerprint are taken to be the same model. A stage writes the
         fingerprint beside its weights, and the next stage compares.
         """
-        with self.acting(role):
+        with self.use_role(role):
             return self.head(self.hidden(self._probe_input())[:, -1]).float().cpu().squeeze(0)
 
     def _probe_input(self) -> Int[Tensor, "1 S"]:

@@ -38,11 +38,11 @@ from lightning_rlhf.core.results import (
 )
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments, rewards_overflow
 from lightning_rlhf.core.types import (
+    DecodedResponses,
     Experience,
     IterationBatch,
     PPOTerms,
     Prompts,
-    Replies,
     Rollout,
     SampledResponses,
     Scores,
@@ -65,7 +65,7 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.annotate import annotate, predict
 from lightning_rlhf.rollout.build_sampler import build_sampler
 from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.rollout.replies import decode_replies
+from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.sampler import Sampler, SamplingParams
 from lightning_rlhf.rollout.score import (
     padding_share,
@@ -144,7 +144,7 @@ class PPOModule(L.LightningModule):
         """Time at which the last iteration ended."""
         self.batch: IterationBatch | None = None
         """Batch of the current or the latest iteration; None before the first."""
-        roles.play(POLICY)
+        roles.set_role(POLICY)
 
     def training_step(
         self, batch: Prompts | IterationBatch, batch_idx: int
@@ -302,7 +302,7 @@ class PPOModule(L.LightningModule):
             self.roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
         )
         if config.kl_in == "loss" and config.kl_estimator == "full":
-            with torch.no_grad(), self.roles.acting(REFERENCE):
+            with torch.no_grad(), self.roles.use_role(REFERENCE):
                 ref_hidden = response_hidden(self.roles, micro_batch)
             vocabulary_kl = response_kl(self.roles, hidden, ref_hidden, config.temperature)
         return PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=vocabulary_kl)
@@ -327,8 +327,8 @@ class PPOModule(L.LightningModule):
             self.generator(EVALUATION, batch_idx),
             during=f"the evaluation after iteration {self.iteration}",
         )
-        replies = self.decode(rollout, "val")
-        return EvaluationResult(rollout=rollout, replies=replies, scores=self.score(replies))
+        decoded = self.decode(rollout, "val")
+        return EvaluationResult(rollout=rollout, decoded=decoded, scores=self.score(decoded))
 
     @halving_microbatches
     def predict_step(self, batch: IterationBatch, batch_idx: int) -> PPOPredictions:
@@ -377,17 +377,17 @@ class PPOModule(L.LightningModule):
             batch_size=self.guard.microbatch.rows,
         )
 
-    def decode(self, rollout: Rollout, split: str) -> Replies:
+    def decode(self, rollout: Rollout, split: str) -> DecodedResponses:
         """Return the rollout with its text and the rows of `split` that hold its prompts."""
-        return decode_replies(rollout, self.prompts[split], self.chat)
+        return decode_responses(rollout, self.prompts[split], self.chat)
 
     @halving_microbatches
-    def score(self, replies: Replies) -> Scores:
+    def score(self, decoded: DecodedResponses) -> Scores:
         """Return the scores of the reward and of the reference."""
         config = self.config
         return score(
             self.roles,
-            replies,
+            decoded,
             self.reward,
             temperature=config.temperature,
             batch_size=self.guard.microbatch.rows,

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.visible import visible
 from lightning_rlhf.data.rollouts import Recorded
+from lightning_rlhf.io.visible import visible
 
 
 @dataclass(frozen=True, kw_only=True)

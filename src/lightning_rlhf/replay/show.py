@@ -9,11 +9,11 @@ from rich import get_console
 
 from lightning_rlhf.core.losses import clip_bounds
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.replay.page import replay_page
 from lightning_rlhf.replay.plan import plan_replay
 from lightning_rlhf.replay.replayed import most_changed
-from lightning_rlhf.replay.run import Replayed, run_once_more
+from lightning_rlhf.replay.run_updates import Replayed, run_once_more
 from lightning_rlhf.replay.table import on_terminal
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.launch import check_accelerator

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_rlhf.core.percent import percent
-from lightning_rlhf.core.verdict import Verdict
+from lightning_rlhf.data.percent import percent
 from lightning_rlhf.data.problems import LengthShare, Problem, Problems
+from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.checks import (
     ACCURACY,
     BEATS_LENGTH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from lightning_rlhf.core.visible import visible
+from lightning_rlhf.io.visible import visible
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
 

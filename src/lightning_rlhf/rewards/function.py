@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, RewardError
-from lightning_rlhf.core.functions import FAULTS
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.io.user_code import FAULTS
 from lightning_rlhf.rewards.quote import quoted
 
 
@@ -61,8 +61,8 @@ class FunctionReward:
         self._check(columns)
         return replace(self, columns=tuple(columns))
 
-    def __call__(self, replies: Replies) -> list[float | None]:
-        rows, responses = replies.rows, list(replies.responses)
+    def __call__(self, decoded: DecodedResponses) -> list[float | None]:
+        rows, responses = decoded.rows, list(decoded.responses)
         prompts = [row["prompt"] for row in rows]
         columns = [*dict.fromkeys([*self.columns, *(name for row in rows for name in row)])]
         self._check(columns)

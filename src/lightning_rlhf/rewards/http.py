@@ -15,7 +15,7 @@ from urllib3 import Retry
 from urllib3.exceptions import InvalidHeader
 
 from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.rewards.address import Address, redacted
 from lightning_rlhf.rewards.connection import Answer, Away, Connection, NoAnswer, Unusable
 from lightning_rlhf.rewards.quote import quoted
@@ -111,8 +111,8 @@ class HTTPReward:
         if answer.status == 200:
             self._scores(answer.data, [])
 
-    def __call__(self, replies: Replies) -> list[float]:
-        questions = [_question(*pair) for pair in zip(replies.rows, replies.responses, strict=True)]
+    def __call__(self, decoded: DecodedResponses) -> list[float]:
+        questions = [_question(*pair) for pair in zip(decoded.rows, decoded.responses, strict=True)]
         keys = [hashlib.sha256(_json(question)).digest() for question in questions]
         known = {key: self._cache[key] for key in keys if key in self._cache}
         open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in known}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
 
 TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
 """Function from (tokens, mask) to the number of each of H heads for each row."""
@@ -39,8 +39,8 @@ class LearnedReward:
     """Number of rows that are read at once; rows of similar lengths are read together."""
 
     @torch.no_grad()
-    def __call__(self, replies: Replies) -> Float[Tensor, " B"]:
-        rollout = replies.rollout
+    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
+        rollout = decoded.rollout
         order = by_length(rollout.mask)
         parts = self.batch_size.fitting(
             lambda size: [

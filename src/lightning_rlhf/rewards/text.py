@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.rewards.learned import standardised
 
 Features = Mapping[str, list[int]]
@@ -59,8 +59,8 @@ class TextReward:
     name: str
     """Key of the reward in the configuration, which warnings name."""
 
-    def __call__(self, replies: Replies) -> Float[Tensor, " B"]:
-        return self.score(replies.rows, replies.responses)
+    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
+        return self.score(decoded.rows, decoded.responses)
 
     @torch.no_grad()
     def score(

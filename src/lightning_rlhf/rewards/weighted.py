@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.shaping import AS_IT_IS, Term
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.rewards.quote import quoted
 
-Source = Callable[[Replies], Float[Tensor, " B"] | Sequence[float | None]]
+Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""
 
 
@@ -34,58 +34,60 @@ class Reward:
         return cls(AS_IT_IS, (source,))
 
     @torch.no_grad()
-    def __call__(self, replies: Replies) -> Float[Tensor, "B K"]:
+    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, "B K"]:
         """Return the number of each component for each response, before weights.
 
         Raises:
             RewardError: a number is missing or not finite; names component, prompt and response.
         """
         columns = [
-            checked(source(replies), replies, term.name)
+            checked(source(decoded), decoded, term.name)
             for term, source in zip(self.terms, self.sources, strict=True)
         ]
         return torch.stack(columns, dim=1)
 
 
-def checked(found: Any, replies: Replies, name: str) -> Float[Tensor, " B"]:
+def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, " B"]:
     """Return the numbers that a component gave, in fp32 on the device of the responses.
 
     Raises RewardError unless they are one finite number for each response.
     """
-    if len(found) != len(replies):
+    if len(found) != len(decoded):
         raise RewardError(
-            f"reward {name!r} gave {len(found)} numbers for {len(replies)} responses; allowed: "
+            f"reward {name!r} gave {len(found)} numbers for {len(decoded)} responses; allowed: "
             "one for each"
         )
     if not isinstance(found, Tensor):
         for i, number in enumerate(found):
             is_number = isinstance(number, int | float) or hasattr(number, "__float__")
-            require_finite_score(is_number, number, replies, i, name)
+            require_finite_score(is_number, number, decoded, i, name)
         found = torch.tensor(
-            [_as_float(number, replies, i, name) for i, number in enumerate(found)]
+            [_as_float(number, decoded, i, name) for i, number in enumerate(found)]
         )
-    require_finite_score(found.dim() == 1, f"a tensor {list(found.shape)}", replies, 0, name)
-    found = found.to(replies.rollout.tokens.device, torch.float32)
+    require_finite_score(found.dim() == 1, f"a tensor {list(found.shape)}", decoded, 0, name)
+    found = found.to(decoded.rollout.tokens.device, torch.float32)
     finite = found.isfinite()
     if not finite.all():
         i = int(finite.int().argmin())
-        require_finite_score(False, found[i].item(), replies, i, name)
+        require_finite_score(False, found[i].item(), decoded, i, name)
     return found
 
 
-def _as_float(number: Any, replies: Replies, i: int, name: str) -> float:
+def _as_float(number: Any, decoded: DecodedResponses, i: int, name: str) -> float:
     try:
         return float(number)
     except (OverflowError, TypeError, ValueError):
-        require_finite_score(False, number, replies, i, name)
+        require_finite_score(False, number, decoded, i, name)
         raise
 
 
-def require_finite_score(holds: bool, found: Any, replies: Replies, i: int, name: str) -> None:
+def require_finite_score(
+    holds: bool, found: Any, decoded: DecodedResponses, i: int, name: str
+) -> None:
     """Raise RewardError, naming what a component gave for the i-th response, unless `holds`."""
     if not holds:
         shown = found if isinstance(found, str) else quoted(found)
         raise RewardError(
-            f"reward {name!r} gave {shown} for the response {quoted(replies.responses[i])} to the "
-            f"prompt {quoted(replies.rows[i]['prompt'])}; allowed: a finite number"
+            f"reward {name!r} gave {shown} for the response {quoted(decoded.responses[i])} to the "
+            f"prompt {quoted(decoded.rows[i]['prompt'])}; allowed: a finite number"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, require
-from lightning_rlhf.core.functions import FAULTS, load_function
+from lightning_rlhf.io.user_code import FAULTS, load_function
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.hf import HFSampler

@@ -24,7 +24,7 @@ def sample_reference(
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
     sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
-    with roles.acting(REFERENCE):
+    with roles.use_role(REFERENCE):
         return [
             sampler.sample(prompts.to(roles.device), 1, generator).to("cpu") for prompts in batches
         ]

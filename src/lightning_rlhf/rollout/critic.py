@@ -52,7 +52,7 @@ class Critic:
         """
         if self.shares_trunk and policy_hidden is not None:
             return self.head(policy_hidden)
-        with self.roles.acting(self.role):
+        with self.roles.use_role(self.role):
             return self.head(response_hidden(self.roles, batch))
 
     @torch.no_grad()

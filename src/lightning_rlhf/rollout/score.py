@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.core.masking import by_length, from_first_real
 from lightning_rlhf.core.shaping import weighted_sum
-from lightning_rlhf.core.types import Experience, Replies, SampledResponses, Scores
+from lightning_rlhf.core.types import DecodedResponses, Experience, SampledResponses, Scores
 from lightning_rlhf.kernels.products import ROWS, compiles_by_shape
 from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rewards.weighted import Reward
@@ -67,7 +67,7 @@ def response_kl(
 @torch.no_grad()
 def score(
     roles: Roles,
-    replies: Replies,
+    decoded: DecodedResponses,
     reward: Reward,
     *,
     temperature: float,
@@ -79,13 +79,13 @@ def score(
     over_vocabulary: whether to measure the KL over the whole vocabulary too, which needs one more
         forward pass of the acting role over every response.
     """
-    components = reward(replies)
-    rollout = replies.rollout
+    components = reward(decoded)
+    rollout = decoded.rollout
     order = by_length(rollout.mask)
     logprobs, kls = [], []
     for rows in order.split(batch_size):
         micro_batch = rollout.select(rows)
-        with roles.acting(REFERENCE):
+        with roles.use_role(REFERENCE):
             ref_hidden = response_hidden(roles, micro_batch)
             logprobs.append(response_logprobs(roles, ref_hidden, micro_batch, temperature)[0])
         if over_vocabulary:

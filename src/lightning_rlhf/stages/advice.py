@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_rlhf.callbacks.finite import advice as smaller_lr
 from lightning_rlhf.core.errors import (
     LogitsError,
     NotFiniteError,
@@ -9,7 +10,6 @@ from lightning_rlhf.core.errors import (
     SamplingMemoryError,
     TrainingError,
 )
-from lightning_rlhf.core.finite import advice as smaller_lr
 
 
 def advise(error: TrainingError) -> TrainingError:

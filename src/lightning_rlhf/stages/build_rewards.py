@@ -11,15 +11,15 @@ import torch
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.functions import load_function
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
-from lightning_rlhf.models.critic_loading import add_critic
-from lightning_rlhf.models.handover import (
+from lightning_rlhf.io.user_code import load_function
+from lightning_rlhf.models.build_roles import (
     attach_reward,
     random_reward,
     warn_of_one_head,
 )
+from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
+from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.rewards.config import (
     ComponentConfig,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.console import say as say
-from lightning_rlhf.core.visible import visible, visible_line
+from lightning_rlhf.callbacks.terminal import say as say
+from lightning_rlhf.io.visible import visible, visible_line
 
 if TYPE_CHECKING:
     from lightning_rlhf.data.lengths import Tokenised

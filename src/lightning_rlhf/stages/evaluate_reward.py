@@ -17,13 +17,13 @@ from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
-from lightning_rlhf.core.storage import written_whole
-from lightning_rlhf.core.types import Replies
+from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.data.splits import load_preferences, sample
-from lightning_rlhf.models.handover import (
+from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.models.build_roles import (
     check_positions,
     check_room,
     check_vocabulary,
@@ -34,7 +34,7 @@ from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.replies import decode_replies
+from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.stages.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.console import say, say_problems
 from lightning_rlhf.stages.folders import FINAL, claim, find_parents, run_name
@@ -79,15 +79,17 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
 
     rollouts = sft_samples(ready, roles, prompts, config.samples, config)
     texts = [prompt_row(pair.prompt) for pair in pairs]
-    replies = [decode_replies(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts]
+    decoded = [
+        decode_responses(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts
+    ]
     with Working("scoring SFT samples", config.samples) as working:
-        shown = working.track(replies, lambda some: len(some.responses))
+        shown = working.track(decoded, lambda some: len(some.responses))
         parts = torch.cat([reward(some) for some in shown])
     moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
-    def paid(replies: Replies) -> Float[Tensor, " B"]:
+    def paid(decoded: DecodedResponses) -> Float[Tensor, " B"]:
         """Return scores as PPO gets them at its start; running moments are of the SFT samples."""
-        return paid_sum(reward(replies), reward.terms, moments)
+        return paid_sum(reward(decoded), reward.terms, moments)
 
     scores = paid_sum(parts, reward.terms, moments).cpu()
     with TemporaryDirectory() as beside:

@@ -13,7 +13,7 @@ from typing import Literal
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.logger_config import WANDB_ID
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.core.storage import UNFINISHED, delete, make_folder, written_whole
+from lightning_rlhf.io.storage import UNFINISHED, delete, make_folder, written_whole
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder

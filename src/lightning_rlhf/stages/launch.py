@@ -25,7 +25,6 @@ from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import (
@@ -48,7 +47,9 @@ from lightning_rlhf.models.checkpoint import (
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.stages.check_learned import check_learned
 from lightning_rlhf.stages.console import say, say_lengths
 from lightning_rlhf.stages.folders import (
     CHECKPOINTS,
@@ -58,7 +59,6 @@ from lightning_rlhf.stages.folders import (
     folder_of,
     run_name,
 )
-from lightning_rlhf.stages.learned import check_learned
 from lightning_rlhf.stages.objects import build_trainer, own_callbacks, own_loggers
 from lightning_rlhf.stages.resume import origin, resume_point
 from lightning_rlhf.stages.stage import Settings

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, require
-from lightning_rlhf.core.functions import load_object
+from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.stages import eval as eval_stage
 from lightning_rlhf.stages import ppo, rm, sft
 from lightning_rlhf.stages.stage import Stage

@@ -21,8 +21,8 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.reading import read_text
-from lightning_rlhf.core.storage import make_folder
+from lightning_rlhf.io.reading import read_text
+from lightning_rlhf.io.storage import make_folder
 from lightning_rlhf.stages.changes import changes, listed
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import (

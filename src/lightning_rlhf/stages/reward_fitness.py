@@ -34,7 +34,7 @@ from lightning_rlhf.rewards.format_check import COUNT, KnownPair
 from lightning_rlhf.rewards.probes import make_probes
 from lightning_rlhf.rewards.weighted import Source
 from lightning_rlhf.rollout.calibrate import sample_reference, sample_rewards
-from lightning_rlhf.rollout.replies import score_texts
+from lightning_rlhf.rollout.decoded import score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.launch import Prepared

@@ -23,7 +23,7 @@ from lightning_rlhf.rewards.format_check import (
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.replies import encode_replies, score_texts
+from lightning_rlhf.rollout.decoded import encode_responses, score_texts
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import reward_role
 from lightning_rlhf.stages.launch import Prepared
@@ -79,7 +79,7 @@ def check_format(
         rendered = source.rendered(rows[0], chosen[0])
         problems = source.problems(rows[0], chosen[0])
     else:
-        reply = encode_replies(rows[:1], chosen[:1], ready.chat).rollout
+        reply = encode_responses(rows[:1], chosen[:1], ready.chat).rollout
         rendered, problems = ready.chat.show(real_tokens(reply.tokens, reply.mask)[0]), []
     high, low = (
         (score_texts(source, name, rows, side, ready.chat, ready.device) * source.std + source.mean)

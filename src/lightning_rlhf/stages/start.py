@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.functions import check_function_file
 from lightning_rlhf.data.splits import check_sources
+from lightning_rlhf.io.user_code import check_function_file
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.rewards.config import FunctionConfig

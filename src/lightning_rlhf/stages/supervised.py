@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_rlhf.callbacks.last_batch import KeepLastBatch
+from lightning_rlhf.callbacks.keep_last_batch import KeepLastBatch
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.errors import NotFiniteError, require

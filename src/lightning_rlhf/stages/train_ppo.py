@@ -20,13 +20,12 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.verdict import Verdict
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rollouts import file_of, weights_of
 from lightning_rlhf.data.splits import load_prompts
-from lightning_rlhf.models.handover import (
+from lightning_rlhf.models.build_roles import (
     add_policy,
     check_positions,
     check_room,
@@ -34,6 +33,7 @@ from lightning_rlhf.models.handover import (
     start_from,
 )
 from lightning_rlhf.models.roles import POLICY, SFT, VALUE, Roles
+from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.report.collapse import collapsed
 from lightning_rlhf.report.tables import before_after_table

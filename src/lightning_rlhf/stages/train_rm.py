@@ -22,7 +22,7 @@ from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference
 from lightning_rlhf.data.splits import load_preferences
-from lightning_rlhf.models.handover import (
+from lightning_rlhf.models.build_roles import (
     check_positions,
     check_room,
     check_vocabulary,

@@ -9,7 +9,7 @@ from lightning_rlhf.callbacks.metrics import SFTMetrics
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.data.splits import load_demonstrations
-from lightning_rlhf.models.handover import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.build_roles import check_positions, check_vocabulary, start_from
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.stages.console import say_evaluation

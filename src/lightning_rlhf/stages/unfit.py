@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.verdict import PAGE, Verdict
 from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.models.verdict import PAGE, Verdict
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import reward_role

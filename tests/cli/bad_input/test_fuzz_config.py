@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.core.visible import is_hidden
+from lightning_rlhf.io.visible import is_hidden
 from lightning_rlhf.stages.changes import flatten
 from lightning_rlhf.stages.settings import Settings, read_settings
 

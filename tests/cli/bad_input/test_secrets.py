@@ -13,7 +13,7 @@ from starlette.routing import request_response
 from lightning_rlhf.cli import secrecy
 from lightning_rlhf.cli.overrides import parse_arguments
 from lightning_rlhf.core.errors import ConfigError, RewardError
-from lightning_rlhf.rewards.serve import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
 from .conftest import Refusals
 
@@ -91,7 +91,7 @@ def test_a_crash_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("unforeseen")
 
     monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
     outcome = models.place.mini(
         "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http",
         f"reward.url='http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}'",
@@ -122,7 +122,7 @@ def test_a_crash_that_tells_secrets(
         raise unforeseen("unforeseen " + " ".join(secrets))
 
     monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
-    monkeypatch.setattr("lightning_rlhf.models.handover.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
     outcome = models.place.mini(
         "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http", "debug=true", *given
     )

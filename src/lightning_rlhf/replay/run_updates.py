@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_rlhf.callbacks.digest import parameters_digest
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.digest import parameters_digest
 from lightning_rlhf.core.errors import CheckpointError, DataError, TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.results import RESULT
@@ -28,7 +28,7 @@ from lightning_rlhf.data.rollouts import (
     read_recorded,
     stats,
 )
-from lightning_rlhf.models.handover import start_from
+from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.modules.ppo import PPOModule

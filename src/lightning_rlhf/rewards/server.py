@@ -25,12 +25,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.core.functions import FAULTS
-from lightning_rlhf.core.visible import visible
+from lightning_rlhf.io.user_code import FAULTS
+from lightning_rlhf.io.visible import visible
 from lightning_rlhf.rewards.limits import Limits
 from lightning_rlhf.rewards.protocol import Score, read_request
 from lightning_rlhf.rewards.quote import quoted
-from lightning_rlhf.rewards.serve_limits import RETRY_AFTER, error_body, protocol
+from lightning_rlhf.rewards.server_limits import RETRY_AFTER, error_body, protocol
 from lightning_rlhf.rewards.threads import Handed, in_thread
 
 ADDRESSES = "POST /score, GET /health"
@@ -76,7 +76,7 @@ class RewardServer:
 
         Args:
             score: function that scores one request at a time; called in the main thread if `run`
-                is, so that `core.bounded` can limit it, else in a thread of its own.
+                is, so that `io.bounded` can limit it, else in a thread of its own.
             bound_to: socket from `listening_socket`.
             token: token that a request for scores must send as "Authorization: Bearer TOKEN"; None
                 requires none.

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from lightning_rlhf.core.digest import parameters_digest
+from lightning_rlhf.callbacks.digest import parameters_digest
 
 STATE = {"b": torch.tensor([1.0, 2.0]), "a": torch.tensor([[3]], dtype=torch.int8)}
 

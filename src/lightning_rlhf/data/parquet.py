@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import DataError, first_line
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.io.storage import written_whole
 
 T = TypeVar("T")
 FACTS = b"lightning_rlhf"

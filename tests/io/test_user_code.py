@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.functions import load_function
+from lightning_rlhf.io.user_code import load_function
 
 RULES = """\
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_function_of_a_file(rules: Path) -> None:
 
 def test_a_function_of_a_module() -> None:
     # The module is the one that was imported already, not a copy.
-    assert load_function("lightning_rlhf.core.functions:load_function", "key") is load_function
+    assert load_function("lightning_rlhf.io.user_code:load_function", "key") is load_function
 
 
 def test_a_path_in_the_home_folder(rules: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 
-from lightning_rlhf.core.bounded import bounded
 from lightning_rlhf.core.device_memory import total_memory
+from lightning_rlhf.io.bounded import bounded
 
 GIB = 1 << 30
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is on Linux alone")

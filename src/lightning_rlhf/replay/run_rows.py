@@ -28,11 +28,11 @@ from lightning_rlhf.data.last_batch import (
     read_last_batch,
 )
 from lightning_rlhf.data.rollouts import machine
-from lightning_rlhf.models.handover import start_from
+from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.replay.plan import check_origin
 from lightning_rlhf.replay.row_figures import not_finite_rows, replayed_rows, rows_on_terminal
-from lightning_rlhf.replay.run import check_tokens, quiet_trainer, same
+from lightning_rlhf.replay.run_updates import check_tokens, quiet_trainer, same
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folders import CHECKPOINTS, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready

@@ -9,9 +9,9 @@ from pathlib import Path
 import lightning as L
 
 from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.finite import advice, require_finite_weights
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.core.finite import advice, require_finite_weights
 from lightning_rlhf.stages.folders import METRICS
 
 REFUSED: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rlhf.callbacks.console import say
+from lightning_rlhf.callbacks.terminal import say
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.results import RewardRows, SFTRows
 from lightning_rlhf.core.types import Record

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.core.storage import full_disk, full_disk_told, written_whole
+from lightning_rlhf.io.storage import full_disk, full_disk_told, written_whole
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ WRITE = """
 import sys
 from pathlib import Path
 import safetensors.torch, torch
-from lightning_rlhf.core.storage import written_whole
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.core.errors import StorageError
 try:
     with written_whole(Path(sys.argv[1]), 1_200_000) as beside:

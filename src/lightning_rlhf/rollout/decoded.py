@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.types import Replies, SampledResponses
+from lightning_rlhf.core.types import DecodedResponses, SampledResponses
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message
@@ -20,11 +20,11 @@ AT_ONCE = 256
 """Number of texts that are encoded at once; each source splits them into smaller batches."""
 
 
-def decode_replies(
+def decode_responses(
     rollout: SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
-) -> Replies:
+) -> DecodedResponses:
     """Return the responses of a rollout as text, with the data rows of their prompts."""
-    return Replies(
+    return DecodedResponses(
         rollout=rollout,
         rows=[rows[index] for index in rollout.index.tolist()],
         responses=[
@@ -34,9 +34,9 @@ def decode_replies(
     )
 
 
-def encode_replies(
+def encode_responses(
     rows: Sequence[Mapping[str, Any]], responses: Sequence[str], chat: ChatFormat
-) -> Replies:
+) -> DecodedResponses:
     """Return texts as responses of the policy: left-padded prompts, an end token after each."""
     prompts = [
         chat.prompt_tokens(
@@ -57,7 +57,7 @@ def encode_replies(
         values=None,
         index=torch.arange(len(rows)),
     )
-    return Replies(rollout=rollout, rows=rows, responses=responses)
+    return DecodedResponses(rollout=rollout, rows=rows, responses=responses)
 
 
 @torch.no_grad()
@@ -73,9 +73,9 @@ def score_texts(
     parts = []
     for start in range(0, len(rows), AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        replies = encode_replies(rows[some], responses[some], chat)
-        replies = Replies(
-            rollout=replies.rollout.to(device), rows=replies.rows, responses=replies.responses
+        decoded = encode_responses(rows[some], responses[some], chat)
+        decoded = DecodedResponses(
+            rollout=decoded.rollout.to(device), rows=decoded.rows, responses=decoded.responses
         )
-        parts.append(checked(source(replies), replies, name).cpu())
+        parts.append(checked(source(decoded), decoded, name).cpu())
     return torch.cat(parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich import get_console
 
-from lightning_rlhf.core.visible import visible
+from lightning_rlhf.io.visible import visible
 
 
 def say(message: str, style: str = "") -> None:
