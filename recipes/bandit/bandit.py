@@ -180,7 +180,9 @@ def play(
     noise = torch.randn(plays, generator=generator)
     reward = MEANS[context].gather(1, arm)[:, 0] + noise
     return rollout, Scores(
-        parts=reward[:, None], score=reward, ref_logprobs=REFERENCE[context].gather(1, arm)
+        component_scores=reward[:, None],
+        score=reward,
+        ref_logprobs=REFERENCE[context].gather(1, arm),
     )
 
 

@@ -52,7 +52,7 @@ def make_experience(**changes: Any) -> Experience:
         "rewards": torch.tensor([[-0.1, -0.2, 1.7], [-0.9, 0.0, 0.0]]),
         "advantages": torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.0, 0.0]]),
         "returns": torch.tensor([[2.0, 1.0, 3.0], [-2.0, 0.0, 0.0]]),
-        "parts": torch.tensor([[2.0], [-1.0]]),
+        "component_scores": torch.tensor([[2.0], [-1.0]]),
         "score": torch.tensor([2.0, -1.0]),
         "ended": torch.tensor([True, False]),
         "index": torch.tensor([1, 0]),
@@ -97,7 +97,7 @@ class FakePPO(LightningModule):
     def result(self) -> IterationResult:
         score = torch.tensor([2.0, -1.0]) + self.iteration
         return IterationResult(
-            experience=make_experience(score=score, parts=self.parts()),
+            experience=make_experience(score=score, component_scores=self.parts()),
             updates=make_updates(),
             kl_coef=0.05,
             padding=torch.tensor(0.25),
@@ -121,7 +121,7 @@ class FakePPO(LightningModule):
             rows=self.prompt_rows("val"),
             responses=["t1 t2 t3", "t4"],
         )
-        scores = Scores(parts=self.parts(), score=score, ref_logprobs=ref)
+        scores = Scores(component_scores=self.parts(), score=score, ref_logprobs=ref)
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -33,7 +33,7 @@ class Scored(FakePPO):
         # Both responses have the same sum, of which kl_divergence is the mean.
         kl = torch.zeros(2, 3)
         kl[:, 0] = self.kl[self.iteration]
-        experience = make_experience(score=score, parts=score[:, None], kl=kl)
+        experience = make_experience(score=score, component_scores=score[:, None], kl=kl)
         result = super().training_step(batch, batch_idx)[RESULT]
         return {RESULT: replace(result, experience=experience)}
 

@@ -180,7 +180,7 @@ def _random_experience(lengths: list[int], seed: int) -> Experience:
         mask=mask,
         response_mask=mask,
         score=torch.randn(size, generator=generator),
-        parts=torch.zeros(size, 1),
+        component_scores=torch.zeros(size, 1),
         ended=torch.rand(size, generator=generator) > 0.5,
         index=torch.arange(size),
         **numbers,

@@ -21,7 +21,7 @@ def by_hand() -> tuple[Rollout, Scores]:
         index=torch.tensor([7, 3]),
     )
     scores = Scores(
-        parts=torch.tensor([[3.0], [1.0]], dtype=torch.float64),
+        component_scores=torch.tensor([[3.0], [1.0]], dtype=torch.float64),
         score=torch.tensor([3.0, 1.0], dtype=torch.float64),
         ref_logprobs=torch.tensor([[-2.0, -1.0], [-3.0, 0.0]], dtype=torch.float64),
     )
@@ -41,7 +41,7 @@ def drawn_rollout(batch: Ragged) -> tuple[Rollout, Scores]:
         index=torch.arange(len(batch.lengths)),
     )
     scores = Scores(
-        parts=batch.row_normal(3)[:, None],
+        component_scores=batch.row_normal(3)[:, None],
         score=batch.row_normal(3),
         ref_logprobs=batch.normal(4),
         vocabulary_kl=batch.normal(5) ** 2,

@@ -131,14 +131,14 @@ def test_the_ends_that_are_allowed(stage: str, changes: dict[str, Any]) -> None:
         (
             "sft",
             {"batch_size": 10, "microbatch_size": 4},
-            "sft.batch_size is 10, which microbatch_size = 4 does not divide; allowed "
-            "for microbatch_size: 1, 2, 5, 10",
+            "sft.batch_size is 10, which sft.microbatch_size = 4 does not divide; "
+            "allowed for sft.microbatch_size: 1, 2, 5, 10",
         ),
         (
             "rm",
             {"batch_size": 2, "microbatch_size": 4},
-            "rm.batch_size is 2, which microbatch_size = 4 does not divide; allowed for "
-            "microbatch_size: 1, 2",
+            "rm.batch_size is 2, which rm.microbatch_size = 4 does not divide; allowed "
+            "for rm.microbatch_size: 1, 2",
         ),
     ],
 )

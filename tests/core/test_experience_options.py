@@ -148,7 +148,7 @@ def test_components_are_normalised_clipped_and_weighted() -> None:
         Term(name="a", weight=2.0, normalization="running", clip=2.0),
         Term(name="b", weight=-0.1, normalization="none", clip=None),
     )
-    scores = replace(scores, parts=doubles([3.0, 10.0], [-5.0, 20.0]))
+    scores = replace(scores, component_scores=doubles([3.0, 10.0], [-5.0, 20.0]))
     config = ppo_config(whiten_advantages="none", missing_eos="none")
     found = make_experience(
         rollout, scores, config, kl_coef=0.0, terms=terms,
@@ -156,14 +156,19 @@ def test_components_are_normalised_clipped_and_weighted() -> None:
     )  # fmt: skip
     close(found.rewards.sum(dim=1), torch.tensor([2 - 1, -4 - 2], dtype=torch.float64))
     # What is reported is without normalisation.
-    close(weighted_sum(scores.parts, terms), torch.tensor([6 - 1, -10 - 2], dtype=torch.float64))
-    assert torch.equal(found.parts, scores.parts)
+    close(
+        weighted_sum(scores.component_scores, terms),
+        torch.tensor([6 - 1, -10 - 2], dtype=torch.float64),
+    )
+    assert torch.equal(found.component_scores, scores.component_scores)
 
 
 def test_moments_of_components_are_kept_apart() -> None:
     _, scores = by_hand()
-    scores = replace(scores, parts=doubles([3.0, 10.0], [-5.0, 20.0]), score=doubles([1.0, 2.0])[0])
+    scores = replace(
+        scores, component_scores=doubles([3.0, 10.0], [-5.0, 20.0]), score=doubles([1.0, 2.0])[0]
+    )
     moments = ScoreMoments.none(2).including(scores)
-    assert [part.mean for part in moments.parts] == [-1.0, 15.0]
-    assert [part.std for part in moments.parts] == [4.0, 5.0]
+    assert [part.mean for part in moments.components] == [-1.0, 15.0]
+    assert [part.std for part in moments.components] == [4.0, 5.0]
     assert moments.whole.mean == 1.5

@@ -157,9 +157,9 @@ def test_the_ends_that_are_allowed(changes: dict[str, Any]) -> None:
     ],
 )
 def test_sizes_that_do_not_divide(small: str, smaller: int, large: str, larger: int) -> None:
-    message = f"ppo.{large} is {larger}, which {small} = {smaller} does not divide"
+    message = f"ppo.{large} is {larger}, which ppo.{small} = {smaller} does not divide"
     divisors = [str(n) for n in range(1, larger + 1) if larger % n == 0]
-    message += f"; allowed for {small}: {', '.join(divisors)}"
+    message += f"; allowed for ppo.{small}: {', '.join(divisors)}"
     assert refusal(**{small: smaller, large: larger}) == message
 
 

@@ -32,7 +32,7 @@ def experience() -> Experience:
         rewards=zeros,
         advantages=torch.tensor([[1.0, -1.0], [2.0, nan]]).double(),
         returns=torch.tensor([[1.0, 1.0], [0.0, nan]]).double(),
-        parts=torch.zeros(2, 1),
+        component_scores=torch.zeros(2, 1),
         score=torch.zeros(2),
         ended=torch.ones(2, dtype=torch.bool),
         index=torch.arange(2),

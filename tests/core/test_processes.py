@@ -134,4 +134,4 @@ def test_two_real_processes(tmp_path: Path) -> None:
         close(joined, getattr(whole, name))
     for _, theirs in found:
         assert theirs["whole"] == pytest.approx(asdict(moments.whole), rel=1e-12)
-        assert theirs["parts"][0] == pytest.approx(asdict(moments.parts[0]), rel=1e-12)
+        assert theirs["components"][0] == pytest.approx(asdict(moments.components[0]), rel=1e-12)

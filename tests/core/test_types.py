@@ -21,7 +21,9 @@ def prompts(rows: int) -> Prompts:
 
 def scores(rows: int) -> Scores:
     row = torch.arange(rows, dtype=torch.float32)
-    return Scores(parts=row[:, None], score=row, ref_logprobs=row[:, None].expand(rows, 2))
+    return Scores(
+        component_scores=row[:, None], score=row, ref_logprobs=row[:, None].expand(rows, 2)
+    )
 
 
 def same(a: Record, b: Record) -> bool:

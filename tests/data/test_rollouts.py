@@ -54,7 +54,7 @@ def recorded(**changes: Any) -> Recorded:
         tokens=torch.arange(B * (P + T)).reshape(B, P + T),  # on padding too
         mask=torch.cat([prompt, mask], dim=1),
         response_mask=mask,
-        parts=torch.tensor([[1 / 3, 2.0], [0.1, -1.0], [0.0, 5.0]]),
+        component_scores=torch.tensor([[1 / 3, 2.0], [0.1, -1.0], [0.0, 5.0]]),
         score=torch.tensor([7 / 3, -0.9, 5.0]),
         ended=torch.tensor([True, False, True]),
         index=torch.tensor([5, 0, 5]),

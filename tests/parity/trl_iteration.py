@@ -96,7 +96,9 @@ class Iteration:
     def scores(self) -> Scores:
         ref_logprobs = torch.where(self.mask, self.batch["ref_logprobs"], 0)
         return Scores(
-            parts=self.raw_score[:, None], score=self.raw_score, ref_logprobs=ref_logprobs
+            component_scores=self.raw_score[:, None],
+            score=self.raw_score,
+            ref_logprobs=ref_logprobs,
         )
 
     def epoch(self, number: int, name: str) -> Tensor:

@@ -47,7 +47,7 @@ def experience(**changes: Any) -> Experience:
         "mask": torch.cat([torch.ones(2, 1, dtype=torch.bool), mask], dim=1),
         "response_mask": mask,
         "advantages": torch.tensor([[1.0, -2.0, 0.0], [-0.5, 0.5, 0.0]]),
-        "parts": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        "component_scores": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
         "score": torch.tensor([3.0, 7.0]),
         "ended": torch.tensor([True, False]),
         "index": torch.tensor([0, 1]),

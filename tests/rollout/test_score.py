@@ -110,7 +110,7 @@ def test_the_reward_is_asked_once_for_all_replies_in_their_order(
     )  # fmt: skip
     assert asked == [rollout]
     # What is reported are the raw parts: 0.5 * 2 i - 1 * 1.
-    assert scores.parts.tolist() == [[2.0 * i, 1.0] for i in rollout.index.tolist()]
+    assert scores.component_scores.tolist() == [[2.0 * i, 1.0] for i in rollout.index.tolist()]
     assert scores.score.tolist() == [i - 1.0 for i in rollout.index.tolist()]
 
 

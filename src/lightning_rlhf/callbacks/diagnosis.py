@@ -87,6 +87,6 @@ def is_constant(experience: Experience, pl_module: LightningModule) -> bool:
     terms = module.reward.terms
     numbers = [experience.score]
     if not all(term.is_paid_as_reported for term in terms):
-        numbers.append(paid_sum(experience.parts, terms, module.moments.parts))
+        numbers.append(paid_sum(experience.component_scores, terms, module.moments.components))
     # Compares values, since the standard deviation of equal values may be rounded above 0.
     return len(experience) > 1 and any(bool(torch.all(x == x[0])) for x in numbers)

@@ -101,7 +101,12 @@ def evaluated(
     facts = torch.stack([scores.score.float(), kl], dim=1).tolist()
     samples = []
     for row, response, parts, (index, ended, length), (score, kl_sum) in zip(
-        decoded.rows, decoded.responses, scores.parts.tolist(), numbers, facts, strict=True
+        decoded.rows,
+        decoded.responses,
+        scores.component_scores.tolist(),
+        numbers,
+        facts,
+        strict=True,
     ):
         verdict = {} if judge is None else dict(judge(row, response, bool(ended)))
         samples.append(

@@ -78,9 +78,9 @@ class PPOMetrics(Rows):
         }
         module = ppo_view(pl_module)
         terms = module.reward.terms
-        parts = _gathered(pl_module, result.experience.parts)
+        parts = _gathered(pl_module, result.experience.component_scores)
         if not all(term.is_paid_as_reported for term in terms):
-            paid = paid_sum(parts, terms, module.moments.parts)
+            paid = paid_sum(parts, terms, module.moments.components)
             metrics["rollout/reward_paid"] = paid.mean().item()
         if len(terms) > 1:
             columns = {term.name: part for term, part in zip(terms, parts.T, strict=True)}

@@ -49,7 +49,7 @@ def make_experience(
     terms: weights and normalizations with which the components of the reward enter the score.
     """
     mask = rollout.response_mask
-    paid = paid_sum(scores.parts, terms, moments.parts)
+    paid = paid_sum(scores.component_scores, terms, moments.components)
     score = shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
     if config.kl_in == "reward":
         rewards = shape_rewards(score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef)
@@ -71,7 +71,7 @@ def make_experience(
         rewards=rewards,
         advantages=advantages,
         returns=returns,
-        parts=scores.parts,
+        component_scores=scores.component_scores,
         score=scores.score,
         ended=rollout.ended,
         index=rollout.index,

@@ -57,7 +57,7 @@ class ScoreMoments:
     """Moments of the whole score, and of each of its components."""
 
     whole: RunningMoments
-    parts: tuple[RunningMoments, ...]
+    components: tuple[RunningMoments, ...]
 
     @classmethod
     def none(cls, components: int) -> ScoreMoments:
@@ -66,7 +66,7 @@ class ScoreMoments:
 
     def including(self, scores: Scores | Experience, total: Total = alone) -> ScoreMoments:
         """Return the moments after another batch, over all processes."""
-        parts = zip(self.parts, scores.parts.unbind(dim=1), strict=True)
+        parts = zip(self.components, scores.component_scores.unbind(dim=1), strict=True)
         return ScoreMoments(
             self.whole.including(scores.score, total),
             tuple(seen.including(part, total) for seen, part in parts),
@@ -77,14 +77,16 @@ AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)
 """Terms of a reward with one component, whose number is the score."""
 
 
-def weighted_sum(parts: Float[Tensor, "B K"], terms: Sequence[Term]) -> Float[Tensor, " B"]:
+def weighted_sum(
+    component_scores: Float[Tensor, "B K"], terms: Sequence[Term]
+) -> Float[Tensor, " B"]:
     """Return the reported score: sum_k weight_k * part_k, comparable over a whole run."""
-    weights = parts.new_tensor([term.weight for term in terms])
-    return (parts * weights).sum(dim=1)
+    weights = component_scores.new_tensor([term.weight for term in terms])
+    return (component_scores * weights).sum(dim=1)
 
 
 def paid_sum(
-    parts: Float[Tensor, "B K"], terms: Sequence[Term], moments: Sequence[RunningMoments]
+    component_scores: Float[Tensor, "B K"], terms: Sequence[Term], moments: Sequence[RunningMoments]
 ) -> Float[Tensor, " B"]:
     """Return the score for PPO: sum_k weight_k * clip((part_k - mean_k) / std_k, -clip_k, clip_k).
 
@@ -92,7 +94,7 @@ def paid_sum(
     0 and 1; a clip of None is infinite.
     """
     columns = []
-    for term, column, seen in zip(terms, parts.unbind(dim=1), moments, strict=True):
+    for term, column, seen in zip(terms, component_scores.unbind(dim=1), moments, strict=True):
         if term.normalization == "running":
             column = (column - seen.mean) / seen.std
         columns.append(column if term.clip is None else column.clamp(-term.clip, term.clip))

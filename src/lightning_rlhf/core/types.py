@@ -137,7 +137,7 @@ class DecodedResponses:
 class Scores(Record):
     """Scores of a rollout by the frozen models."""
 
-    parts: Float[Tensor, "B K"]
+    component_scores: Float[Tensor, "B K"]
     """Number that each component of the reward gives the whole response."""
     score: Float[Tensor, " B"]
     """Weighted sum of the components."""
@@ -171,7 +171,7 @@ class Experience(Record):
     0 on padding."""
     returns: Float[Tensor, "B T"]
     """Targets of the value head, from unwhitened advantages; 0 on padding."""
-    parts: Float[Tensor, "B K"]
+    component_scores: Float[Tensor, "B K"]
     """Number that each component of the reward gave the whole response."""
     score: Float[Tensor, " B"]
     """Weighted sum of the components, before any shaping."""

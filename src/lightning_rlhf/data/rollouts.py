@@ -94,7 +94,7 @@ class Recorded(IterationBatch):
     prompts: Sequence[str]
     responses: Sequence[str]
     components: Sequence[str]
-    """Names of the reward's components, in the order of `experience.parts`."""
+    """Names of the reward's components, in the order of `experience.component_scores`."""
     has_critic: bool
     updates: Sequence[Mapping[str, float]] | None
     """UpdateStats of each minibatch; None if the iteration did not finish."""
@@ -159,7 +159,8 @@ def as_table(recorded: Recorded) -> pa.Table:
             columns[column] = lists(getattr(experience, field), mask)
     columns["score"] = experience.score.numpy()
     columns["parts"] = pa.StructArray.from_arrays(
-        [pa.array(part.numpy()) for part in experience.parts.T], list(recorded.components)
+        [pa.array(part.numpy()) for part in experience.component_scores.T],
+        list(recorded.components),
     )
     columns["ended"] = experience.ended.numpy()
     return pa.table(columns)
@@ -226,7 +227,9 @@ def from_table(table: pa.Table) -> Recorded:
             tokens=tokens,
             mask=whole,
             response_mask=mask,
-            parts=torch.stack([tensor(part.cast(pa.float32())) for part in parts.flatten()], dim=1),
+            component_scores=torch.stack(
+                [tensor(part.cast(pa.float32())) for part in parts.flatten()], dim=1
+            ),
             score=tensor(column["score"]),
             ended=tensor(column["ended"]),
             index=tensor(column["index"]),

@@ -424,7 +424,7 @@ class PPOModule(L.LightningModule):
         checkpoint["learner"] = self.guard.state_dict()
         checkpoint["moments"] = {
             "whole": asdict(self.moments.whole),
-            "parts": [asdict(part) for part in self.moments.parts],
+            "parts": [asdict(part) for part in self.moments.components],
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:

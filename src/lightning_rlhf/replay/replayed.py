@@ -42,7 +42,7 @@ class ReplayedResponse:
     """Index of the response in the batch and in its file, from 0."""
     prompt: str
     score: float
-    parts: Mapping[str, float]
+    component_scores: Mapping[str, float]
     """Number of each component of the reward, by name."""
     ended: bool
     tokens: tuple[ReplayedToken, ...]
@@ -101,7 +101,9 @@ def most_changed(
                 row=row,
                 prompt=recorded.prompts[row],
                 score=float(experience.score[row]),
-                parts=dict(zip(recorded.components, experience.parts[row].tolist(), strict=True)),
+                component_scores=dict(
+                    zip(recorded.components, experience.component_scores[row].tolist(), strict=True)
+                ),
                 ended=bool(experience.ended[row]),
                 tokens=tuple(tokens),
             )
@@ -117,7 +119,7 @@ def _rank(response: ReplayedResponse) -> float:
 
 def heading(response: ReplayedResponse) -> str:
     """Return the numbers of a whole response in one line."""
-    parts = [f"{name} {signed(part)}" for name, part in response.parts.items()]
+    parts = [f"{name} {signed(part)}" for name, part in response.component_scores.items()]
     return ", ".join(
         [
             f"response {response.row}: score {signed(response.score)}",

@@ -93,7 +93,7 @@ def score(
             kls.append(response_kl(roles, hidden, ref_hidden, temperature))
     mask, place = rollout.response_mask[order], order.argsort()
     return Scores(
-        parts=components,
+        component_scores=components,
         score=weighted_sum(components, reward.terms),
         ref_logprobs=scatter(logprobs, mask)[place],
         vocabulary_kl=scatter(kls, mask)[place] if over_vocabulary else None,
