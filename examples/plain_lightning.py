@@ -1,7 +1,7 @@
 """SFT, a reward model and PPO with a plain lightning.Trainer.
 
 python examples/plain_lightning.py                   trains the embedded model
-python examples/plain_lightning.py run=other seed=1  takes the overrides of train.py
+python examples/plain_lightning.py run=other seed=1  with overrides that every stage reads
 """
 
 import sys

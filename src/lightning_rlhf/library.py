@@ -72,11 +72,14 @@ def build(settings: Settings) -> Training:
     """Return a stage before its first step, with `module` and `data` for `Trainer.fit`.
 
     Loads data and models as `python train.py` does, and reads what earlier stages of the run saved.
-    The whole run is one epoch: `Trainer(max_epochs=1)`.
+    The whole run is one epoch: `Trainer(max_epochs=1)`. Sets torch's number of threads on the CPU
+    to `trainer.threads`, where the configuration has one.
 
     Raises:
         RLHFError: data or models are missing or do not fit, or the run has been saved already.
     """
+    import torch
+
     from lightning_rlhf.stages.launch import check_accelerator  # which imports torch and Lightning
 
     prepare, resume = settings.definition.prepare, settings.resume
@@ -90,6 +93,7 @@ def build(settings: Settings) -> Training:
     resume_point(settings)
     check_inputs(settings)
     check_accelerator(settings)
+    torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     training: Training = prepare(settings, settings.config)
     return training
 

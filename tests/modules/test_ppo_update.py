@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.core.types import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.kernels import packing
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import Kernels
@@ -20,7 +20,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 
 from .conftest import Outputs, close, fit, grads, prompts, same_direction, within_fit
-from .experiences import Make, off_policy, on_policy, update
+from .experiences import Make, off_policy, on_policy, update, updated
 
 
 def slow_update(module: PPOModule, experience: Experience) -> tuple[Tensor, dict[str, Tensor]]:
@@ -230,3 +230,19 @@ def test_clip_fractions_by_hand(make_ppo: Make) -> None:
     assert stats.ratio_max.item() == pytest.approx(1.6487213, rel=1e-5)
     mean = (8 * 1.6487213 + (tokens - 8) * 1.1051709) / tokens
     assert stats.ratio_mean.item() == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_subclass_adds_to_the_loss(make_ppo: Make) -> None:
+    """Twice the loss has twice the gradient, in binary floating point exactly."""
+
+    class Doubled(PPOModule):
+        def loss_terms(self, *args: Any, **outputs: Any) -> PPOTerms:
+            terms = super().loss_terms(*args, **outputs)
+            return replace(terms, loss=2 * terms.loss)
+
+    plain, doubled = make_ppo("qwen3"), make_ppo("qwen3")
+    doubled.__class__ = Doubled
+    (expected, _), (found, _) = (updated(m, off_policy(m)) for m in (plain, doubled))
+    assert found.loss == 2 * expected.loss
+    assert found.grad_norm == 2 * expected.grad_norm
+    assert found.policy_loss == expected.policy_loss

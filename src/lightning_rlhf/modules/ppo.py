@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
@@ -270,24 +270,43 @@ class PPOModule(L.LightningModule):
         zero_gradients(self)
         loss, terms = torch.zeros((), device=self.device), []
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=True):
-            shares = partial(ppo_terms, micro_batch, weight, tokens, config, kl_coef=kl_coef)
+            terms_of = partial(self.loss_terms, micro_batch, weight, tokens, kl_coef)
             with torch.set_grad_enabled(policy_learns):
                 hidden = response_hidden(self.roles, micro_batch)
                 policy = self.policy_outputs(hidden, micro_batch)
             if policy_learns and critic_apart:
                 # Two backward passes: the first frees the policy's activations for the second.
-                of_policy = self.backpropagate(shares(policy=policy, values=None))
+                of_policy = self.backpropagate(terms_of(policy=policy, values=None))
                 values = self.values(hidden, micro_batch)
-                of_critic = self.backpropagate(shares(policy=None, values=values))
+                of_critic = self.backpropagate(terms_of(policy=None, values=values))
                 loss = loss + of_policy.loss + of_critic.loss
                 terms.append(sum_terms([of_policy, of_critic]))
-            else:
+            else:  # also where the critic learns alone: the policy's outputs have no graph then
                 values = self.values(hidden, micro_batch)
-                of_both = self.backpropagate(shares(policy=policy, values=values))
+                of_both = self.backpropagate(terms_of(policy=policy, values=values))
                 loss = loss + of_both.loss
                 terms.append(of_both)
         grad_norm = clip_gradients(self, config.max_grad_norm)
+        # The loss that was backpropagated, in the order of the passes.
         return replace(sum_terms(terms), loss=loss), grad_norm
+
+    def loss_terms(
+        self,
+        micro_batch: Experience,
+        weights: Float[Tensor, "B T"],
+        tokens: Int[Tensor, ""],
+        kl_coef: float,
+        *,
+        policy: PolicyOutputs | None,
+        values: Float[Tensor, " N"] | None,
+    ) -> PPOTerms:
+        """Return the loss and statistics of a micro-batch, as `ppo_terms`.
+
+        A subclass adds terms of its own to the loss here.
+        """
+        return ppo_terms(
+            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy, values=values
+        )
 
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph."""

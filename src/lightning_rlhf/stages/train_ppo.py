@@ -68,10 +68,15 @@ class PPOTraining(Training):
         return hand_over(self.ready, self.roles, POLICY, metrics, head=head, verdicts=self.verdicts)
 
 
-def run_ppo(settings: Settings, config: PPOConfig) -> Path:
-    """Train a policy on a reward and hand it over; return the path of `final/`."""
+def run_ppo(
+    settings: Settings, config: PPOConfig, module_class: type[PPOModule] = PPOModule
+) -> Path:
+    """Train a policy on a reward and hand it over; return the path of `final/`.
+
+    module_class: PPOModule, or a subclass with another loss or loop.
+    """
     judge = load_judge(settings.data.judge) if settings.data.judge else None
-    training = prepare_ppo(settings, config)
+    training = prepare_ppo(settings, config, module_class)
     ready, folder = training.ready, training.ready.folder
     evaluation, dump = Evaluation(judge, folder), NonFiniteDump(folder)
     samples = Samples(
@@ -94,7 +99,9 @@ def run_ppo(settings: Settings, config: PPOConfig) -> Path:
     return training.save({f"start/{name}": value for name, value in first.items()} | last)
 
 
-def prepare_ppo(settings: Settings, config: PPOConfig) -> PPOTraining:
+def prepare_ppo(
+    settings: Settings, config: PPOConfig, module_class: type[PPOModule] = PPOModule
+) -> PPOTraining:
     """Read the prompts, load the SFT model and build reward, critic and policy.
 
     Raises an RLHFError where a reward, the data or a model does not fit, before a model loads
@@ -142,7 +149,7 @@ def prepare_ppo(settings: Settings, config: PPOConfig) -> PPOTraining:
         seed=settings.seed,
         pool_batches=1,
     )
-    module = build_module(ready, roles, reward, config, texts, microbatch)
+    module = build_module(ready, roles, reward, config, texts, microbatch, module_class)
     return PPOTraining(ready=ready, roles=roles, module=module, data=data, verdicts=verdicts)
 
 
@@ -153,6 +160,7 @@ def build_module(
     config: PPOConfig,
     prompts: Mapping[str, Sequence[dict[str, Any]]],
     microbatch: MicrobatchSize | None,
+    module_class: type[PPOModule] = PPOModule,
 ) -> PPOModule:
     """Return the module before its first iteration, with a new policy and, for GAE, a critic.
 
@@ -160,7 +168,7 @@ def build_module(
     """
     settings = ready.settings
     add_policy(roles, settings.model, settings.seed)
-    return PPOModule(
+    return module_class(
         roles,
         reward,
         config,
