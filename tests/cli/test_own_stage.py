@@ -164,5 +164,13 @@ def test_its_mistakes_are_told_as_those_of_the_other_stages(
     assert not place.stage("dpo").exists()
 
 
+def test_a_stage_of_the_package_is_not_defined_anew(place: Workplace) -> None:
+    error = place.mini("stage=sft", "++sft.definition=mine/dpo.py:STAGE").error
+    assert error == (
+        "sft.definition is 'mine/dpo.py:STAGE', but sft is a stage of the package; allowed: "
+        "another name for a stage of your own"
+    )
+
+
 def test_a_stage_that_no_section_defines_is_refused(place: Workplace) -> None:
     assert "dpo" in place.mini("stage=dpo").error

@@ -109,14 +109,18 @@ def test_monitors_a_profiler_and_a_logger_of_ones_own(
     monkeypatch.syspath_prepend(workplace.folder)
     mine = workplace.folder / "mine" / "logger"
     mine.mkdir(parents=True)
-    (mine / "lines.yaml").write_text("_target_: own_logger.Lines\nfile: lines.txt\n")
+    (mine / "lines.yaml").write_text("_target_: own_logger.Lines\nfile: ${oc.env:OWN_KEY}.txt\n")
+    monkeypatch.setenv("OWN_KEY", "lines-of-the-environment")
     out = workplace.mini(
         "stage=sft", "callbacks=monitor", "trainer.profiler=simple", "logger=lines",
         "hydra.searchpath=[file://mine]", "trainer.log_every_n_steps=1",
     ).succeeded.out  # fmt: skip
     assert "computing on the CPU, 32-true" in out
-    lines = (workplace.folder / "lines.txt").read_text().splitlines()
+    lines = (workplace.folder / "lines-of-the-environment.txt").read_text().splitlines()
     assert any("update/grad_norm" in line for line in lines)
+    written = [path for path in workplace.stage("sft").rglob("*") if path.is_file()]
+    assert len(written) > 5
+    assert not any(b"lines-of-the-environment" in path.read_bytes() for path in written)
     with (workplace.stage("sft") / "metrics.csv").open(newline="") as file:
         names = csv.DictReader(file).fieldnames
     assert names is not None

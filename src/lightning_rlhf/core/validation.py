@@ -227,9 +227,9 @@ def _line(detail: ErrorDetails, cls: Any, node: Any, key: str) -> tuple[str, str
             break
         rest.pop(0)
         hint = _parts(hint)[0] if _is_section(hint) else hint
-    broken = detail["ctx"]["error"] if detail["type"] == "value_error" else None
-    if isinstance(broken, RuleError):
-        return key, broken.words(f"{key}.")
+    if detail["type"] == "value_error" and dataclasses.is_dataclass(hint):
+        broken = detail["ctx"]["error"]
+        return key, broken.words(f"{key}.") if isinstance(broken, RuleError) else f"{key}.{broken}"
     found = detail["input"] if rest and all(isinstance(part, int) for part in rest) else node
     return key, refused(key, found, allowed(hint, found))
 

@@ -24,8 +24,8 @@ def own_callbacks(settings: Settings) -> list[Callback]:
 
 def own_loggers(settings: Settings) -> list[Logger]:
     """Return the logger that the section `logger` names by `_target_`, if it does."""
-    node = settings.tree["logger"]
-    return [built(node, "logger", Logger)] if "_target_" in node else []
+    node = settings.custom_logger
+    return [] if node is None else [built(node, "logger", Logger)]
 
 
 def build_trainer(

@@ -44,6 +44,12 @@ def chosen_stage(tree: Mapping[str, Any]) -> Stage:
     name = tree["stage"]
     require(name in names, "stage", name, ", ".join(names))
     if name in STAGES:
+        section = tree.get(name)
+        if isinstance(section, Mapping) and DEFINITION in section:
+            raise ConfigError(
+                f"{name}.{DEFINITION} is {section[DEFINITION]!r}, but {name} is a stage of the "
+                "package; allowed: another name for a stage of your own"
+            )
         return STAGES[name]
     source, key = tree[name][DEFINITION], f"{name}.{DEFINITION}"
     stage: Stage = load_object(source, key, "stage", lambda found: isinstance(found, Stage))

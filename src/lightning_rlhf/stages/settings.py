@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,14 +53,32 @@ FOLDER_NAME = (
 )
 FolderName = Annotated[Text, described("a folder name of at most 255 bytes, no line breaks")]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-KEYS = {f.name for f in dataclasses.fields(Settings)} - {"config", "definition", "tree"}
+OBJECTS = ("callbacks", "plugins", "profiler", "strategy")
+"""Keys of `trainer` whose values may be objects with arguments of their own."""
+KEYS = {f.name for f in dataclasses.fields(Settings)} - {
+    "config",
+    "custom_logger",
+    "definition",
+    "tree",
+}
 """Top-level keys of a configuration besides the section of its stage and `recipe`."""
 
 
 def read_settings(cfg: DictConfig) -> Settings:
-    """Check the composed configuration. Raises ConfigError naming the key."""
-    check_components(OmegaConf.to_container(cfg))
-    return read_tree(plain(cfg))
+    """Check the composed configuration. Raises ConfigError naming the key.
+
+    In its tree, callbacks and loggers keep their interpolations: what `${oc.env:KEY}` stands for is
+    written to no file and no tracker.
+    """
+    unresolved: Any = OmegaConf.to_container(cfg)
+    check_components(unresolved)
+    settings = read_tree(plain(cfg))
+    tree = {**settings.tree, **{key: unresolved[key] for key in ("callbacks", "logger")}}
+    tree["trainer"] = {
+        key: unresolved["trainer"][key] if key in OBJECTS else value
+        for key, value in tree["trainer"].items()
+    }
+    return replace(settings, tree=tree)
 
 
 def read_tree(tree: dict[str, Any]) -> Settings:
@@ -98,6 +117,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         reward=reward,
         trainer=read_trainer(tree["trainer"]),
         logger=_logger(tree),
+        custom_logger=tree["logger"] if "_target_" in tree["logger"] else None,
         callbacks=section(tree, "callbacks"),
         policy=build(PolicySource, tree["policy"], "policy"),
         run=tree["run"],

@@ -69,6 +69,8 @@ class Settings:
     """Components of the reward by name."""
     trainer: TrainerConfig
     logger: LoggerConfig
+    custom_logger: Mapping[str, Any] | None
+    """Logger of the user's own, as `_target_` and arguments; None for a logger of the package."""
     callbacks: Mapping[str, Any]
     """Callbacks of the user's own: name -> `_target_` and arguments."""
     policy: PolicySource

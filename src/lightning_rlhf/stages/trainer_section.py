@@ -112,7 +112,8 @@ def has_gpu() -> bool:
             return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        driver.cuInit, driver.cuDeviceGetCount  # noqa: B018
+    except (OSError, AttributeError):  # no driver, or a library that only has its name
         return False
     count = ctypes.c_int(0)
     return (
