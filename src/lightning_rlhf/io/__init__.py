@@ -1,1 +1,1 @@
-"""What comes in and goes out: files written whole, text shown, and code of the user."""
+"""Input and output: files written whole, text made safe to show, and code that the user names."""

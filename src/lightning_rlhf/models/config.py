@@ -19,7 +19,7 @@ from lightning_rlhf.core.validation import (
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
 POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
-"""Roles that one base model plays, and the heads on it."""
+"""Names of the roles on one base model, and of the heads on it."""
 ModuleName = Annotated[str, Field(min_length=1)]
 
 

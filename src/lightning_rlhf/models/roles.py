@@ -228,7 +228,7 @@ class Roles(nn.Module):
         Raises RuntimeError inside `merged`.
         """
         if self._merged:
-            raise RuntimeError(f"{role} cannot be played while {self._role} is merged")
+            raise RuntimeError(f"{role} cannot be activated while {self._role} is merged")
         self._role = role
         if not isinstance(self.model, PeftModel):
             return

@@ -25,7 +25,7 @@ def annotate(
     temperature: float,
     batch_size: int,
 ) -> Rollout:
-    """Return the responses with log-probabilities of the acting role and values of the critic.
+    """Return the responses with log-probabilities of the active role and values of the critic.
 
     The policy reads as many responses at a time as were sampled, fewer where the memory runs out.
 
@@ -60,7 +60,7 @@ def predict(
     temperature: float,
     batch_size: int,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
-    """Return log-probabilities of the acting role and values of the critic at each response token.
+    """Return log-probabilities of the active role and values of the critic at each response token.
 
     Both are 0 on padding and computed `batch_size` rows at a time; values are None without a
     critic.

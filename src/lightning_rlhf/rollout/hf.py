@@ -20,7 +20,7 @@ from lightning_rlhf.rollout.sampler import SamplingParams
 
 
 class HFSampler:
-    """Samples from the acting role; the same distribution as `NativeSampler`, but slower.
+    """Samples from the active role; the same distribution as `NativeSampler`, but slower.
 
     All draws of a batch come from one generator, so that a response depends on the lengths of the
     others.

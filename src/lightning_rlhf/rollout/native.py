@@ -19,7 +19,7 @@ from lightning_rlhf.rollout.sampler import SamplingParams
 
 
 class NativeSampler:
-    """Samples from the acting role, whose adapter is merged into the weights during sampling.
+    """Samples from the active role, whose adapter is merged into the weights during sampling.
 
     Rows that have ended are dropped from the batch. The generator draws one number per response and
     position before sampling, so that the response to a prompt does not depend on the lengths of the

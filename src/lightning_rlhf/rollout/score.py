@@ -18,7 +18,7 @@ from lightning_rlhf.rewards.weighted import Reward
 
 
 def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float[Tensor, "N d"]:
-    """Return hidden states of the acting role from which each real response token is predicted.
+    """Return hidden states of the active role from which each real response token is predicted.
 
     The trunk reads every row from its first real token up to its last but one, from which nothing
     is predicted.
@@ -77,7 +77,7 @@ def score(
     """Return scores of the reward, and of the reference `batch_size` rows at a time.
 
     over_vocabulary: whether to measure the KL over the whole vocabulary too, which needs one more
-        forward pass of the acting role over every response.
+        forward pass of the active role over every response.
     """
     components = reward(decoded)
     rollout = decoded.rollout

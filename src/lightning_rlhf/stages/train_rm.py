@@ -110,7 +110,7 @@ def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:
         )  # fmt: skip
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in train.examples)
-    check_positions(roles, longest, "the longest reply to a preference's prompt, with it,")
+    check_positions(roles, longest, "the longest prompt of a preference with its response")
     prompt, response = max(len(e.prompt) for e in train.examples), settings.data.max_response_tokens
     check_positions(
         roles, prompt + response,
