@@ -45,7 +45,8 @@ from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli import serve
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.replay import run_updates as replay_run
-from lightning_rlhf.stages import run, text_rewards, train_ppo, train_rm, train_sft
+from lightning_rlhf.stages import run, train_ppo, train_rm, train_sft
+from lightning_rlhf.stages.reward import text_rewards
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
 LOADED = (replay_run, run, serve, text_rewards)

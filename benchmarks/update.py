@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
 
 from common import markdown_table
 from counting import Memory
@@ -26,10 +27,11 @@ from lightning_rlhf.core.types import Experience, Prompts
 from lightning_rlhf.kernels import attention, joint_linear, merging, products
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
+from lightning_rlhf.models import roles
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout import native
+from lightning_rlhf.rollout import native, score
 from lightning_rlhf.rollout.native import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, seconds, write
@@ -171,29 +173,53 @@ def rollout_groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
             patch.object, joint_linear, "_can_be_packed", lambda weight: False
         ),
         "decoding step and merged adapters off": together(step, merged),
+        "preallocated cache off": partial(patch.object, native, "roomy_cache", library_cache),
         "all plain": partial(kernels, module, "plain"),
+    }
+
+
+def library_cache(config: PretrainedConfig, length: int) -> DynamicCache:
+    """Return transformers' own cache, which grows with every token."""
+    return DynamicCache(config=config)
+
+
+def iteration_groups() -> dict[str, Callable[[], Any]]:
+    """Return what depends on the lengths of responses, which differ in every iteration."""
+    return {
+        FAST: nullcontext,
+        "lengths not rounded up": together(
+            *(
+                partial(patch.object, user, "compiles_by_shape", lambda x: False)
+                for user in (native, score, roles)
+            )
+        ),
     }
 
 
 def kernel_groups(
     name: str, microbatch: int, repeats: int, device: torch.device
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of updates and of rollouts with each group off."""
+    """Return the seconds of updates, rollouts and iterations with each group off."""
     workload = WORKLOADS[name]
     module = build_module(workload, device, microbatch_size=microbatch)
 
     def work(prompts: Prompts) -> dict[str, dict[str, list[float]]]:
         experience = experience_of(module, prompts)
 
-        def rollout() -> None:
+        def update(turn: int) -> None:
+            module.update(experience, module.kl_coef)
+
+        def rollout(turn: int) -> None:
             module.roll_out(prompts, module.generator(TRAINING, 0))
+
+        def iteration(turn: int) -> None:
+            module.update(experience_of(module, prompts, turn), module.kl_coef)
 
         with kernels(module, "fast"):
             return {
-                "update": in_contexts(
-                    groups(module), lambda: module.update(experience), repeats, device
-                ),
+                "update": in_contexts(groups(module), update, repeats, device),
                 "rollout": in_contexts(rollout_groups(module), rollout, repeats, device),
+                "iteration": in_contexts(iteration_groups(), iteration, repeats, device),
             }
 
     precision = "bf16-mixed" if workload.dtype == torch.bfloat16 else "32-true"
@@ -202,11 +228,11 @@ def kernel_groups(
 
 def in_contexts(
     contexts: dict[str, Callable[[], Any]],
-    work: Callable[[], object],
+    work: Callable[[int], object],
     repeats: int,
     device: torch.device,
 ) -> dict[str, list[float]]:
-    """Return the seconds of `work` in each context, in turn, after one round that warms up.
+    """Return the seconds of `work(turn)` in each context, in turn, after one that warms up.
 
     Entering and leaving a context takes none of them.
     """
@@ -215,7 +241,7 @@ def in_contexts(
         gc.collect()
         for name, context in contexts.items():
             with context():
-                took = seconds(work, device)
+                took = seconds(partial(work, turn), device)
             if turn:
                 found[name].append(took)
     return found
@@ -449,6 +475,8 @@ def main() -> None:
         kernels_table(results["kernels"], "update"),
         "Rollouts of the same responses, likewise.",
         kernels_table(results["kernels"], "rollout"),
+        "Rollout and update with responses drawn anew in each round, so that their lengths differ:",
+        kernels_table(results["kernels"], "iteration"),
         "With something else changed:",
         updates_table(results["updates"]),
         f"`token_logprobs` on hidden states of width {WIDTH}, forward and backward, beside "

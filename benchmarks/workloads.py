@@ -176,9 +176,9 @@ def build_module(
     return module.to(device)
 
 
-def experience_of(module: PPOModule, prompts: Prompts) -> Experience:
-    """What the policy learns from: its own responses, scored."""
-    rollout = module.roll_out(prompts, module.generator(TRAINING, 0))
+def experience_of(module: PPOModule, prompts: Prompts, draw: int = 0) -> Experience:
+    """Return what the policy learns from: its own responses, scored; each draw has others."""
+    rollout = module.roll_out(prompts, module.generator(TRAINING, draw))
     return make_experience(
         rollout,
         module.score(module.decode(rollout, "train")),

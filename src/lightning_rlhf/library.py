@@ -15,10 +15,10 @@ from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.messages import composition_error
 from lightning_rlhf.cli.overrides import check_choices, parse_arguments, refuse_other_stages
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
-from lightning_rlhf.stages.folders import claim
+from lightning_rlhf.stages.folder.folders import claim
+from lightning_rlhf.stages.folder.resume import resume_point
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.registry import STAGES, stage_names
-from lightning_rlhf.stages.resume import resume_point
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.start import check_inputs

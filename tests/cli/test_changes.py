@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from lightning_rlhf.stages.changes import abridged, changes
+from lightning_rlhf.stages.folder.changes import abridged, changes
 from lightning_rlhf.stages.paths import HOME
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.reward_section import read_reward

@@ -196,7 +196,7 @@ def test_nothing_is_sampled_and_no_reward_is_asked(
         raise AssertionError("it collects")
 
     monkeypatch.setattr("lightning_rlhf.modules.ppo.PPOModule.collect", refuse)
-    monkeypatch.setattr("lightning_rlhf.stages.build_rewards.head_source", refuse)
+    monkeypatch.setattr("lightning_rlhf.stages.reward.build_rewards.head_source", refuse)
     check_same(replay(place, run, 1), 1, 4)
 
 

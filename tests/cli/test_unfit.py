@@ -11,7 +11,7 @@ import pytest
 
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.models.verdict import Verdict
-from lightning_rlhf.stages import text_rewards
+from lightning_rlhf.stages.reward import text_rewards
 
 from .conftest import Workplace, given, make_workplace
 
@@ -154,7 +154,7 @@ def test_one_on_the_hub_is_asked_once_it_is_fetched(
 ) -> None:
     judged(finished, UNFIT)
     folder = finished.stage("rm") / "final"
-    monkeypatch.setattr("lightning_rlhf.stages.text_rewards.local_folder", lambda *_: folder)
+    monkeypatch.setattr("lightning_rlhf.stages.reward.text_rewards.local_folder", lambda *_: folder)
     hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
     error = finished.mini(*ppo("hub", *hub)).error
     assert error.startswith("reward model is unfit by its fitness report ")

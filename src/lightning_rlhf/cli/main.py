@@ -170,7 +170,13 @@ def compose(cfg: DictConfig) -> str | None:
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """Return how to resume a stopped run; an empty list where there is nothing to resume."""
     from lightning_rlhf.callbacks.checkpoint_files import numbered
-    from lightning_rlhf.stages.folders import CHECKPOINTS, FINAL, folder_of, is_unbegun, is_used
+    from lightning_rlhf.stages.folder.folders import (
+        CHECKPOINTS,
+        FINAL,
+        folder_of,
+        is_unbegun,
+        is_used,
+    )
     from lightning_rlhf.stages.settings import read_settings
     from lightning_rlhf.stages.stage import AUTO
 
@@ -225,7 +231,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     if not in_sweep and stage in names:
         refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)
-    from lightning_rlhf.stages.folders import state_of
+    from lightning_rlhf.stages.folder.folders import state_of
     from lightning_rlhf.stages.start import run_stage
 
     if in_sweep and not settings.overwrite:

@@ -16,9 +16,9 @@ from rich.table import Table
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
 from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.stages.changes import differing_keys
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import check_writable, run_folder
+from lightning_rlhf.stages.folder.changes import differing_keys
+from lightning_rlhf.stages.folder.folders import check_writable, run_folder
 from lightning_rlhf.stages.promises import ANY
 from lightning_rlhf.stages.settings import read_settings
 

@@ -27,17 +27,17 @@ from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import (
+from lightning_rlhf.stages.folder.folders import (
     FINAL,
     State,
     folder_of,
     is_finished,
     state_of,
 )
+from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, check_promises
 from lightning_rlhf.stages.registry import STAGES
-from lightning_rlhf.stages.resume import held
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 

@@ -56,7 +56,7 @@ def make_server(given: argparse.Namespace) -> RewardServer:
 def load_scorer(final: str, overrides: Sequence[str]) -> Score:
     """Return the score function of a folder or hub id. Slow imports are made here."""
     from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.text_rewards import text_scorer
+    from lightning_rlhf.stages.reward.text_rewards import text_scorer
 
     quiet_libraries()
     return text_scorer(final, overrides)

@@ -25,9 +25,9 @@ from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 from lightning_rlhf.stages import ppo
-from lightning_rlhf.stages.changes import changes
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
+from lightning_rlhf.stages.folder.changes import changes
+from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
 from lightning_rlhf.stages.registry import chosen_stage
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Stage

@@ -24,11 +24,11 @@ from lightning_rlhf.data.rollouts import (
     weights_of,
 )
 from lightning_rlhf.models.weights import attention_of_the_hub
-from lightning_rlhf.stages.changes import completed, read_config
-from lightning_rlhf.stages.folders import CONFIG, check_kinds, is_stale, run_folder
-from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
+from lightning_rlhf.stages.folder.changes import completed, read_config
+from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, is_stale, run_folder
+from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
+from lightning_rlhf.stages.folder.resume import origin
 from lightning_rlhf.stages.registry import DEFINITION, STAGES, chosen_stage, stage_names
-from lightning_rlhf.stages.resume import origin
 from lightning_rlhf.stages.settings import read_tree
 from lightning_rlhf.stages.stage import Settings
 

@@ -34,7 +34,7 @@ from lightning_rlhf.replay.plan import check_origin
 from lightning_rlhf.replay.row_figures import not_finite_rows, replayed_rows, rows_on_terminal
 from lightning_rlhf.replay.run_updates import check_tokens, quiet_trainer, same
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import CHECKPOINTS, find_sft
+from lightning_rlhf.stages.folder.folders import CHECKPOINTS, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.supervised import COLLATE

@@ -35,7 +35,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.replay.plan import Plan, updates_before
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.advice import advise
-from lightning_rlhf.stages.folders import find_rewards, find_sft
+from lightning_rlhf.stages.folder.folders import find_rewards, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.train_ppo import build_module

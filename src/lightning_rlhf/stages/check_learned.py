@@ -12,7 +12,7 @@ from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.finite import advice, require_finite_weights
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.stages.folders import METRICS
+from lightning_rlhf.stages.folder.folders import METRICS
 
 REFUSED: Mapping[str, str] = {
     "update/nonfinite": "with a loss or gradient that is not finite",

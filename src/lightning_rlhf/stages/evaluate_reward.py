@@ -35,18 +35,18 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import decode_responses
-from lightning_rlhf.stages.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.console import say, say_problems
-from lightning_rlhf.stages.folders import FINAL, claim, find_parents, run_name
+from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
-from lightning_rlhf.stages.reward_fitness import (
+from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
+from lightning_rlhf.stages.reward.reward_fitness import (
     fitting,
     log_fitness,
     response_lengths,
     sft_samples,
     write_report,
 )
-from lightning_rlhf.stages.reward_formats import check_formats
+from lightning_rlhf.stages.reward.reward_formats import check_formats
 from lightning_rlhf.stages.stage import Settings
 
 

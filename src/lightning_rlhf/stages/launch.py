@@ -51,7 +51,7 @@ from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.check_learned import check_learned
 from lightning_rlhf.stages.console import say, say_lengths
-from lightning_rlhf.stages.folders import (
+from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
     FINAL,
     claim,
@@ -59,8 +59,8 @@ from lightning_rlhf.stages.folders import (
     folder_of,
     run_name,
 )
+from lightning_rlhf.stages.folder.resume import origin, resume_point
 from lightning_rlhf.stages.objects import build_trainer, own_callbacks, own_loggers
-from lightning_rlhf.stages.resume import origin, resume_point
 from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.stages.gaps import iteration_gaps
+from lightning_rlhf.stages.folder.gaps import iteration_gaps
+from lightning_rlhf.stages.reward.unfit import verdicts_on
 from lightning_rlhf.stages.stage import Settings, Stage
-from lightning_rlhf.stages.unfit import verdicts_on
 
 if TYPE_CHECKING:
     from lightning_rlhf.report.curves import Panel

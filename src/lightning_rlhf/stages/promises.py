@@ -10,8 +10,8 @@ from rich.table import Table
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
-from lightning_rlhf.stages.changes import VOLATILE, differing_keys, volatile
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.changes import VOLATILE, differing_keys, volatile
 from lightning_rlhf.stages.settings import Settings
 
 ANY = ("seed", *VOLATILE)

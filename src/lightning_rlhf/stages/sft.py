@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.stages.gaps import row_gaps
+from lightning_rlhf.stages.folder.gaps import row_gaps
 from lightning_rlhf.stages.stage import Settings, Stage
 
 if TYPE_CHECKING:

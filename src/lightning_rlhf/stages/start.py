@@ -10,8 +10,8 @@ from lightning_rlhf.io.user_code import check_function_file
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.rewards.config import FunctionConfig
-from lightning_rlhf.stages.folders import FINAL, find_parents, folder_of
-from lightning_rlhf.stages.resume import check_resumable, decide, held, resume_point
+from lightning_rlhf.stages.folder.folders import FINAL, find_parents, folder_of
+from lightning_rlhf.stages.folder.resume import check_resumable, decide, held, resume_point
 from lightning_rlhf.stages.stage import AUTO, Settings, reward_key
 
 

@@ -39,19 +39,19 @@ from lightning_rlhf.report.collapse import collapsed
 from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.build_sampler import check_sampler
-from lightning_rlhf.stages.build_rewards import (
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.folders import METRICS, find_parents
+from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
+from lightning_rlhf.stages.launch import Prepared, Training, fit, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.reward.build_rewards import (
     build_critic,
     build_reward,
     hub_rewards,
     light_sources,
 )
-from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import METRICS, find_parents
-from lightning_rlhf.stages.launch import Prepared, Training, fit, hand_over, make_ready, tokenised
-from lightning_rlhf.stages.recorded import checkpoint_until, not_recorded, ranges
-from lightning_rlhf.stages.reward_formats import check_formats
+from lightning_rlhf.stages.reward.reward_formats import check_formats
+from lightning_rlhf.stages.reward.unfit import say_verdicts, verdicts_on
 from lightning_rlhf.stages.stage import Settings
-from lightning_rlhf.stages.unfit import say_verdicts, verdicts_on
 
 
 @dataclass(frozen=True, kw_only=True)

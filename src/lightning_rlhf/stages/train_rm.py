@@ -36,9 +36,9 @@ from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments
 from lightning_rlhf.stages.console import say, say_evaluation, say_problems
-from lightning_rlhf.stages.folders import FINAL, find_parents, run_name
+from lightning_rlhf.stages.folder.folders import FINAL, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
-from lightning_rlhf.stages.reward_fitness import (
+from lightning_rlhf.stages.reward.reward_fitness import (
     fitting,
     known_pairs,
     log_fitness,

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.visible import is_hidden
-from lightning_rlhf.stages.changes import flatten
+from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.settings import Settings, read_settings
 
 from .conftest import Refusals, composed

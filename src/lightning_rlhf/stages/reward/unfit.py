@@ -9,7 +9,7 @@ from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.verdict import PAGE, Verdict
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import reward_role
+from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.stage import Settings, reward_key
 
 

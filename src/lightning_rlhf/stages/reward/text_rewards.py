@@ -27,8 +27,8 @@ from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
-from lightning_rlhf.stages.changes import completed
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.changes import completed
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
 from lightning_rlhf.stages.sections import section

@@ -25,9 +25,9 @@ from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import encode_responses, score_texts
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import reward_role
+from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.launch import Prepared
-from lightning_rlhf.stages.reward_fitness import fitting
+from lightning_rlhf.stages.reward.reward_fitness import fitting
 from lightning_rlhf.stages.stage import reward_key
 
 

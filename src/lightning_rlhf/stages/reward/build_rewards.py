@@ -34,10 +34,10 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import reward_role
+from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.launch import Prepared
+from lightning_rlhf.stages.reward.text_rewards import check_text_reward, found, text_reward
 from lightning_rlhf.stages.stage import Settings, reward_key
-from lightning_rlhf.stages.text_rewards import check_text_reward, found, text_reward
 
 
 def hub_rewards(ready: Prepared) -> dict[str, Final]:

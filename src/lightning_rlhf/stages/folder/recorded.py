@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_rlhf.callbacks.checkpoint_files import BEST, SUFFIX, numbered, step_named, step_of
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.rollouts import recorded_iterations
-from lightning_rlhf.stages.folders import CHECKPOINTS
+from lightning_rlhf.stages.folder.folders import CHECKPOINTS
 
 
 def checkpoint_until(folder: Path, iteration: int) -> tuple[int, Path | None]:

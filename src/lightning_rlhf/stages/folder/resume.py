@@ -23,9 +23,9 @@ from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.io.storage import make_folder
-from lightning_rlhf.stages.changes import changes, listed
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import (
+from lightning_rlhf.stages.folder.changes import changes, listed
+from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
@@ -196,7 +196,7 @@ def check_resumable(path: Path, settings: Settings) -> None:
     # Imported here, since it takes seconds: errors in names are raised before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
     from lightning_rlhf.callbacks.samples import read_samples, train_samples
-    from lightning_rlhf.stages.gaps import check_no_gap
+    from lightning_rlhf.stages.folder.gaps import check_no_gap
 
     folder = folder_of(settings)
     read_rows(folder / METRICS)

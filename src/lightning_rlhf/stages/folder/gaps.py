@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run, step_of
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.folders import METRICS, folder_of
+from lightning_rlhf.stages.folder.folders import METRICS, folder_of
 from lightning_rlhf.stages.stage import AUTO, Settings
 
 # callbacks.metrics_file and callbacks.samples, which import Lightning, are imported where they are

@@ -18,8 +18,8 @@ from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
-from lightning_rlhf.stages.changes import changes, listed, read_config
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.changes import changes, listed, read_config
 from lightning_rlhf.stages.stage import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"

@@ -1,0 +1,1 @@
+"""The reward of a stage: built from its configuration, tried on the data, and measured."""
