@@ -25,6 +25,8 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
+from lightning_rlhf.callbacks.loadable import check_contents, check_states
+from lightning_rlhf.callbacks.monitors import require_logged
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.terminal import say
@@ -95,6 +97,7 @@ class Checkpoints(Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        check_contents(checkpoint, trainer.callbacks)  # type: ignore[attr-defined]
         checkpoint[RUN] = stamp(self.origin, trained(trainer), self.config.val_every)
 
     def on_load_checkpoint(
@@ -103,6 +106,7 @@ class Checkpoints(Callback):
         self._first = checkpoint[RUN]["step"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_states(trainer.callbacks)  # type: ignore[attr-defined]
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
@@ -148,6 +152,8 @@ class Checkpoints(Callback):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         step = trained(trainer)
+        for name, _ in self.goal:
+            require_logged(f"goal metric of stage={self.origin.stage}", name, metrics)
         # Raised before the evaluation counts as done, so that a resumed run raises it again.
         require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
         self.evaluated = step
