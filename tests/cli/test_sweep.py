@@ -84,6 +84,7 @@ def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -
     }
     assert "#3 : " in swept[1].out
     assert "++" not in swept[1].out
+    assert "\\t" not in swept[1].out  # the tab with which Hydra indents a job's line
     text = table(swept[1].out)
     assert text.count(" done ") == 4
     assert "failed" not in text
