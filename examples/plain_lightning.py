@@ -1,7 +1,7 @@
 """SFT, a reward model and PPO with a plain lightning.Trainer.
 
-python examples/plain_lightning.py                                          trains the embedded model
-python examples/plain_lightning.py run=other seed=1 sft.epochs=2 ppo.lr=2e-3  with overrides
+python examples/plain_lightning.py                            trains the embedded model
+python examples/plain_lightning.py seed=1 run=s1 sft.epochs=2  with overrides of any stage
 """
 
 import sys
