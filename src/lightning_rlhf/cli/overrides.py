@@ -126,8 +126,8 @@ def refuse_group_stage(given: Namespace) -> None:
                 f"{folder / 'stages'}, and add +stages=NAME for a stage of your own"
             )
         file = folder / f"{given.config_name}.yaml"
-        node = OmegaConf.load(file) if given.config_name and file.is_file() else None
-        defaults = OmegaConf.select(node, "defaults") if OmegaConf.is_dict(node) else None
+        node: Any = OmegaConf.load(file) if given.config_name and file.is_file() else None
+        defaults: Any = OmegaConf.select(node, "defaults") if OmegaConf.is_dict(node) else None
         for entry in defaults if OmegaConf.is_list(defaults) else []:
             for key in entry if OmegaConf.is_dict(entry) else []:
                 if str(key) in ("override stage", "override /stage"):
