@@ -1,7 +1,7 @@
 """SFT, a reward model and PPO with a plain lightning.Trainer.
 
-python examples/plain_lightning.py                   trains the embedded model
-python examples/plain_lightning.py run=other seed=1  with overrides that every stage reads
+python examples/plain_lightning.py                            trains the embedded model
+python examples/plain_lightning.py seed=1 run=s1 sft.epochs=2  with overrides of any stage
 """
 
 import sys
@@ -12,10 +12,12 @@ from lightning.pytorch.loggers import CSVLogger
 
 import lightning_rlhf
 
+STAGES = ("sft", "rm", "ppo")
+
 
 def train(stage: str, *overrides: str) -> L.Trainer:
     """Train a stage and save its model, from which later stages of the run start."""
-    settings = lightning_rlhf.configuration(stage, *overrides)
+    settings = lightning_rlhf.configuration(stage, *overrides, stages=STAGES)
     training = lightning_rlhf.build(settings)
     trainer = L.Trainer(
         max_epochs=1,
@@ -32,5 +34,5 @@ def train(stage: str, *overrides: str) -> L.Trainer:
 
 
 if __name__ == "__main__":
-    for stage in ("sft", "rm", "ppo"):
+    for stage in STAGES:
         train(stage, *sys.argv[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,13 @@ from omegaconf import OmegaConf, open_dict
 
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.messages import composition_error
-from lightning_rlhf.cli.overrides import check_choices, parse_arguments, refuse_other_stages
+from lightning_rlhf.cli.overrides import (
+    check_choices,
+    check_stage,
+    parse_arguments,
+    refuse_group_stage,
+    refuse_other_stages,
+)
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.stages.folder.folders import claim
 from lightning_rlhf.stages.folder.resume import resume_point
@@ -27,12 +33,14 @@ if TYPE_CHECKING:
     from lightning_rlhf.stages.launch import Training
 
 
-def configuration(stage: str, *overrides: str) -> Settings:
+def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> Settings:
     """Return the checked configuration of a stage: the values of conf/ with some of them changed.
 
     Args:
         stage: name of the stage: "sft", "rm", "ppo".
         overrides: words as on the command line: "model=tiny", "ppo.kl_coef=0.1".
+        stages: names of stages that get the same overrides, as in a recipe: each reads its section.
+            An override of the section of any other stage is refused.
 
     Raises:
         ConfigError: a key or a value is not one of those that are allowed, which the message names.
@@ -40,10 +48,12 @@ def configuration(stage: str, *overrides: str) -> Settings:
     words = [*overrides, f"stage={stage}"]
     given = parse_arguments(words)
     register_resolvers()
+    refuse_group_stage(given)
     try:
         with no_outer_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = compose("config", words, return_hydra_config=True)
             check_choices(cfg.hydra.runtime.choices)
+            check_stage(stage, cfg, cfg.hydra.runtime.config_sources)
     except RLHFError:
         raise
     except Exception as error:  # Hydra and OmegaConf have no common class of errors
@@ -53,7 +63,7 @@ def configuration(stage: str, *overrides: str) -> Settings:
     require(cfg.recipe is None, "recipe", cfg.recipe, "none, since a recipe runs stages itself")
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if stage in names:
-        refuse_other_stages(stage, overrides, names)
+        refuse_other_stages(stage, overrides, {*names} - {*stages})
     return read_settings(cfg)
 
 

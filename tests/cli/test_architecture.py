@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks import names
 from lightning_rlhf.callbacks.names import Metric, check_names
 from lightning_rlhf.stages.paths import HOME
 
-from .conftest import Workplace, given, rows
+from .conftest import Workplace, given, rows, weights
 
 PAGE = (HOME / "docs" / "architecture.md").read_text()
 FLOORS = re.findall(r"^\| (\d) \| \[`(\w+)`\]", PAGE, re.MULTILINE)
@@ -66,6 +66,37 @@ def test_a_stage(place: Workplace) -> None:
     # It starts as the SFT model; a model that knows nothing has a loss of log 2048 = 7.6.
     before = min(float(row["eval/loss"]) for row in rows(place.stage("sft")) if "eval/loss" in row)
     assert float(rows(folder)[-1]["eval/loss"]) == pytest.approx(before, abs=0.5)
+
+
+def test_a_stage_on_ppo(place: Workplace) -> None:
+    """With the numbers of the model; at beta=0 it is PPO, and the first update has a ratio of 1."""
+    words = ["+stages=penalized", "stage=penalized", "stage_model@penalized=ppo_mini"]
+    words += given(place)
+    own(place, *words, "penalized.beta=0")
+    assert rows(place.stage("penalized")) == rows(place.stage("ppo"))
+    assert weights(place.stage("penalized")) == weights(place.stage("ppo"))
+    own(place, *words, "run=other", "penalized.iterations=1")
+    assert weights(place.stage("penalized", "other")) != weights(place.stage("ppo"))
+
+
+def test_keys_that_a_stage_on_ppo_lacks_are_named(place: Workplace) -> None:
+    file, words = place.folder / "my_conf/stages/penalized.yaml", ["+stages=penalized"]
+    path = "hydra.searchpath=[file://my_conf]"
+    error = place.mini(path, *words, "stage=penalized", "advantage=rloo").error
+    assert error == (
+        "stage=penalized does not read ppo.advantage; leave out advantage=rloo, or give it to "
+        "stage=ppo; a stage of your own built on ppo takes advantage@penalized=NAME"
+    )
+    file.write_text(file.read_text().replace("  - /advantage@_here_: gae\n", ""))
+    error = place.mini(path, *words, "stage=penalized").error
+    assert error == (
+        "penalized.advantage is missing, with all keys that an estimator of advantages sets; add "
+        "+advantage@penalized=gae, or `/advantage@_here_: gae` to the defaults of "
+        "stages/penalized.yaml"
+    )
+    words.append("+advantage@penalized=rloo")
+    shown = place.mini(path, *words, "--cfg", "job", "--package", "penalized").succeeded.out
+    assert "\nadvantage: rloo\n" in shown
 
 
 def test_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,37 @@ def test_a_configuration_has_the_defaults_of_conf_and_what_is_given() -> None:
     assert lightning_rlhf.configuration("ppo").config.kl_coef == 0.06
 
 
+def test_one_set_of_overrides_serves_several_stages() -> None:
+    """As that of a recipe; a wrong key of any section is named at the first stage."""
+    words = ("sft.epochs=2", "rm.lr=0.5", "ppo.kl_coef=0.1", "advantage=rloo", "seed=3")
+    sft, rm, ppo = (lightning_rlhf.configuration(s, *words, stages=STAGES) for s in STAGES)
+    assert (sft.config.epochs, rm.config.lr, ppo.config.kl_coef) == (2, 0.5, 0.1)
+    assert (ppo.config.advantage, {sft.seed, rm.seed, ppo.seed}) == ("rloo", {3})
+    for alone, own in ((sft, words[0]), (rm, words[1])):
+        assert lightning_rlhf.configuration(alone.stage, own, "seed=3") == alone
+    for wrong, told in (("ppo.kl_coeff=1", "did you mean ppo.kl_coef"), ("eval.samples=1", "eval")):
+        with pytest.raises(ConfigError, match=told):
+            lightning_rlhf.configuration("sft", wrong, stages=STAGES)
+
+
+def test_the_example_gives_every_stage_its_overrides(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[object] = []
+
+    def build(settings: object) -> None:
+        built.append(settings)
+        raise InterruptedError
+
+    monkeypatch.setattr(lightning_rlhf, "build", build, raising=False)
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    for stage in STAGES:
+        with contextlib.chdir(workplace.folder), pytest.raises(InterruptedError):
+            train(stage, *MINI, "sft.epochs=0.5", "rm.epochs=0.25", "ppo.iterations=2")
+    sft, rm, ppo = (found.config for found in built)  # type: ignore[attr-defined]
+    assert (sft.epochs, rm.epochs, ppo.iterations) == (0.5, 0.25, 2)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

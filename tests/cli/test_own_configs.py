@@ -70,7 +70,7 @@ def test_a_stage_of_ones_own_is_chosen_and_given_numbers(own: Workplace) -> None
 
 
 def test_a_model_of_ones_own_has_numbers_in_every_stage(own: Workplace) -> None:
-    """As those of tiny, whose trainer has one thread."""
+    """Beside those of tiny, from which it is derived and whose trainer has one thread."""
     numbers = {"sft": "epochs: 5", "ppo": "iterations: 7", "trainer": "threads: 3"}
     (own.folder / "own" / "stage_model").mkdir()
     for section, text in numbers.items():
@@ -79,10 +79,60 @@ def test_a_model_of_ones_own_has_numbers_in_every_stage(own: Workplace) -> None:
     assert found["sft"]["epochs"] == 5
     assert found["ppo"]["iterations"] == 7
     assert found["trainer"]["threads"] == 3
-    assert found["rm"]["epochs"] == 1
+    assert found["rm"]["epochs"] == 2  # tiny's, from which it is derived, as are the next two
+    assert (found["sft"]["lr"], found["ppo"]["kl_coef"]) == (3e-3, 0.06)
     found = shown(own, "--config-dir", "own", "model=mine", "stage_model@ppo=ppo_tiny")
     assert found["ppo"]["iterations"] == 150
     assert shown(own, "ppo.gamma=1")["trainer"]["threads"] == 1
+
+
+def test_a_preset_has_the_numbers_of_the_one_it_starts_from(own: Workplace) -> None:
+    """All five sections of tiny, whatever trainer is chosen; a preset that starts anew has none."""
+    tiny, mine = (shown(own, "--config-dir", "own", f"model={m}") for m in ("tiny", "mine"))
+    for section in ("sft", "rm", "ppo", "eval", "trainer"):
+        numbers = yaml.safe_load((CONF / "stage_model" / f"{section}_tiny.yaml").read_text())
+        assert numbers.items() <= mine[section].items(), section
+        assert mine[section] == tiny[section], section
+    words = ["--config-dir", "own", "model=mine", "trainer=mine", "rm.epochs=3"]
+    found = shown(own, *words)
+    assert (found["trainer"]["threads"], found["rm"]["epochs"]) == (1, 3)
+    found = shown(own, "model=hub", "model.name=x", "model.name_or_path=y")
+    assert (found["rm"]["epochs"], found["trainer"]["threads"]) == (1, None)
+
+
+def test_a_section_that_is_not_added_is_named(own: Workplace) -> None:
+    told = (
+        "stage=mine chooses a section that is not part of the configuration; add +stages=mine, "
+        "which reads stages/mine.yaml"
+    )
+    for folder in (["--config-dir", "own"], ["hydra.searchpath=[file://own]"]):
+        assert own.call(*folder, "stage=mine").error == told
+    (own.folder / "recipe.yaml").write_text(
+        "title: M\nstages: [mine]\nprogram: null\noverrides: []\npromises: []\nnext: []\n"
+    )
+    assert own.call("--config-dir", "own", "recipe=.").error == told
+
+
+def test_a_group_called_stage_is_named(workplace: Workplace) -> None:
+    """A layout in which `stage` chose a file; Hydra says that it has no match."""
+    old = workplace.folder / "old"
+    old.mkdir()
+    for key in ("override stage", "override /stage"):
+        (old / "my.yaml").write_text(f"defaults: [config, {key}: sft, _self_]\n")
+        error = workplace.call("--config-dir", "old", "--config-name", "my").error
+        assert error == (
+            f"old/my.yaml has `{key}: sft` in its defaults, where stage is no group; write "
+            "`stage: sft` below the defaults instead"
+        )
+    (old / "stage").mkdir()
+    (old / "stage" / "mine.yaml").write_text("# @package mine\nlr: 1\n")
+    told = (
+        "old/stage is a group that the configuration does not have; rename it to old/stages, and "
+        "add +stages=NAME for a stage of your own"
+    )
+    for folder in (["--config-dir", "old"], ["hydra.searchpath=[file://old]"]):
+        for word in ("stage=mine", "stage=sft", "recipe=quickstart"):
+            assert workplace.call(*folder, word).error == told
 
 
 def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -> None:

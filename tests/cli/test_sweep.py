@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.cli.messages import VisibleFormatter
 from lightning_rlhf.cli.sweep import adapt, job_name, metrics_of
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages.eval import STAGE
@@ -84,9 +86,15 @@ def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -
     }
     assert "#3 : " in swept[1].out
     assert "++" not in swept[1].out
+    assert "\\t" not in swept[1].out  # the tab with which Hydra indents a job's line
     text = table(swept[1].out)
     assert text.count(" done ") == 4
     assert "failed" not in text
+
+
+def test_hydra_s_lines_are_indented_and_show_what_a_terminal_would_obey() -> None:
+    record = logging.LogRecord("hydra", logging.INFO, "", 0, "\t#%d : run=\x1b[31m", (3,), None)
+    assert VisibleFormatter("%(message)s").format(record) == "        #3 : run=\\x1b[31m"
 
 
 def test_jobs_differ_only_where_they_should(clean_sweep: Workplace) -> None:

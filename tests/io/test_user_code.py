@@ -1,4 +1,4 @@
-"""Functions that the configuration names."""
+"""Functions, classes and other objects that the configuration names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.io.user_code import load_function
+from lightning_rlhf.io.user_code import load_class, load_function, load_object
 
 RULES = """\
 from pathlib import Path
@@ -68,6 +68,32 @@ def test_what_is_no_function_is_named(rules: Path, source: str | None, message: 
         load_function(given, "reward.function")  # type: ignore[arg-type]
     assert str(found.value).startswith(f"reward.function is {given!r}; ")
     assert message.format(folder=folder) in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("rules.py", "is 'rules.py'; allowed: 'path/to/file.py:Class' or 'package.module:Class'"),
+        ("{folder}/rules.py:Scores", "rules.py has no class 'Scores', it has ['Scorer']"),
+        ("{folder}/rules.py:score", "has no class 'score', it has ['Scorer']; score is <"),
+        ("nowhere:Scorer", "PYTHONPATH; allowed: 'path/to/file.py:Class' or"),
+    ],
+)
+def test_what_is_no_class_is_named(rules: Path, source: str, message: str) -> None:
+    assert load_class(f"{rules}:Scorer", "ppo.rollout").__name__ == "Scorer"
+    with pytest.raises(ConfigError) as found:
+        load_class(source.format(folder=rules.parent), "ppo.rollout")
+    assert message in str(found.value)
+    assert "no function" not in str(found.value)
+
+
+def test_what_is_no_stage_is_named(rules: Path) -> None:
+    """Any kind of object: here a number stands for a stage."""
+    assert load_object(f"{rules}:LIMIT", "a.definition", "stage", lambda x: x == 3) == 3
+    with pytest.raises(ConfigError, match=r"allowed: 'path/to/file.py:STAGE' or 'package"):
+        load_object("rules.py", "a.definition", "stage", lambda x: x == 3)
+    with pytest.raises(ConfigError, match=r"no stage 'score', it has \['LIMIT'\]; score is <fun"):
+        load_object(f"{rules}:score", "a.definition", "stage", lambda x: x == 3)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,10 @@ from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     check_choices,
+    check_stage,
     options_last,
     parse_arguments,
+    refuse_group_stage,
     refuse_other_stages,
 )
 from lightning_rlhf.cli.secrecy import (
@@ -72,6 +74,7 @@ def main() -> None:
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
+        refuse_group_stage(given)
         sys.argv[1:] = options_last(words, given)
         with printed_safely(given):
             compose()
@@ -229,6 +232,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False),
         stage_names(unresolved),
     )
+    check_stage(stage, unresolved, HydraConfig.get().runtime.config_sources)
     if not in_sweep and stage in names:
         refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)

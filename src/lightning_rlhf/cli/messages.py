@@ -35,10 +35,13 @@ LONGEST = 400
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formatter that escapes control characters in the overrides that Hydra logs in a sweep."""
+    """Formatter that escapes control characters in the overrides that Hydra logs in a sweep.
+
+    Tabs, with which Hydra indents its lines, become spaces.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return visible(super().format(record).expandtabs())
 
 
 def program_name() -> str:

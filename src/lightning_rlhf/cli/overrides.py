@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 # The parser of @hydra.main; Hydra has no public name for it.
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
+from omegaconf import OmegaConf
 
 from lightning_rlhf.cli.secrecy import without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.stages.paths import CONF
 
 GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
 """Groups of conf/ from which one file each is chosen."""
@@ -53,7 +56,7 @@ def options_last(words: Sequence[str], given: Namespace) -> list[str]:
     return [*given.overrides, *(word for word in words if word not in given.overrides)]
 
 
-def parse_overrides(words: Sequence[str]) -> list[Override]:
+def parse_overrides(words: Iterable[str]) -> list[Override]:
     """Return the overrides as Hydra parses them."""
     return OverridesParser.create().parse_overrides(list(words))
 
@@ -76,11 +79,62 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
         owner = stage_of(override, stages)
         if owner not in (None, stage):
             key = override.key_or_group
-            raise ConfigError(
+            told = (
                 f"stage={stage} does not read {f'{owner}.{key}' if key in READ_BY else key}; "
                 f"leave out {without_address(override.input_line or key)}, or give it to "
                 f"stage={owner}"
             )
+            if key in READ_BY and not (CONF / "stages" / f"{stage}.yaml").is_file():
+                told += f"; a stage of your own built on {owner} takes {key}@{stage}=NAME"
+            raise ConfigError(told)
+
+
+def check_stage(stage: Any, tree: Mapping[Any, Any], sources: Iterable[Any]) -> None:
+    """Raise ConfigError where the section of the chosen stage lies in a folder and is not added.
+
+    tree: the composed configuration.
+    sources: `hydra.runtime.config_sources`, the folders from which it was composed.
+    """
+    files = [Path(s.path) / "stages" / f"{stage}.yaml" for s in sources if s.schema == "file"]
+    if stage not in tree and any(file.is_file() for file in files):
+        raise ConfigError(
+            f"stage={stage} chooses a section that is not part of the configuration; add "
+            f"+stages={stage}, which reads stages/{stage}.yaml"
+        )
+
+
+def own_folders(given: Namespace) -> Iterator[Path]:
+    """Yield the user's own folders of configurations: of --config-dir and hydra.searchpath."""
+    if given.config_dir is not None:
+        yield Path(given.config_dir)
+    for override in parse_overrides(w for w in given.overrides if "hydra.searchpath" in w):
+        paths = override.value()
+        for path in paths if isinstance(paths, list) else []:
+            text = path.text if isinstance(path, QuotedString) else str(path)
+            yield Path(text.removeprefix("file://"))
+
+
+def refuse_group_stage(given: Namespace) -> None:
+    """Raise ConfigError where a user's own configurations take `stage` for a group of files.
+
+    The sections are in the group `stages`, and `stage` is a value.
+    """
+    for folder in own_folders(given):
+        if any((folder / "stage").glob("*.yaml")):
+            raise ConfigError(
+                f"{folder / 'stage'} is a group that the configuration does not have; rename it to "
+                f"{folder / 'stages'}, and add +stages=NAME for a stage of your own"
+            )
+        file = folder / f"{given.config_name}.yaml"
+        node: Any = OmegaConf.load(file) if given.config_name and file.is_file() else None
+        defaults: Any = OmegaConf.select(node, "defaults") if OmegaConf.is_dict(node) else None
+        for entry in defaults if OmegaConf.is_list(defaults) else []:
+            for key in entry if OmegaConf.is_dict(entry) else []:
+                if str(key) in ("override stage", "override /stage"):
+                    raise ConfigError(
+                        f"{file} has `{key}: {entry[key]}` in its defaults, where stage is no "
+                        f"group; write `stage: {entry[key]}` below the defaults instead"
+                    )
 
 
 def check_choices(choices: Mapping[str, Any]) -> None:

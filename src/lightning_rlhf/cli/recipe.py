@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
+from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, stage_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.splits import LOAD
@@ -180,7 +180,9 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of one stage, composed from the same file as the recipe's."""
-    return compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
+    cfg = compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
+    check_stage(cfg.stage, cfg, HydraConfig.get().runtime.config_sources)
+    return cfg
 
 
 def search_path() -> list[str]:

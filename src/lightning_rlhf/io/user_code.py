@@ -1,4 +1,4 @@
-"""User-defined functions, named in the configuration."""
+"""User-defined functions, classes and other objects, named in the configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from lightning_rlhf.core.errors import ConfigError, require
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 """Exceptions that count as a fault of a user's code: all but Ctrl-C. `sys.exit()` there would end a
 run with status 0."""
-ALLOWED = "'path/to/file.py:function' or 'package.module:function'"
+NAMES = {"function": "function", "class": "Class", "stage": "STAGE"}
+"""Kind of an object -> how its name is written in the examples of messages."""
 
 
 def load_function(source: str, key: str) -> Callable[..., Any]:
     """Return the function that `source` names; raises ConfigError as `load_object` does."""
     function: Callable[..., Any] = load_object(source, key, "function", callable)
     return function
+
+
+def load_class(source: str, key: str) -> Any:
+    """Return the class that `source` names; raises ConfigError as `load_object` does."""
+    return load_object(source, key, "class", lambda found: isinstance(found, type))
 
 
 def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool]) -> Any:
@@ -36,18 +42,18 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     Args:
         source: value in the configuration.
         key: key of that value.
-        what: kind of the object, for the error.
+        what: kind of the object, one of NAMES, for the error.
         is_one: function that returns whether an object is of that kind.
 
     Raises:
         ConfigError: where `source` does not lead to such an object.
     """
-    check_function_file(source, key)
+    check_file(source, key, what)
     where, _, name = source.rpartition(":")
     is_file = where.endswith(".py")
     path = os.path.expanduser(where) if is_file else where
     told = f"{key} is {source!r}; "
-    found = vars(_file(path, told) if is_file else _module(path, told))
+    found = vars(_file(path, told) if is_file else _module(path, told, what))
     if name in found and is_one(found[name]):
         return found[name]
     there = sorted(
@@ -57,17 +63,24 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     raise ConfigError(f"{told}{path} has no {what} {name!r}, it has {there}{shown}")
 
 
-def check_function_file(source: str, key: str) -> None:
-    """Raise ConfigError unless `source` has the form of a function's name, and its file exists.
+def check_file(source: str, key: str, what: str = "function") -> None:
+    """Raise ConfigError unless `source` has the form of an object's name, and its file exists.
 
-    Runs no code; other errors are raised by `load_function`.
+    what: kind of the object, one of NAMES.
+
+    Runs no code; other errors are raised by `load_object`.
     """
-    require(isinstance(source, str), key, source, ALLOWED)
+    require(isinstance(source, str), key, source, allowed(what))
     where, _, name = source.rpartition(":")
-    require(bool(where and name), key, source, ALLOWED)
+    require(bool(where and name), key, source, allowed(what))
     path = Path(os.path.expanduser(where)).resolve()
     if where.endswith(".py") and not path.is_file():
         raise ConfigError(f"{key} is {source!r}; there is no file {path}")
+
+
+def allowed(what: str) -> str:
+    """Return how an object of this kind is named in a configuration."""
+    return f"'path/to/file.py:{NAMES[what]}' or 'package.module:{NAMES[what]}'"
 
 
 def _is_imported(value: Any, found: dict[str, Any]) -> bool:
@@ -93,13 +106,13 @@ def _file(path: str, told: str) -> ModuleType:
     return module
 
 
-def _module(name: str, told: str) -> ModuleType:
+def _module(name: str, told: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except FAULTS as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(
-                f"{told}there is no module {missing!r} on PYTHONPATH; allowed: {ALLOWED}"
+                f"{told}there is no module {missing!r} on PYTHONPATH; allowed: {allowed(what)}"
             ) from error
         raise ConfigError(f"{told}{name} fails: {error!r}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, require
-from lightning_rlhf.io.user_code import FAULTS, load_function
+from lightning_rlhf.io.user_code import FAULTS, load_class
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.hf import HFSampler
@@ -50,7 +50,7 @@ def load_sampler(name: str) -> Any:
 
     Raises: ConfigError where it does not name a class with the members of `Sampler`.
     """
-    found = load_function(name, "ppo.rollout")
+    found = load_class(name, "ppo.rollout")
     missing = [part for part in ("sample", "is_exact") if not hasattr(found, part)]
     if missing:
         raise ConfigError(

@@ -195,6 +195,12 @@ def _config(stage: Stage, node: Any) -> Any:
     """Return the section of a stage as its dataclass, without the key `definition`."""
     if isinstance(node, Mapping):
         node = {key: value for key, value in node.items() if key != DEFINITION}
+        if issubclass(stage.config, PPOConfig) and "advantage" not in node:
+            raise ConfigError(
+                f"{stage.name}.advantage is missing, with all keys that an estimator of advantages "
+                f"sets; add +advantage@{stage.name}=gae, or `/advantage@_here_: gae` to the "
+                f"defaults of stages/{stage.name}.yaml"
+            )
     return build(stage.config, node, stage.name)
 
 

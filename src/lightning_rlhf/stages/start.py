@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.splits import check_sources
-from lightning_rlhf.io.user_code import check_function_file
+from lightning_rlhf.io.user_code import check_file
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.rewards.config import FunctionConfig
@@ -52,8 +52,8 @@ def check_inputs(settings: Settings) -> None:
                 refuse_missing_folder(source, f"model.{name}")
     check_sources(settings.data, stage.data)
     if stage.reads_judge and settings.data.judge:
-        check_function_file(settings.data.judge, "data.judge")
+        check_file(settings.data.judge, "data.judge")
     if stage.reads_reward:
         for name, component in settings.reward.items():
             if isinstance(component, FunctionConfig):
-                check_function_file(component.path, f"{reward_key(settings, name)}.path")
+                check_file(component.path, f"{reward_key(settings, name)}.path")
