@@ -325,26 +325,33 @@ def test_a_broken_promise_is_told_with_its_numbers(
     if "gain" in promise:
         measured -= metrics["metrics"][f"start/{name}"]
     assert f"{measured:.3f}" in error
-    assert "not kept" in outcome.out
+    assert "broken" in outcome.out
 
 
 @pytest.mark.parametrize(
-    ("bound", "measured", "kept"),
+    ("bound", "value", "interval", "verdict"),
     [
-        ("at_least", 0.5, True),
-        ("at_least", 0.499, False),
-        ("at_most", 0.5, True),
-        ("at_most", 0.501, False),
-        ("gain", 0.5, True),
-        ("gain", 0.499, False),
+        ("at_least", 0.5, None, "kept"),
+        ("at_least", 0.5, (0.4, 0.6), "kept"),
+        ("at_least", 0.499, (0.4, 0.5), "within noise"),
+        ("at_least", 0.45, (0.4, 0.499), "broken"),
+        ("at_least", 0.499, None, "broken"),
+        ("at_most", 0.5, (0.4, 0.6), "kept"),
+        ("at_most", 0.501, (0.5, 0.6), "within noise"),
+        ("at_most", 0.6, (0.501, 0.7), "broken"),
+        ("gain", 0.5, None, "kept"),
+        ("gain", 0.4, (0.3, 0.5), "within noise"),
+        ("gain", 0.4, (0.3, 0.499), "broken"),
     ],
 )
-def test_bounds_count_as_kept(bound: str, measured: float, kept: bool) -> None:
+def test_a_promise_is_judged_by_the_interval(
+    bound: str, value: float, interval: tuple[float, float] | None, verdict: str
+) -> None:
+    from lightning_rlhf.stages.measured import Measured
     from lightning_rlhf.stages.promises import Promise
 
     promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
-    metrics = {"x": measured + (2.0 if bound == "gain" else 0.0), "start/x": 2.0}
-    assert promise.is_kept(round(promise.measure(metrics), 6)) == kept
+    assert promise.verdict(Measured(value, interval)) == verdict
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from lightning_rlhf.stages.folder.folders import (
     state_of,
 )
 from lightning_rlhf.stages.folder.resume import held
+from lightning_rlhf.stages.measured import StageResult
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, check_promises
 from lightning_rlhf.stages.registry import STAGES
@@ -108,7 +109,7 @@ def read_recipe(folder: Path) -> Recipe:
 def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Run the stages that are not finished, then show the results and check the promises.
 
-    Raises RLHFError where a stage fails or a promise is not kept.
+    Raises RLHFError where a stage fails or a promise is broken.
     """
     commands = {
         stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
@@ -135,7 +136,11 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: read_settings(composed(stage_overrides(recipe, stage, (), None)))
         for stage in recipe.stages
     }
-    check_promises(recipe.title, recipe.promises, metrics, stages, written)
+    results = {
+        stage: StageResult.read(metrics[stage], folder_of(settings))
+        for stage, settings in stages.items()
+    }
+    check_promises(recipe.title, recipe.promises, results, stages, written)
 
 
 def run_stages(

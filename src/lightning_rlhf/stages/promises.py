@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from pydantic.dataclasses import dataclass
 from rich import get_console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import VOLATILE, differing_keys, volatile
+from lightning_rlhf.stages.measured import Measured, StageResult
 from lightning_rlhf.stages.settings import Settings
 
+Verdict = Literal["kept", "within noise", "broken"]
+STYLES: dict[Verdict, str] = {"kept": "green", "within noise": "yellow", "broken": "red"}
 ANY = ("seed", *VOLATILE)
 """Keys that may be changed without releasing the recipe from its promises."""
 
@@ -34,20 +39,23 @@ class Promise:
         rule(len(bounds) == 1, f"the bound of {self.metric}", bounds,
              "exactly one of at_least, at_most, gain")  # fmt: skip
 
-    def measure(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the number that is compared with the bound; None where it was not measured."""
-        start = f"start/{self.metric}"
-        if self.metric not in metrics or (self.gain is not None and start not in metrics):
-            return None
-        return metrics[self.metric] - (metrics[start] if self.gain is not None else 0.0)
+    def measure(self, result: StageResult) -> Measured | None:
+        """Return what is compared with the bound; None where it was not measured."""
+        return result.metric(self.metric) if self.gain is None else result.gain(self.metric)
 
-    def is_kept(self, measured: float) -> bool:
-        """Return whether the bound holds."""
+    def verdict(self, measured: Measured) -> Verdict:
+        """Return whether the bound holds, or lies within the 95% interval, or is missed."""
+        if self._allows(measured.value):
+            return "kept"
+        within = measured.interval is not None and any(map(self._allows, measured.interval))
+        return "within noise" if within else "broken"
+
+    def _allows(self, value: float) -> bool:
         if self.at_most is not None:
-            return measured <= self.at_most
+            return value <= self.at_most
         bound = self.at_least if self.gain is None else self.gain
         assert bound is not None
-        return measured >= bound
+        return value >= bound
 
     def __str__(self) -> str:
         if self.at_most is not None:
@@ -58,25 +66,25 @@ class Promise:
 def check_promises(
     title: str,
     promises: Sequence[Promise],
-    metrics: Mapping[str, Mapping[str, float]],
+    results: Mapping[str, StageResult],
     stages: Mapping[str, Settings],
     written: Mapping[str, Settings],
 ) -> None:
     """Print the promises, if the recipe's own model was trained on its own data.
 
     title: title of the recipe.
-    metrics: metrics of each stage.
+    results: result of each stage.
     stages: settings of the stages as they were run.
     written: settings of the stages as the recipe has them, without the user's overrides.
 
-    Raises RLHFError where a promise is not kept and the recipe was run unchanged.
+    Raises RLHFError where a promise is broken and the recipe was run unchanged.
     """
     for stage, settings in stages.items():
         own = written[stage]
         if (settings.model.name, settings.data) != (own.model.name, own.data):
             return
     changed = changed_keys(stages, written)
-    broken = show_promises(title, promises, metrics)
+    broken = show_promises(title, promises, results)
     if broken and changed:
         say(
             f"Not as the recipe is written: {', '.join(changed)}; so its promises are shown and "
@@ -96,23 +104,23 @@ def changed_keys(stages: Mapping[str, Settings], written: Mapping[str, Settings]
 
 
 def show_promises(
-    title: str, promises: Sequence[Promise], metrics: Mapping[str, Mapping[str, float]]
+    title: str, promises: Sequence[Promise], results: Mapping[str, StageResult]
 ) -> list[str]:
-    """Print each promise beside its measured number; return those not kept, as text."""
+    """Print each promise beside its measured number; return those that are broken, as text."""
     table = Table(title=f"{title}: what it promises", title_justify="left")
-    for column in ("stage", "metric", "promised", "measured", ""):
-        table.add_column(column)
+    for name in ("stage", "metric", "promised", "measured [95% interval]", ""):
+        table.add_column(name)
     broken = []
     for promise in promises:
-        measured = promise.measure(metrics[promise.stage])
+        measured = promise.measure(results[promise.stage])
         if measured is None:
             table.add_row(promise.stage, promise.metric, str(promise), "not measured", "")
             broken.append(f"{promise.metric} was not measured")
             continue
-        kept = promise.is_kept(measured)
-        verdict = "[green]kept[/green]" if kept else "[red]not kept[/red]"
-        table.add_row(promise.stage, promise.metric, str(promise), f"{measured:.3f}", verdict)
-        if not kept:
-            broken.append(f"{promise.metric} is {measured:.3f}, promised: {promise}")
+        verdict = promise.verdict(measured)
+        cells = promise.stage, promise.metric, str(promise), str(measured)
+        table.add_row(*map(escape, cells), f"[{STYLES[verdict]}]{verdict}[/]")
+        if verdict == "broken":
+            broken.append(f"{promise.metric} is {measured}, promised: {promise}")
     get_console().print(table)
     return broken
