@@ -20,12 +20,13 @@ from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import RewardError, TrainingError
 from lightning_rlhf.core.types import DecodedResponses, Record, Scores
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules import ppo
+from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.modules.update_guard import facts_by_row
 from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.stages.advice import advise
 
@@ -85,7 +86,7 @@ class Room:
 @pytest.fixture
 def scored_row_facts_by_row() -> Iterator[None]:
     """What PPO learns from has the same bits, however many rows an update takes at once."""
-    all_values, scored = Critic.all_values, ppo.score
+    all_values, scored = Critic.all_values, collector.score
 
     def row_facts_by_row(
         roles: Roles, decoded: DecodedResponses, reward: Reward, **keys: Any
@@ -95,7 +96,7 @@ def scored_row_facts_by_row() -> Iterator[None]:
 
     with (
         patch.object(Critic, "all_values", lambda critic, batch, _: all_values(critic, batch, 1)),
-        patch.object(ppo, "score", row_facts_by_row),
+        patch.object(collector, "score", row_facts_by_row),
     ):
         yield
 
@@ -153,7 +154,7 @@ def test_memory_that_runs_out_behind_the_first_micro_batch_leaves_no_trace(make_
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return backward(*args)
 
-    with patch.object(ppo, "backward", fails_once), pytest.warns(UserWarning, match="is 2 from"):
+    with patch.object(optim, "backward", fails_once), pytest.warns(UserWarning, match="is 2 from"):
         found = within_fit(large, lambda: update(large, experience))
     assert len(calls) == 2 + 4
     assert found == expected
@@ -170,15 +171,15 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return hidden(roles, tokens, *args)
 
-    rollout = module.roll_out(prompts(8), module.generator(0, 0))
-    decoded = module.decode(rollout, "train")
-    module.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
-    expected = module.score(decoded).ref_logprobs
+    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
+    decoded = module.collector.decode(rollout, "train")
+    module.collector.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
+    expected = module.collector.score(decoded).ref_logprobs
     with (
         patch.object(Roles, "hidden_at", read),
         pytest.warns(UserWarning, match="is 4 from now on"),
     ):
-        found = module.score(decoded).ref_logprobs
+        found = module.collector.score(decoded).ref_logprobs
     assert batches == [8, 4, 4]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -191,14 +192,45 @@ def test_a_reward_that_halves_is_said_once_and_kept_in_a_checkpoint(make_ppo: Ma
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return hidden(roles, tokens, *args)
 
-    rollout = module.roll_out(prompts(8), module.generator(0, 0))
+    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
     with (
         patch.object(Roles, "hidden_at", read),
         pytest.warns(UserWarning, match="is 4 from") as told,
     ):
-        module.score(module.decode(rollout, "train"))
+        module.collector.score(module.collector.decode(rollout, "train"))
     assert sum("out of memory" in str(w.message) for w in told) == 1
     assert module.guard.state_dict()["microbatch_size"] == 4
+
+
+def test_annotation_halves_once_in_a_run_and_a_checkpoint_keeps_it(make_ppo: Make) -> None:
+    module, batches, hidden = make_ppo(rollout="hf"), [], Roles.hidden_at
+
+    def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
+        batches.append(len(tokens))
+        if len(tokens) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return hidden(roles, tokens, *args)
+
+    expected = module.collector.roll_out(prompts(8), module.generator(0, 0))
+    with (
+        patch.object(Roles, "hidden_at", read),
+        pytest.warns(UserWarning, match="rows annotated at a time is 4 from now on") as caught,
+    ):
+        found, _ = (module.collector.roll_out(prompts(8), module.generator(0, n)) for n in range(2))
+    assert batches == [8, 4, 4, 4, 4]
+    assert sum("out of memory" in str(w.message) for w in caught) == 1
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    assert module.guard.microbatch.rows == 2  # that of updates stays
+
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    resumed = make_ppo(rollout="hf")
+    resumed.on_load_checkpoint(checkpoint)
+    assert resumed.collector.annotation_rows.rows == 4
+    del checkpoint["annotation_rows"]  # an older checkpoint
+    older = make_ppo(rollout="hf")
+    older.on_load_checkpoint(checkpoint)
+    assert older.collector.annotation_rows.rows == 8
 
 
 @pytest.mark.parametrize("name", ["sft", "rm"])
@@ -237,10 +269,10 @@ def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with (
-        patch.object(module.sampler, "sample", full),
+        patch.object(module.collector.sampler, "sample", full),
         pytest.raises(TrainingError, match=r"^8 responses .* out of memory") as told,
     ):
-        module.roll_out(prompts(4), module.generator(0, 0), samples_per_prompt=2)
+        module.collector.roll_out(prompts(4), module.generator(0, 0), samples_per_prompt=2)
     assert re.search(r"memory\. A smaller ppo.rollout_batch", str(advise(told.value)))
 
 

@@ -96,8 +96,8 @@ def checked(
         if tensor is None and kind is None:
             continue
         require(isinstance(tensor, Tensor), f"{field} of type {type(tensor).__name__}", "a tensor")
-        require([*tensor.shape] == shape, f"{field} of shape {[*tensor.shape]}",
-                f"[{', '.join(map(str, shape))}], for {rows} responses to {width} prompt tokens")  # fmt: skip
+        expected = f"[{', '.join(map(str, shape))}], for {rows} responses to {width} prompt tokens"
+        require([*tensor.shape] == shape, f"{field} of shape {[*tensor.shape]}", expected)
         fits = tensor.dtype == kind if kind else tensor.is_floating_point()
         require(fits, f"{field} of {tensor.dtype}", str(kind or "a floating-point type"))
         require(tensor.device == prompts.tokens.device, f"{field} on {tensor.device}",
