@@ -128,11 +128,11 @@ def test_too_little_memory_gives_what_smaller_micro_batches_give(
     room = Room(rows)
     with (
         patch.object(Roles, "hidden_at", lambda *a: room.read(*a)),
-        pytest.warns(UserWarning, match="out of memory") as told,
+        pytest.warns(UserWarning, match="out of memory") as caught,
     ):
         fit(large, [batch, batch], [found])
     assert room.failed == 1  # the second batch starts with what was found to fit
-    said = [str(w.message) for w in told if "out of memory" in str(w.message)]
+    said = [str(w.message) for w in caught if "out of memory" in str(w.message)]
     assert len(said) == 1
     assert f".microbatch_size is {whole // 2} from now on" in said[0]
     assert not changed(parameters(small), parameters(large))
@@ -195,10 +195,10 @@ def test_a_reward_that_halves_is_said_once_and_kept_in_a_checkpoint(make_ppo: Ma
     rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
     with (
         patch.object(Roles, "hidden_at", read),
-        pytest.warns(UserWarning, match="is 4 from") as told,
+        pytest.warns(UserWarning, match="is 4 from") as caught,
     ):
         module.collector.score(module.collector.decode(rollout, "train"))
-    assert sum("out of memory" in str(w.message) for w in told) == 1
+    assert sum("out of memory" in str(w.message) for w in caught) == 1
     assert module.guard.state_dict()["microbatch_size"] == 4
 
 
@@ -270,10 +270,10 @@ def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
 
     with (
         patch.object(module.collector.sampler, "sample", full),
-        pytest.raises(TrainingError, match=r"^8 responses .* out of memory") as told,
+        pytest.raises(TrainingError, match=r"^8 responses .* out of memory") as caught,
     ):
         module.collector.roll_out(prompts(4), module.generator(0, 0), samples_per_prompt=2)
-    assert re.search(r"memory\. A smaller ppo.rollout_batch", str(advise(told.value)))
+    assert re.search(r"memory\. A smaller ppo.rollout_batch", str(advise(caught.value)))
 
 
 @pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [
@@ -294,13 +294,13 @@ def test_a_model_that_training_broke_names_iteration_and_key(
     with torch.no_grad():
         weight.fill_(math.nan)
     logits = "the model's logits are NaN or infinite, and nothing can be sampled from it"
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         module.collect(prompts(4))
-    assert str(advise(told.value)).startswith(expected.format(logits))
+    assert str(advise(caught.value)).startswith(expected.format(logits))
     before = f"iteration {iteration + 1}:", f"the evaluation after iteration {iteration}:"
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         module.validation_step(prompts(4), 0)
-    assert str(advise(told.value)).startswith(expected.format(logits).replace(*before))
+    assert str(advise(caught.value)).startswith(expected.format(logits).replace(*before))
 
 
 def test_a_reward_that_is_no_number_names_the_iteration(make_ppo: Make) -> None:
@@ -364,14 +364,14 @@ def test_the_run_ends_at_the_last_of_several_in_a_row(supervised: tuple[Any, Rec
         fit(module, [batch] * 6, [Spoiled({1, 2, 3})])
 
 
-def test_the_first_update_of_a_row_that_is_not_made_is_told(
+def test_the_first_update_of_a_row_that_is_not_made_is_reported(
     supervised: tuple[Any, Record],
 ) -> None:
-    """Of the second, the third and the fifth: the third only goes on with what was told."""
+    """Of the second, the third and the fifth: the third only goes on with what was caught."""
     module, batch = supervised
-    with pytest.warns(UserWarning, match="was not made") as told:
+    with pytest.warns(UserWarning, match="was not made") as caught:
         fit(module, [batch] * 5, [Spoiled({1, 2, 4})])
-    said = [str(w.message) for w in told if "was not made" in str(w.message)]
+    said = [str(w.message) for w in caught if "was not made" in str(w.message)]
     assert len(said) == 2
     for line, made in zip(said, (1, 2), strict=True):
         assert re.fullmatch(
@@ -387,21 +387,21 @@ def test_the_error_says_how_to_go_on(supervised: tuple[Any, Record]) -> None:
     stage = module.guard.stage
     beside = {"sft": "run", "rm": "job"}[stage]
     expected = rf"Start anew \(overwrite=true or {beside}=NAME\) with a smaller {stage}\.lr: a res"
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         fit(module, [batch] * 4, [Spoiled({1, 2, 3})])
-    assert re.search(expected, str(advise(told.value)))
-    assert "reward" not in str(told.value)
+    assert re.search(expected, str(advise(caught.value)))
+    assert "reward" not in str(caught.value)
 
 
 def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
     supervised: tuple[Any, Record],
 ) -> None:
     module, batch = supervised
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         fit(module, [batch] * 3, [Spoiled({0, 1, 2})])
-    assert "were not made. No update was made before" in str(advise(told.value))
-    assert f"{module.guard.stage}.lr" not in str(told.value)
-    assert "reward" not in str(told.value)
+    assert "were not made. No update was made before" in str(advise(caught.value))
+    assert f"{module.guard.stage}.lr" not in str(caught.value)
+    assert "reward" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("what", "size", "said"), [
@@ -410,7 +410,7 @@ def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
     ("rewards", 1e3, "No update was made before them"),
     ("kl", 1e38, "No update was made before them"),
 ])  # fmt: skip
-def test_a_reward_that_is_too_large_is_told(
+def test_a_reward_that_is_too_large_is_reported(
     make_ppo: Make, what: str, size: float, said: str
 ) -> None:
     """1e38 is a number of fp32, its square is not; where the KL is as large, it did it."""
@@ -419,9 +419,9 @@ def test_a_reward_that_is_too_large_is_told(
     changes = {"rewards": 1e38, "advantages": math.nan, what: size}
     spoiled = {k: torch.full_like(getattr(experience, k), x) for k, x in changes.items()}
     experience = replace(experience, **spoiled)
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         within_fit(module, lambda: learn(module, experience, module.generator(0, 1)))
-    assert re.search(f"^3 updates in a row.*{re.escape(said)}", str(advise(told.value)))
+    assert re.search(f"^3 updates in a row.*{re.escape(said)}", str(advise(caught.value)))
 
 
 def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None:
@@ -519,7 +519,7 @@ def test_the_facts_of_demonstrations_are_those_of_their_tokens() -> None:
         torch.testing.assert_close(-found.logprobs.sum(), module.nll_sum(batch))
 
 
-def test_a_pair_whose_loss_is_not_finite_is_told_apart() -> None:
+def test_a_pair_whose_loss_is_not_finite_is_distinguished() -> None:
     """A margin of infinity, as 1e39 is in fp32: -log sigmoid(-inf) = inf, of that pair alone."""
     module = RewardModule(rm_roles("qwen3"), rm_config(margin_coef=1.0), seed=0)
     batch = preferences()

@@ -21,14 +21,10 @@ class CheckedSampler:
     ) -> None:
         """Wrap a sampler; name: value of ppo.rollout, for the errors."""
         self.sampler = sampler
+        self.is_exact = sampler.is_exact
         self.name = name
         self.max_response_tokens = max_response_tokens
         self.vocab_size = vocab_size
-
-    @property
-    def is_exact(self) -> bool:
-        """Return `Sampler.is_exact` of the user's sampler."""
-        return self.sampler.is_exact
 
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
@@ -81,7 +77,7 @@ def checked(
     rows, width = prompts.tokens.shape
     mask = found.response_mask
     is_grid = isinstance(mask, Tensor) and mask.dim() == 2
-    columns = mask.shape[1] if is_grid else "T"
+    columns: Any = mask.shape[1] if is_grid else "T"
     whole = width + columns if is_grid else f"{width}+T"
     for field, kind, shape in (
         ("response_mask", torch.bool, [rows, columns]),
