@@ -50,7 +50,7 @@ def measure(device: torch.device, quick: bool) -> dict[str, Any]:
         experience = experience_of(module, prompts)
         works: dict[str, Callable[[], object]] = {
             "update": lambda: module.update(experience, module.kl_coef),
-            "rollout": lambda: module.roll_out(prompts, module.generator(TRAINING, 0)),
+            "rollout": lambda: module.collector.roll_out(prompts, module.generator(TRAINING, 0)),
         }
         flops = {"update": update_flops(module, experience)}
         flops["rollout"] = rollout_flops(module, experience)

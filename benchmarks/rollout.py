@@ -36,7 +36,7 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
     tokens: dict[str, list[int]] = {side: [] for side in SIDES}
 
     def ours() -> None:
-        rollout = module.roll_out(prompts, torch.Generator().manual_seed(next(seeds)))
+        rollout = module.collector.roll_out(prompts, torch.Generator().manual_seed(next(seeds)))
         tokens["ours"].append(int(rollout.response_mask.sum()))
 
     def peer() -> None:

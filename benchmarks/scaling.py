@@ -52,7 +52,7 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
     def work(prompts: Prompts) -> dict[str, list[float]]:
         experience = experience_of(module, prompts)
         works = {
-            "rollout": lambda: module.roll_out(prompts, module.generator(TRAINING, 0)),
+            "rollout": lambda: module.collector.roll_out(prompts, module.generator(TRAINING, 0)),
             "update": lambda: module.update(experience, module.kl_coef),
         }
         return in_turn(works, repeats, device)

@@ -31,7 +31,7 @@ from lightning_rlhf.models import roles
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout import native, score
+from lightning_rlhf.rollout import native, policy_outputs, score
 from lightning_rlhf.rollout.native import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, seconds, write
@@ -210,7 +210,7 @@ def kernel_groups(
             module.update(experience, module.kl_coef)
 
         def rollout(turn: int) -> None:
-            module.roll_out(prompts, module.generator(TRAINING, 0))
+            module.collector.roll_out(prompts, module.generator(TRAINING, 0))
 
         def iteration(turn: int) -> None:
             module.update(experience_of(module, prompts, turn), module.kl_coef)
@@ -295,7 +295,7 @@ def every_position() -> Iterator[None]:
     with (
         patch.object(ppo, "by_length", as_they_come),
         patch.object(ppo, "response_hidden", naive.hidden),
-        patch.object(ppo, "response_logprobs", naive.logprobs),
+        patch.object(policy_outputs, "response_logprobs", naive.logprobs),
     ):
         yield
 
@@ -310,9 +310,11 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
             logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size
         ),
         "logits kept, or computed again": lambda: patch.object(
-            ppo, "response_logprobs", keeping_logits
+            policy_outputs, "response_logprobs", keeping_logits
         ),
-        "log_softmax by autograd": lambda: patch.object(ppo, "response_logprobs", by_autograd),
+        "log_softmax by autograd": lambda: patch.object(
+            policy_outputs, "response_logprobs", by_autograd
+        ),
         "logits at every position, padded": every_position,
         "micro-batches of 2": lambda: microbatches(module, 2),
         "one micro-batch of 32": lambda: microbatches(module, 32),

@@ -178,10 +178,10 @@ def build_module(
 
 def experience_of(module: PPOModule, prompts: Prompts, draw: int = 0) -> Experience:
     """Return what the policy learns from: its own responses, scored; each draw has others."""
-    rollout = module.roll_out(prompts, module.generator(TRAINING, draw))
+    rollout = module.collector.roll_out(prompts, module.generator(TRAINING, draw))
     return make_experience(
         rollout,
-        module.score(module.decode(rollout, "train")),
+        module.collector.score(module.collector.decode(rollout, "train")),
         module.config,
         kl_coef=module.kl_coef,
         moments=ScoreMoments.none(1),

@@ -35,10 +35,10 @@ def test_what_fits_is_done_once() -> None:
 
 def test_rows_are_halved_until_they_fit_and_stay_so() -> None:
     device, size = Device(room=3), MicrobatchSize("ppo.microbatch_size", 14)
-    with pytest.warns(UserWarning, match="out of memory") as told:
+    with pytest.warns(UserWarning, match="out of memory") as caught:
         assert size.fitting(device.work) == "read 3"
     assert device.asked == [14, 7, 3]
-    assert [str(w.message) for w in told] == [
+    assert [str(w.message) for w in caught] == [
         f"out of memory: ppo.microbatch_size is {n} from now on, which changes no result"
         for n in (7, 3)
     ]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_rlhf.core.losses import token_weights
 from lightning_rlhf.core.ppo_terms import PolicyOutputs, ppo_terms, sum_terms
 from lightning_rlhf.core.types import Experience, PPOTerms
 
@@ -130,3 +131,25 @@ def test_only_the_loss_has_a_gradient() -> None:
     logprobs, values = OUTPUTS.logprobs.clone().requires_grad_(), VALUES.clone().requires_grad_()
     found = terms(config(), policy=replace(OUTPUTS, logprobs=logprobs), values=values)
     assert [f.name for f in fields(PPOTerms) if getattr(found, f.name).requires_grad] == ["loss"]
+
+
+@pytest.mark.parametrize(("reduction", "entropy"), [
+    ("token_mean", (1 + 2 + 3) / 3),
+    ("sequence_mean", ((1 + 2) / 2 + 3) / 2),
+    ("constant", (1 + 2 + 3) / (2 * 4)),
+])  # fmt: skip
+@pytest.mark.parametrize("ent_coef", [0.0, 0.1])
+def test_what_the_loss_is_the_sum_of(reduction: Any, entropy: float, ent_coef: float) -> None:
+    """Entropies 1, 2 and 3 of a response of 2 tokens and one of 1, of at most 4.
+
+    The entropy in the loss is weighted as the losses are; the statistic is the mean over tokens.
+    """
+    weights = token_weights(MASK, reduction, max_response_tokens=4).double()
+    found = ppo_terms(
+        experience(), weights, MASK.sum(), config(ent_coef=ent_coef),
+        kl_coef=2.0, policy=OUTPUTS, values=VALUES,
+    )  # fmt: skip
+    losses = found.policy_loss + 2.0 * found.kl_loss + 0.5 * found.value_loss
+    check(found, entropy=2.0, loss=losses.item() - ent_coef * entropy)
+    is_sum_of_fields = abs(found.loss - (losses - ent_coef * found.entropy)).item() < 1e-7
+    assert is_sum_of_fields == (reduction == "token_mean" or ent_coef == 0)

@@ -123,7 +123,7 @@ def test_a_value_that_is_refused(changes: dict[Any, Any], message: str) -> None:
     assert refusal(GIVEN | changes) == message
 
 
-def test_the_first_of_several_is_told_and_the_others_are_named() -> None:
+def test_the_first_of_several_is_reported_and_the_others_are_named() -> None:
     several = GIVEN | {"rate": 0, "size": 0, "kind": "c", "loud": 1, "inner": INNER | {"rank": 0}}
     assert refusal(several) == (
         "out.rate is 0; allowed: a number and > 0 (and 4 more: out.size, out.kind, out.loud, ...)"
@@ -131,7 +131,7 @@ def test_the_first_of_several_is_told_and_the_others_are_named() -> None:
     assert refusal(GIVEN | {"rate": 0, "size": 0}).endswith("> 0 (and 1 more: out.size)")
 
 
-def test_an_unknown_key_is_told_before_what_it_left_out() -> None:
+def test_an_unknown_key_is_reported_before_what_it_left_out() -> None:
     misspelt = {("rait" if key == "rate" else key): value for key, value in GIVEN.items()}
     assert refusal(misspelt | {"end": 0}) == (
         "out.rait is not a known key; did you mean out.rate? (and 2 more: out.rate, out.end)"

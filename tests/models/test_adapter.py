@@ -1,4 +1,4 @@
-"""adapter_config.json: what PEFT may be told by it, and by model.lora."""
+"""adapter_config.json: what PEFT may read from it, and by model.lora."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_a_value_is_refused(folder: Path, key: str, value: Any, allowed: str) ->
     say(folder, **{key: value})
     with pytest.raises(CheckpointError) as error:
         check_adapter(folder)
-    told = str(error.value)
-    assert told.startswith(f"{folder} cannot be loaded: {ADAPTER}: {key} is ")
-    assert told.endswith(f"; allowed: {allowed}")
+    caught = str(error.value)
+    assert caught.startswith(f"{folder} cannot be loaded: {ADAPTER}: {key} is ")
+    assert caught.endswith(f"; allowed: {allowed}")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_an_output_has_a_number_and_a_name(tmp_path: Path) -> None:
     ]
 
 
-def test_all_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_is_missing_is_reported_at_once(tmp_path: Path) -> None:
     folder = save_classifier(tmp_path / "model", num_labels=3)
     save_tokenizer(tmp_path / "plain", None)
     with pytest.raises(ConfigError) as error:

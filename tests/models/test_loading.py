@@ -200,7 +200,7 @@ def test_a_folder_without_tokenizer_files_has_no_tokenizer(folder: Path, make_co
 def test_the_tokenizer_is_the_checkpoints_else_the_presets_else_the_models(
     folder: Path, tmp_path: Path, make_config: Make, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Three copies, told apart by a token."""
+    """Three copies, caught apart by a token."""
 
     def marked(name: str) -> Path:
         tokenizer.save_pretrained(tmp_path / name)
@@ -421,6 +421,6 @@ def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:
     ))  # fmt: skip
     roles: Any = SimpleNamespace(causal_lm=model)
     check_positions(roles, 64, "it")
-    told = r"it has 65 tokens.*lower data\.max_response_tokens.*nonsense"
-    with pytest.warns(UserWarning, match=told):
+    caught = r"it has 65 tokens.*lower data\.max_response_tokens.*nonsense"
+    with pytest.warns(UserWarning, match=caught):
         check_positions(roles, 65, "it")

@@ -49,9 +49,9 @@ def malformed(file: Path, values: Callable[[str], list[Any]]) -> Iterator[bytes]
 
 
 def one_line(error: CheckpointError, file: Path) -> None:
-    told = str(error)
-    assert str(file.parent) in told
-    assert len(told.splitlines()) == 1, told
+    caught = str(error)
+    assert str(file.parent) in caught
+    assert len(caught.splitlines()) == 1, caught
 
 
 def test_manifests(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
@@ -23,6 +24,7 @@ from lightning_rlhf.models.build_roles import (
 )
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.critic_loading import add_critic
+from lightning_rlhf.models.export import exported
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import (
@@ -33,8 +35,6 @@ from lightning_rlhf.models.roles import (
     REWARD,
     SFT,
     Roles,
-    rounding,
-    same_logits,
     trainable_names,
 )
 
@@ -401,6 +401,6 @@ def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
     assert torch.equal(said[REFERENCE], said[CRITIC])
     assert not torch.equal(said[REFERENCE], said[POLICY])
     assert not torch.equal(said[REFERENCE], said[BASE])
-    with roles.exported(POLICY):
+    with exported(roles, POLICY):
         pass
     assert learned(roles) == {POLICY, CRITIC}

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, in the roles of each stage, and a Trainer that says nothing."""
+"""Tiny models with random weights, in the roles of each stage, and a silent Trainer."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ ADAPTER = f".{POLICY}."
 
 def on_policy(module: PPOModule, rows: int = 8) -> Experience:
     """What the first iteration learns from."""
-    rollout = module.roll_out(prompts(rows), module.generator(TRAINING, 0))
+    rollout = module.collector.roll_out(prompts(rows), module.generator(TRAINING, 0))
     return make_experience(
         rollout,
-        module.score(module.decode(rollout, "train")),
+        module.collector.score(module.collector.decode(rollout, "train")),
         module.config,
         kl_coef=module.kl_coef,
         moments=ScoreMoments.none(1),

@@ -1,8 +1,10 @@
-"""The four headline metrics reach Lightning without a callback of ours, and never twice."""
+"""The headline metrics reach Lightning without a callback of ours, and never twice."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.core.results import IterationResult
-from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
 
-from .conftest import prompts
+from .conftest import Outputs, prompts, rm_config, rm_roles, sft_config, sft_roles
 from .experiences import Make
+from .test_reward import preferences
+from .test_sft import demonstrations
 
 HEADLINE = ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
 
@@ -41,14 +46,16 @@ class Bar(Callback):
         self.shown = dict(trainer.progress_bar_metrics)
 
 
-def train(module: PPOModule, *callbacks: Callback) -> tuple[L.Trainer, Rows]:
-    logger = Rows()
+def train(
+    module: L.LightningModule, *callbacks: Callback, batches: Sequence[Any] | None = None
+) -> tuple[L.Trainer, Rows]:
+    logger, batches = Rows(), batches or [prompts(seed=seed) for seed in range(2)]
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=1,
         callbacks=list(callbacks), enable_progress_bar=False, enable_checkpointing=False,
         enable_model_summary=False, limit_val_batches=0,
     )  # fmt: skip
-    trainer.fit(module, DataLoader([prompts(seed=seed) for seed in range(2)], batch_size=None))
+    trainer.fit(module, DataLoader(list(batches), batch_size=None))
     return trainer, logger
 
 
@@ -71,6 +78,39 @@ def test_with_our_callback_each_is_logged_once_and_is_the_same_number(make_ppo: 
         ours = [row[name] for _, row in logger.rows if name in row]
         alone = [row[name] for _, row in plain.rows if name in row]
         assert ours == pytest.approx(alone, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_supervised_stages_log_theirs(stage: str) -> None:
+    """By hand: the loss that the step returns; of scores, mean log(1 + exp(rejected - chosen))."""
+
+    def run(*callbacks: Callback) -> tuple[L.Trainer, Rows]:
+        if stage == "sft":
+            return train(SFTModule(sft_roles("qwen3"), sft_config()), *callbacks,
+                         batches=[demonstrations()] * 2)  # fmt: skip
+        return train(RewardModule(rm_roles("qwen3"), rm_config(), seed=0), *callbacks,
+                     batches=[preferences()] * 2)  # fmt: skip
+
+    outputs = Outputs()
+    trainer, logger = run(outputs)
+    last = outputs.steps[-1]
+    if stage == "sft":
+        expected = {"update/loss": float(last.loss)}
+    else:
+        pairs = list(zip(last.chosen.tolist(), last.rejected.tolist(), strict=True))
+        loss = sum(math.log1p(math.exp(worse - better)) for better, worse in pairs) / len(pairs)
+        right = sum(better > worse for better, worse in pairs) / len(pairs)
+        expected = {"update/rm_loss": loss, "update/accuracy": right}
+    for name, number in expected.items():
+        assert float(trainer.callback_metrics[name]) == pytest.approx(number, rel=1e-5)
+        assert [step for step, row in logger.rows if name in row] == [1, 2]
+
+    plain, (_, logger) = logger, run(SFTMetrics() if stage == "sft" else RewardMetrics())
+    for name in expected:
+        rows = [(step, row[name]) for step, row in logger.rows if name in row]
+        assert [step for step, _ in rows] == [1, 2]
+        alone = [row[name] for _, row in plain.rows if name in row]
+        assert [number for _, number in rows] == pytest.approx(alone, rel=1e-5)
 
 
 def test_updates_that_are_not_finite_are_in_no_mean() -> None:

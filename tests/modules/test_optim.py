@@ -224,7 +224,7 @@ def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:
     assert within_fit(module, work).tolist() == [[3 + 2**-12, 0.0]]
 
 
-def test_the_schedule_moves_when_told_to() -> None:
+def test_the_schedule_moves_when_advanced() -> None:
     # Rates 1/2, 1/2 (two steps of one iteration), then 1/4.
     module = Slope()
 

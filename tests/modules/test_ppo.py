@@ -97,8 +97,8 @@ def test_scores_do_not_depend_on_the_micro_batch(make_ppo: Make, architecture: s
     rollout, found = None, []
     for size in (4, 1):
         module = make_ppo(architecture, microbatch_size=size)
-        rollout = rollout or module.roll_out(prompts(), module.generator(TRAINING, 0))
-        found.append(module.score(module.decode(rollout, "train")))
+        rollout = rollout or module.collector.roll_out(prompts(), module.generator(TRAINING, 0))
+        found.append(module.collector.score(module.collector.decode(rollout, "train")))
     close(found[1].score, found[0].score)
     close(found[1].ref_logprobs, found[0].ref_logprobs)
 
@@ -154,7 +154,7 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     module, shapes = make_ppo(max_response_tokens=1, critic="adapter"), []
     shuffled = prompts(width=8)
     shuffled = shuffled.select(torch.tensor([3, 0, 6, 1, 7, 4, 2, 5]))
-    sampled = module.sampler.sample(shuffled, 1, module.generator(TRAINING, 0))
+    sampled = module.collector.sampler.sample(shuffled, 1, module.generator(TRAINING, 0))
     hidden_at = module.roles.hidden_at
 
     def spy(tokens: Tensor, wanted: Tensor) -> Tensor:
@@ -163,16 +163,16 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
 
     module.roles.hidden_at = spy
     pairs = [(2, 2), (2, 4), (2, 6), (2, 8)]
-    rollout = module.annotate(sampled)
+    rollout = module.collector.annotate(sampled)
     assert shapes == pairs
     shapes.clear()
-    module.score(module.decode(rollout, "train"))
+    module.collector.score(module.collector.decode(rollout, "train"))
     # The reward, which is read at the last token, and the reference.
     assert shapes == [(n, s + 1) for n, s in pairs] + pairs
     shapes.clear()
     experience = make_experience(
         rollout,
-        module.score(module.decode(rollout, "train")),
+        module.collector.score(module.collector.decode(rollout, "train")),
         module.config,
         kl_coef=0.1,
         moments=ScoreMoments.none(1),

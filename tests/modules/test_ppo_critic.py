@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.types import Experience
 from lightning_rlhf.models.roles import CRITIC, REFERENCE, REWARD
-from lightning_rlhf.modules import ppo
+from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import Outputs, changed, close, fit, parameters, prompts, within_fit
@@ -77,7 +77,7 @@ def test_values_at_sampling_are_those_of_the_critic_asked_again(
     close(again, experience.old_values[experience.response_mask], atol=1e-5)
     # The policy's own hidden states would have said something else.
     shared = make_ppo(architecture, critic="head")
-    rollout = shared.roll_out(prompts(), shared.generator(TRAINING, 0))
+    rollout = shared.collector.roll_out(prompts(), shared.generator(TRAINING, 0))
     assert torch.equal(rollout.tokens, experience.tokens)
     assert (rollout.values - experience.old_values).abs().max() > 1e-3
 
@@ -189,7 +189,7 @@ def test_what_learns_apart_comes_with_a_loss_of_its_own(
         moved.append({n for n, p in module.named_parameters() if p.grad is not None})
         return loss.detach()
 
-    monkeypatch.setattr(ppo, "backward", spy)
+    monkeypatch.setattr(optim, "backward", spy)
     within_fit(module, lambda: update(module, experience))
     parts = len(experience) // module.config.microbatch_size
     assert len(moved) == parts * (1 if kind == "head" else 2)

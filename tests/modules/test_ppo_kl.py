@@ -123,8 +123,11 @@ def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(
     module = make_ppo(
         architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=temperature
     )
-    rollout = module.roll_out(prompts(), module.generator(TRAINING, 0))
-    scores, experience = module.score(module.decode(rollout, "train")), on_policy(module)
+    rollout = module.collector.roll_out(prompts(), module.generator(TRAINING, 0))
+    scores, experience = (
+        module.collector.score(module.collector.decode(rollout, "train")),
+        on_policy(module),
+    )
     mask = experience.response_mask
     slow = torch.zeros(mask.shape).masked_scatter(mask, slow_kl(module, experience).float())
     # Differences of log-probabilities of some nats, each rounded to 1e-6.
@@ -138,5 +141,7 @@ def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(
 def test_the_whole_vocabulary_is_not_read_for_nothing(make_ppo: Make) -> None:
     for changes in ({"kl_estimator": "k1"}, {"kl_estimator": "full", "kl_in": "loss"}):
         module = make_ppo(**changes)
-        rollout = module.roll_out(prompts(), module.generator(TRAINING, 0))
-        assert module.score(module.decode(rollout, "train")).vocabulary_kl is None
+        rollout = module.collector.roll_out(prompts(), module.generator(TRAINING, 0))
+        assert (
+            module.collector.score(module.collector.decode(rollout, "train")).vocabulary_kl is None
+        )

@@ -42,7 +42,7 @@ def test_a_fixed_price_stays(make_ppo: Make) -> None:
     check_price(steps(make_ppo(kl_coef=0.3)), [0.3, 0.3, 0.3])
 
 
-def test_a_linear_price_ends_where_it_is_told_to(make_ppo: Make) -> None:
+def test_a_linear_price_ends_where_it_is_set_to(make_ppo: Make) -> None:
     module = make_ppo(kl_coef=0.3, kl_control="linear", kl_coef_end=0.1, iterations=3)
     check_price(steps(module), [0.3, 0.2, 0.1])
 

@@ -244,7 +244,7 @@ def ensemble(architecture: str = "qwen3", heads: int = 3, *, alike: bool = False
 
 
 class Told(RewardModule):
-    """An ensemble that is told how often each head draws each pair."""
+    """An ensemble that is given how often each head draws each pair."""
 
     def draws(self, pairs: int) -> Tensor:
         return DRAWS

@@ -20,12 +20,13 @@ from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import RewardError, TrainingError
 from lightning_rlhf.core.types import DecodedResponses, Record, Scores
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules import ppo
+from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.modules.update_guard import facts_by_row
 from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.stages.advice import advise
 
@@ -85,7 +86,7 @@ class Room:
 @pytest.fixture
 def scored_row_facts_by_row() -> Iterator[None]:
     """What PPO learns from has the same bits, however many rows an update takes at once."""
-    all_values, scored = Critic.all_values, ppo.score
+    all_values, scored = Critic.all_values, collector.score
 
     def row_facts_by_row(
         roles: Roles, decoded: DecodedResponses, reward: Reward, **keys: Any
@@ -95,7 +96,7 @@ def scored_row_facts_by_row() -> Iterator[None]:
 
     with (
         patch.object(Critic, "all_values", lambda critic, batch, _: all_values(critic, batch, 1)),
-        patch.object(ppo, "score", row_facts_by_row),
+        patch.object(collector, "score", row_facts_by_row),
     ):
         yield
 
@@ -127,11 +128,11 @@ def test_too_little_memory_gives_what_smaller_micro_batches_give(
     room = Room(rows)
     with (
         patch.object(Roles, "hidden_at", lambda *a: room.read(*a)),
-        pytest.warns(UserWarning, match="out of memory") as told,
+        pytest.warns(UserWarning, match="out of memory") as caught,
     ):
         fit(large, [batch, batch], [found])
     assert room.failed == 1  # the second batch starts with what was found to fit
-    said = [str(w.message) for w in told if "out of memory" in str(w.message)]
+    said = [str(w.message) for w in caught if "out of memory" in str(w.message)]
     assert len(said) == 1
     assert f".microbatch_size is {whole // 2} from now on" in said[0]
     assert not changed(parameters(small), parameters(large))
@@ -153,7 +154,7 @@ def test_memory_that_runs_out_behind_the_first_micro_batch_leaves_no_trace(make_
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return backward(*args)
 
-    with patch.object(ppo, "backward", fails_once), pytest.warns(UserWarning, match="is 2 from"):
+    with patch.object(optim, "backward", fails_once), pytest.warns(UserWarning, match="is 2 from"):
         found = within_fit(large, lambda: update(large, experience))
     assert len(calls) == 2 + 4
     assert found == expected
@@ -170,15 +171,15 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return hidden(roles, tokens, *args)
 
-    rollout = module.roll_out(prompts(8), module.generator(0, 0))
-    decoded = module.decode(rollout, "train")
-    module.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
-    expected = module.score(decoded).ref_logprobs
+    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
+    decoded = module.collector.decode(rollout, "train")
+    module.collector.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
+    expected = module.collector.score(decoded).ref_logprobs
     with (
         patch.object(Roles, "hidden_at", read),
         pytest.warns(UserWarning, match="is 4 from now on"),
     ):
-        found = module.score(decoded).ref_logprobs
+        found = module.collector.score(decoded).ref_logprobs
     assert batches == [8, 4, 4]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -191,14 +192,45 @@ def test_a_reward_that_halves_is_said_once_and_kept_in_a_checkpoint(make_ppo: Ma
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return hidden(roles, tokens, *args)
 
-    rollout = module.roll_out(prompts(8), module.generator(0, 0))
+    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
     with (
         patch.object(Roles, "hidden_at", read),
-        pytest.warns(UserWarning, match="is 4 from") as told,
+        pytest.warns(UserWarning, match="is 4 from") as caught,
     ):
-        module.score(module.decode(rollout, "train"))
-    assert sum("out of memory" in str(w.message) for w in told) == 1
+        module.collector.score(module.collector.decode(rollout, "train"))
+    assert sum("out of memory" in str(w.message) for w in caught) == 1
     assert module.guard.state_dict()["microbatch_size"] == 4
+
+
+def test_annotation_halves_once_in_a_run_and_a_checkpoint_keeps_it(make_ppo: Make) -> None:
+    module, batches, hidden = make_ppo(rollout="hf"), [], Roles.hidden_at
+
+    def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
+        batches.append(len(tokens))
+        if len(tokens) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return hidden(roles, tokens, *args)
+
+    expected = module.collector.roll_out(prompts(8), module.generator(0, 0))
+    with (
+        patch.object(Roles, "hidden_at", read),
+        pytest.warns(UserWarning, match="rows annotated at a time is 4 from now on") as caught,
+    ):
+        found, _ = (module.collector.roll_out(prompts(8), module.generator(0, n)) for n in range(2))
+    assert batches == [8, 4, 4, 4, 4]
+    assert sum("out of memory" in str(w.message) for w in caught) == 1
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+    assert module.guard.microbatch.rows == 2  # that of updates stays
+
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    resumed = make_ppo(rollout="hf")
+    resumed.on_load_checkpoint(checkpoint)
+    assert resumed.collector.annotation_rows.rows == 4
+    del checkpoint["annotation_rows"]  # an older checkpoint
+    older = make_ppo(rollout="hf")
+    older.on_load_checkpoint(checkpoint)
+    assert older.collector.annotation_rows.rows == 8
 
 
 @pytest.mark.parametrize("name", ["sft", "rm"])
@@ -237,11 +269,11 @@ def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with (
-        patch.object(module.sampler, "sample", full),
-        pytest.raises(TrainingError, match=r"^8 responses .* out of memory") as told,
+        patch.object(module.collector.sampler, "sample", full),
+        pytest.raises(TrainingError, match=r"^8 responses .* out of memory") as caught,
     ):
-        module.roll_out(prompts(4), module.generator(0, 0), samples_per_prompt=2)
-    assert re.search(r"memory\. A smaller ppo.rollout_batch", str(advise(told.value)))
+        module.collector.roll_out(prompts(4), module.generator(0, 0), samples_per_prompt=2)
+    assert re.search(r"memory\. A smaller ppo.rollout_batch", str(advise(caught.value)))
 
 
 @pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [
@@ -262,13 +294,13 @@ def test_a_model_that_training_broke_names_iteration_and_key(
     with torch.no_grad():
         weight.fill_(math.nan)
     logits = "the model's logits are NaN or infinite, and nothing can be sampled from it"
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         module.collect(prompts(4))
-    assert str(advise(told.value)).startswith(expected.format(logits))
+    assert str(advise(caught.value)).startswith(expected.format(logits))
     before = f"iteration {iteration + 1}:", f"the evaluation after iteration {iteration}:"
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         module.validation_step(prompts(4), 0)
-    assert str(advise(told.value)).startswith(expected.format(logits).replace(*before))
+    assert str(advise(caught.value)).startswith(expected.format(logits).replace(*before))
 
 
 def test_a_reward_that_is_no_number_names_the_iteration(make_ppo: Make) -> None:
@@ -332,14 +364,14 @@ def test_the_run_ends_at_the_last_of_several_in_a_row(supervised: tuple[Any, Rec
         fit(module, [batch] * 6, [Spoiled({1, 2, 3})])
 
 
-def test_the_first_update_of_a_row_that_is_not_made_is_told(
+def test_the_first_update_of_a_row_that_is_not_made_is_reported(
     supervised: tuple[Any, Record],
 ) -> None:
-    """Of the second, the third and the fifth: the third only goes on with what was told."""
+    """Of the second, the third and the fifth: the third only goes on with what was caught."""
     module, batch = supervised
-    with pytest.warns(UserWarning, match="was not made") as told:
+    with pytest.warns(UserWarning, match="was not made") as caught:
         fit(module, [batch] * 5, [Spoiled({1, 2, 4})])
-    said = [str(w.message) for w in told if "was not made" in str(w.message)]
+    said = [str(w.message) for w in caught if "was not made" in str(w.message)]
     assert len(said) == 2
     for line, made in zip(said, (1, 2), strict=True):
         assert re.fullmatch(
@@ -355,21 +387,21 @@ def test_the_error_says_how_to_go_on(supervised: tuple[Any, Record]) -> None:
     stage = module.guard.stage
     beside = {"sft": "run", "rm": "job"}[stage]
     expected = rf"Start anew \(overwrite=true or {beside}=NAME\) with a smaller {stage}\.lr: a res"
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         fit(module, [batch] * 4, [Spoiled({1, 2, 3})])
-    assert re.search(expected, str(advise(told.value)))
-    assert "reward" not in str(told.value)
+    assert re.search(expected, str(advise(caught.value)))
+    assert "reward" not in str(caught.value)
 
 
 def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
     supervised: tuple[Any, Record],
 ) -> None:
     module, batch = supervised
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         fit(module, [batch] * 3, [Spoiled({0, 1, 2})])
-    assert "were not made. No update was made before" in str(advise(told.value))
-    assert f"{module.guard.stage}.lr" not in str(told.value)
-    assert "reward" not in str(told.value)
+    assert "were not made. No update was made before" in str(advise(caught.value))
+    assert f"{module.guard.stage}.lr" not in str(caught.value)
+    assert "reward" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("what", "size", "said"), [
@@ -378,7 +410,7 @@ def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
     ("rewards", 1e3, "No update was made before them"),
     ("kl", 1e38, "No update was made before them"),
 ])  # fmt: skip
-def test_a_reward_that_is_too_large_is_told(
+def test_a_reward_that_is_too_large_is_reported(
     make_ppo: Make, what: str, size: float, said: str
 ) -> None:
     """1e38 is a number of fp32, its square is not; where the KL is as large, it did it."""
@@ -387,9 +419,9 @@ def test_a_reward_that_is_too_large_is_told(
     changes = {"rewards": 1e38, "advantages": math.nan, what: size}
     spoiled = {k: torch.full_like(getattr(experience, k), x) for k, x in changes.items()}
     experience = replace(experience, **spoiled)
-    with pytest.raises(TrainingError) as told:
+    with pytest.raises(TrainingError) as caught:
         within_fit(module, lambda: learn(module, experience, module.generator(0, 1)))
-    assert re.search(f"^3 updates in a row.*{re.escape(said)}", str(advise(told.value)))
+    assert re.search(f"^3 updates in a row.*{re.escape(said)}", str(advise(caught.value)))
 
 
 def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None:
@@ -487,7 +519,7 @@ def test_the_facts_of_demonstrations_are_those_of_their_tokens() -> None:
         torch.testing.assert_close(-found.logprobs.sum(), module.nll_sum(batch))
 
 
-def test_a_pair_whose_loss_is_not_finite_is_told_apart() -> None:
+def test_a_pair_whose_loss_is_not_finite_is_distinguished() -> None:
     """A margin of infinity, as 1e39 is in fp32: -log sigmoid(-inf) = inf, of that pair alone."""
     module = RewardModule(rm_roles("qwen3"), rm_config(margin_coef=1.0), seed=0)
     batch = preferences()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.rollout.annotate import annotate
@@ -13,12 +14,20 @@ from lightning_rlhf.rollout.annotate import annotate
 from .conftest import sample
 
 
+def rows() -> MicrobatchSize:
+    return MicrobatchSize("the number of rows annotated at a time", 6)
+
+
 def test_what_a_server_measured_is_computed_again(roles: Roles, prompts: Prompts) -> None:
     """Its weights may round otherwise; here its log-probabilities are off by a whole nat."""
     roles.set_role(POLICY)
     exact = sample(roles, prompts, temperature=0.7)
     off = replace(exact, logprobs=torch.where(exact.response_mask, exact.logprobs - 1, 0))
-    again = annotate(off, roles, None, is_exact=False, temperature=0.7, batch_size=2)
+    again = annotate(
+        off, roles, None, is_exact=False, temperature=0.7, policy_rows=rows(), batch_size=2
+    )
     torch.testing.assert_close(again.logprobs, exact.logprobs, atol=2e-5, rtol=0)
-    taken = annotate(off, roles, None, is_exact=True, temperature=0.7, batch_size=2)
+    taken = annotate(
+        off, roles, None, is_exact=True, temperature=0.7, policy_rows=rows(), batch_size=2
+    )
     assert torch.equal(taken.logprobs, off.logprobs)

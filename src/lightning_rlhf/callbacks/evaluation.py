@@ -15,11 +15,11 @@ from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.io.storage import make_folder, written_whole
 from lightning_rlhf.io.user_code import FAULTS, load_function
 from lightning_rlhf.io.visible import json_line, visible_line
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 """(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import DivergedError
-from lightning_rlhf.core.prefixes import JUDGE
+from lightning_rlhf.rewards.prefixes import JUDGE
 
 
 def require_finite_metrics(

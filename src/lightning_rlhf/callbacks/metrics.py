@@ -28,9 +28,9 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
-from lightning_rlhf.core.prefixes import PART
 from lightning_rlhf.core.results import RESULT, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
+from lightning_rlhf.rewards.prefixes import PART
 
 
 def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
@@ -129,6 +129,9 @@ class SummedMetrics(Rows):
         self._nonfinite = 0
         """Updates that were not made since the last row."""
         self._logged_step = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ppo_view(pl_module).logs_headline = False
 
     def state_dict(self) -> dict[str, Any]:
         training = [sums.cpu() for sums in self._training]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_rlhf.core.config import Stage
-from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE, PART
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, PART
 
 Phase = Literal["rollout", "update", "eval", "time"]
 

@@ -68,12 +68,12 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
     return {name: value.item() for name, value in metrics.items()}
 
 
-def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U 14"]:
-    """Return one row a minibatch."""
+def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U S"]:
+    """Return one row for each of U updates, with the S columns of `STATS`."""
     return torch.stack([torch.stack([getattr(u, s).float() for s in STATS]) for u in updates])
 
 
-def update_metrics(rows: Float[Tensor, "U 14"]) -> dict[str, float]:
+def update_metrics(rows: Float[Tensor, "U S"]) -> dict[str, float]:
     """Return means over minibatches, the largest ratio, and what became of the minibatches.
 
     Minibatches whose loss or gradient is not finite are counted and in none of the means.

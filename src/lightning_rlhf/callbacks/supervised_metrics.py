@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from lightning_rlhf.core.results import PairScores, SFTEvaluation, SFTStep
 
@@ -47,8 +46,7 @@ def reward_sums(scores: PairScores) -> Float[Tensor, " 5"]:
     A tie is half right.
     """
     chosen, rejected = scores.chosen.float(), scores.rejected.float()
-    right = (chosen > rejected).float() + 0.5 * (chosen == rejected).float()
-    columns = [torch.ones_like(chosen), softplus(rejected - chosen), right, chosen, rejected]
+    columns = [torch.ones_like(chosen), scores.losses, scores.ranked_right, chosen, rejected]
     return torch.stack([column.sum() for column in columns])
 
 

@@ -34,8 +34,7 @@ class MicrobatchSize:
     def fitting(self, work: Callable[[int], T]) -> T:
         """Return `work(rows)`, repeated with half of the rows as long as the memory runs out.
 
-        Each halving prints one warning. `work` starts anew each time and must have no effect where
-        it fails.
+        Each halving prints one warning. `work` must have no effect where it fails.
         Raises TrainingError where one row is too many.
         """
         while True:

@@ -108,6 +108,10 @@ class RewardError(RLHFError):
     """A reward source returns no number for a response, or does not answer any more."""
 
 
+class SamplerError(RLHFError):
+    """A sampler from outside the package raises an exception, or returns no valid responses."""
+
+
 class HubError(RLHFError):
     """A model or data set is neither a local path nor available on the hub."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from lightning_rlhf.core.types import (
     DecodedResponses,
@@ -99,6 +100,11 @@ class SFTStep:
     is_made: bool
     """False where the update was not made, because it is not finite."""
 
+    @property
+    def headline(self) -> dict[str, Float[Tensor, ""]]:
+        """Return the headline metric of the step by name."""
+        return {"update/loss": self.loss}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTEvaluation:
@@ -131,6 +137,16 @@ class PairScores:
     rejected: Float[Tensor, " B"]
     """Score of the other response, mean over the heads."""
 
+    @property
+    def losses(self) -> Float[Tensor, " B"]:
+        """Return -log sigmoid(chosen - rejected) of each pair, in fp32."""
+        return softplus(self.rejected.float() - self.chosen.float())
+
+    @property
+    def ranked_right(self) -> Float[Tensor, " B"]:
+        """Return 1 where chosen > rejected, 1/2 at a tie, else 0."""
+        return (self.chosen > self.rejected).float() + 0.5 * (self.chosen == self.rejected).float()
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardStep(PairScores):
@@ -142,6 +158,14 @@ class RewardStep(PairScores):
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
+
+    @property
+    def headline(self) -> dict[str, Float[Tensor, ""]]:
+        """Return the headline metrics of the step by name, means over its pairs."""
+        return {
+            "update/rm_loss": self.losses.mean(),
+            "update/accuracy": self.ranked_right.mean(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -71,6 +72,16 @@ class ScoreMoments:
             self.whole.including(scores.score, total),
             tuple(seen.including(part, total) for seen, part in parts),
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moments as plain numbers for a checkpoint."""
+        return {"whole": asdict(self.whole), "parts": [asdict(part) for part in self.components]}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> ScoreMoments:
+        """Return the moments of a checkpoint."""
+        parts = tuple(RunningMoments(**part) for part in state["parts"])
+        return cls(RunningMoments(**state["whole"]), parts)
 
 
 AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)

@@ -209,11 +209,15 @@ class IterationBatch:
 class PPOTerms:
     """Loss and statistics of PPO on a minibatch, or a micro-batch's shares of them; 0-d.
 
-    Losses weigh tokens as ppo.loss_reduction says; the rest are means over the minibatch's tokens.
+    loss, policy_loss, kl_loss and value_loss weigh each token by ppo.loss_reduction; the other
+    fields are means over the minibatch's tokens.
     """
 
     loss: Tensor
-    """policy_loss + kl_coef * kl_loss + vf_coef * value_loss - ent_coef * entropy."""
+    """Minimised loss. Where ppo.loss_reduction=token_mean or ppo.ent_coef=0, it is policy_loss +
+    kl_coef * kl_loss + vf_coef * value_loss - ent_coef * entropy; else the entropy in it weighs
+    each token as the losses do, and differs from the field `entropy`. A subclass of `PPOModule` may
+    add terms."""
     policy_loss: Tensor
     """Clipped surrogate; lower is better."""
     kl_loss: Tensor

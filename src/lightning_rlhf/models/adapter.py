@@ -85,18 +85,18 @@ def check_for_model(folder: Path, model: PreTrainedModel) -> None:
     """
     check_adapter(folder)
     config = json_object(folder / ADAPTER)
-    told = f"{folder} cannot be loaded: {ADAPTER}: "
+    start = f"{folder} cannot be loaded: {ADAPTER}: "
     largest = largest_layer(model)
     ranks = {"r": config["r"]} if "r" in config else {}
     ranks |= {f"rank_pattern.{name}": r for name, r in dict(config.get("rank_pattern", {})).items()}
     for key, rank in ranks.items():
         if rank > largest:
             raise CheckpointError(
-                f"{told}{key[:100]} is {rank}; allowed: at most {largest}, the model's largest "
+                f"{start}{key[:100]} is {rank}; allowed: at most {largest}, the model's largest "
                 "layer"
             )
     if (found := unmatched(_patterns(config), model)) is not None:
-        raise CheckpointError(f"{told}{found}")
+        raise CheckpointError(f"{start}{found}")
 
 
 def check_settings(settings: LoRASettings, model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.device_memory import total_memory
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models.checkpoint import Final, find, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.fingerprint import check_fingerprint, has_fingerprint
@@ -22,8 +23,6 @@ from lightning_rlhf.models.roles import (
     REWARD,
     SFT,
     Roles,
-    rounding,
-    same_logits,
 )
 
 SAMPLING_BYTES = 25

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import MANIFEST, Manifest
 from lightning_rlhf.models.fingerprint import FINGERPRINT
-from lightning_rlhf.models.roles import BASE, REFERENCE, SFT, Roles
+from lightning_rlhf.models.roles import BASE, POLICY, REFERENCE, SFT, Roles
 
 
 def write_final(
@@ -44,7 +46,7 @@ def write_final(
             shutil.copytree(more, beside, dirs_exist_ok=True)
         stands_on = BASE if manifest.stage == "sft" else REFERENCE
         if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
-            with roles.exported(role) as name:
+            with exported(roles, role) as name:
                 is_whole = name != role
                 state = get_peft_model_state_dict(
                     roles.model, adapter_name=name, save_embedding_layers=False
@@ -65,6 +67,29 @@ def write_final(
         fingerprints = {"self": roles.probe(role), "below": below}
         save_file(fingerprints, beside / FINGERPRINT)
         (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+
+
+@contextmanager
+def exported(roles: Roles, role: str) -> Iterator[str]:
+    """Yield the name of an adapter to export for `role`.
+
+    For the policy on an SFT adapter, it is a temporary adapter that concatenates both. Other
+    roles yield their own adapter: PPO loads a reward adapter on top of the SFT adapter, which
+    is loaded already.
+    """
+    stack = roles.adapters(role)
+    if role != POLICY or len(stack) == 1:
+        yield role
+        return
+    before = roles.role
+    roles.model.base_model.add_weighted_adapter(
+        list(stack), [1.0] * len(stack), "export", combination_type="cat"
+    )
+    try:
+        yield "export"
+    finally:
+        roles.model.delete_adapter("export")
+        roles.set_role(before)
 
 
 def _size(roles: Roles, role: str) -> int:

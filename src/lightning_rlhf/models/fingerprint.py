@@ -7,8 +7,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models.checkpoint import Final
-from lightning_rlhf.models.roles import Roles, rounding, same_logits
+from lightning_rlhf.models.roles import Roles
 
 FINGERPRINT = "fingerprint.safetensors"
 

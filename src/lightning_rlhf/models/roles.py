@@ -13,47 +13,35 @@ whether the SFT adapter was merged or is a separate adapter.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, last_real
 from lightning_rlhf.kernels.decoder import rotates_by_length
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.merging import merged_adapters
 from lightning_rlhf.kernels.packing import Packing, columns_to_add
 from lightning_rlhf.kernels.patch import patch, use_kernels
-from lightning_rlhf.kernels.patch import rounding as rounding
-from lightning_rlhf.kernels.patch import same_logits as same_logits
 from lightning_rlhf.kernels.products import compiles_by_shape
-from lightning_rlhf.models.adapter import check_for_model, check_settings
 from lightning_rlhf.models.checkpointing import checkpoint_layers
-from lightning_rlhf.models.config import (
-    BASE,
-    POLICY,
-    REFERENCE,
-    REWARD,
-    SFT,
-    LoRASettings,
-)
+from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.config import CRITIC as CRITIC
+from lightning_rlhf.models.config import POLICY as POLICY
 from lightning_rlhf.models.config import VALUE as VALUE
-from lightning_rlhf.models.loading import naming
-from lightning_rlhf.models.weights import check_weights
+from lightning_rlhf.models.output_layer import check_not_adapted, check_output_layer, probe_tokens
+from lightning_rlhf.models.peft_model import with_loaded_adapter, with_new_adapter
 
 
 class Roles(nn.Module):
@@ -69,13 +57,14 @@ class Roles(nn.Module):
         self.model: PreTrainedModel | PeftModel = causal_lm
         self.heads = nn.ModuleDict()
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
-        self._role = BASE
+        self.role = BASE
+        """Role that is active; `set_role` and `use_role` change it."""
         self._merged = False
         self._kernel_choice: KernelChoice = kernels
         self._set_kernels()
         if getattr(causal_lm, "recomputes", False):
             self.recompute_layers()
-        self._check_head()
+        check_output_layer(causal_lm)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -119,7 +108,7 @@ class Roles(nn.Module):
 
     def recompute_layers(self) -> None:
         """Recompute the layers for the gradient, in the role that they were computed in."""
-        checkpoint_layers(self.causal_lm, lambda: partial(self.use_role, self._role))
+        checkpoint_layers(self.causal_lm, lambda: partial(self.use_role, self.role))
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
@@ -129,39 +118,12 @@ class Roles(nn.Module):
         Raises ConfigError where `settings` do not fit the model, CheckpointError where PEFT finds
         no module to adapt.
         """
-        check_settings(settings, self.causal_lm)
-        targets = settings.target_modules
-        config = LoraConfig(
-            r=settings.r,
-            lora_alpha=settings.alpha,
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
-        )
-        start = np.random.SeedSequence((seed, *role.encode())).generate_state(1)
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(int(start[0]))
-                if isinstance(self.model, PeftModel):
-                    self.model.add_adapter(role, config)
-                else:
-                    self.model = PeftModel(self.model, config, adapter_name=role)
-        except ValueError as error:
-            raise CheckpointError(
-                f"model.lora.target_modules={targets}: {first_line(error)}"
-            ) from error
+        self.model = with_new_adapter(self.model, role, settings, seed)
         self._stack(role, trainable=True)
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
         """Add the adapter of a `final/` folder on top of the reference. Raises CheckpointError."""
-        check_weights(folder)
-        check_for_model(folder, self.causal_lm)
-        with naming(str(folder), role), warnings.catch_warnings():
-            warnings.filterwarnings("error", ".*missing adapter keys.*")
-            if isinstance(self.model, PeftModel):
-                self.model.load_adapter(str(folder), adapter_name=role)
-            else:
-                self.model = PeftModel.from_pretrained(self.model, str(folder), adapter_name=role)
+        self.model = with_loaded_adapter(self.model, role, folder)
         self._stack(role, trainable=trainable)
         if role == SFT:
             self._stacks[REFERENCE] = self._stacks[SFT]
@@ -172,11 +134,7 @@ class Roles(nn.Module):
         self.set_role(role)
 
     def _stack(self, role: str, *, trainable: bool) -> None:
-        if isinstance(self.causal_lm.get_output_embeddings(), BaseTunerLayer):
-            raise CheckpointError(
-                "the output layer has an adapter (model.lora.target_modules names it), but all "
-                "roles predict through one output layer; leave it out"
-            )
+        check_not_adapted(self.causal_lm)
         if self.kernels.kind == "fast":
             patch(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
@@ -192,35 +150,16 @@ class Roles(nn.Module):
         self.set_role(role)
 
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
-        """Yield the trainable parameters of the role's own adapter; of the model where it has
-        none."""
+        """Yield the trainable parameters of the role's adapter; without one, of the model."""
         marker = f".{role}."
         has_adapter = role in self._stacks[role]
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and (marker in name or not has_adapter):
                 yield parameter
 
-    @contextmanager
-    def exported(self, role: str) -> Iterator[str]:
-        """Yield the name of an adapter to export for `role`.
-
-        For the policy on an SFT adapter, it is a temporary adapter that concatenates both. Other
-        roles yield their own adapter: PPO loads a reward adapter on top of the SFT adapter, which
-        is loaded already.
-        """
-        stack = self._stacks[role]
-        if role != POLICY or len(stack) == 1:
-            yield role
-            return
-        before = self._role
-        self.model.base_model.add_weighted_adapter(
-            list(stack), [1.0] * len(stack), "export", combination_type="cat"
-        )
-        try:
-            yield "export"
-        finally:
-            self.model.delete_adapter("export")
-            self.set_role(before)
+    def adapters(self, role: str) -> tuple[str, ...]:
+        """Return the names of the adapters that are active in `role`."""
+        return self._stacks[role]
 
     def set_role(self, role: str) -> None:
         """Activate the adapters of `role`; trainable parameters stay trainable.
@@ -228,8 +167,8 @@ class Roles(nn.Module):
         Raises RuntimeError inside `merged`.
         """
         if self._merged:
-            raise RuntimeError(f"{role} cannot be activated while {self._role} is merged")
-        self._role = role
+            raise RuntimeError(f"{role} cannot be activated while {self.role} is merged")
+        self.role = role
         if not isinstance(self.model, PeftModel):
             return
         others = [layer for layer in self._layers if not isinstance(layer, FusedLoRALinear)]
@@ -245,7 +184,7 @@ class Roles(nn.Module):
     @contextmanager
     def use_role(self, role: str) -> Iterator[None]:
         """Activate `role` inside the block, and the previous role again afterwards."""
-        before = self._role
+        before = self.role
         if role == before:
             yield
             return
@@ -330,24 +269,8 @@ class Roles(nn.Module):
         fingerprint beside its weights, and the next stage compares.
         """
         with self.use_role(role):
-            return self.head(self.hidden(self._probe_input())[:, -1]).float().cpu().squeeze(0)
-
-    def _probe_input(self) -> Int[Tensor, "1 S"]:
-        return (torch.arange(1, 17) * 7919 % self.vocab_size)[None].to(self.device)
-
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """Raise CheckpointError unless the model's logits are `head(hidden)`.
-
-        Models that cap or scale their logits are not supported.
-        """
-        tokens = self._probe_input()
-        ours = self.head(self.hidden(tokens)).float()
-        theirs = self.causal_lm(input_ids=tokens).logits.float()
-        if not same_logits(ours, theirs, rounding(self.causal_lm)):
-            raise CheckpointError(
-                f"{self.causal_lm.config.model_type} changes its logits after the output layer "
-                "(soft-capping or scaling), which is not supported"
+            return (
+                self.head(self.hidden(probe_tokens(self.causal_lm))[:, -1]).float().cpu().squeeze(0)
             )
 
 

@@ -1,4 +1,4 @@
-"""Optimizer, schedule and the optimizer step of all stages."""
+"""Optimizer, schedule, optimizer step and headline metrics of all stages."""
 
 from __future__ import annotations
 
@@ -102,6 +102,13 @@ def advance_schedule(module: L.LightningModule) -> None:
     scheduler = module.lr_schedulers()
     assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
     scheduler.step()
+
+
+def log_headline(module: Any, metrics: Mapping[str, Tensor]) -> None:
+    """Log metrics of a step with Lightning, at the module's iteration, unless a callback does."""
+    if module.logs_headline:
+        module.log_dict(dict(metrics), prog_bar=True)
+        module.log("step", float(module.iteration))  # the step that Lightning's loggers use
 
 
 def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

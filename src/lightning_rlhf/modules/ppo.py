@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import (
-    LogitsError,
-    NotFiniteError,
-    PolicyLogitsError,
-    RewardError,
-    SamplingMemoryError,
-    require,
-)
+from lightning_rlhf.core.errors import NotFiniteError, RewardError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import next_kl_coef
 from lightning_rlhf.core.losses import token_weights
@@ -36,44 +29,18 @@ from lightning_rlhf.core.results import (
     IterationSeconds,
     PPOPredictions,
 )
-from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments, rewards_overflow
-from lightning_rlhf.core.types import (
-    DecodedResponses,
-    Experience,
-    IterationBatch,
-    PPOTerms,
-    Prompts,
-    Rollout,
-    SampledResponses,
-    Scores,
-    UpdateStats,
-)
+from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
+from lightning_rlhf.core.types import Experience, IterationBatch, PPOTerms, Prompts, UpdateStats
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
-from lightning_rlhf.modules.optim import (
-    advance_schedule,
-    backward,
-    build_optimizer,
-    check_parameters,
-    clip_gradients,
-    step,
-    trainable_state,
-    zero_gradients,
-)
+from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.update_guard import UpdateGuard, halving_microbatches
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.annotate import annotate, predict
-from lightning_rlhf.rollout.build_sampler import build_sampler
+from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.rollout.decoded import decode_responses
-from lightning_rlhf.rollout.sampler import Sampler, SamplingParams
-from lightning_rlhf.rollout.score import (
-    padding_share,
-    response_hidden,
-    response_kl,
-    response_logprobs,
-    score,
-)
+from lightning_rlhf.rollout.policy_outputs import policy_outputs
+from lightning_rlhf.rollout.sampler import Sampler
+from lightning_rlhf.rollout.score import padding_share, response_hidden
 
 TRAINING, EVALUATION = 0, 1  # numbers of the random-number streams
 
@@ -116,22 +83,16 @@ class PPOModule(L.LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False
         self.roles = roles
-        self.reward = reward
         self.config = config
         self.critic = critic
         if critic is not None:
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
-        self.chat = chat
-        params = SamplingParams(
-            max_response_tokens=config.max_response_tokens,
-            temperature=config.temperature,
-            end_token_ids=chat.end_token_ids,
-            stop=chat.stop_at(config.stop_strings),
-        )
-        self.sampler = sampler or build_sampler(config.rollout, roles, params, critic)
-        self.prompts = prompts
         self.seed = seed
         self.guard = UpdateGuard("ppo", config, microbatch)
+        self.collector = Collector(
+            roles, reward, config, critic=critic, chat=chat, prompts=prompts,
+            microbatch=self.guard.microbatch, sampler=sampler,
+        )  # fmt: skip
         self.iteration = 0
         """Number of finished iterations, over all resumes."""
         self.kl_coef = config.kl_coef
@@ -159,7 +120,7 @@ class PPOModule(L.LightningModule):
         started = time.perf_counter()
         updates = self.learn(self.batch)
         self.updated = time.perf_counter()
-        advance_schedule(self)
+        optim.advance_schedule(self)
         # After the update: an error during it leaves the state from before the iteration.
         self.moments = self.moments.including(experience)
         self.kl_coef = next_kl_coef(
@@ -172,15 +133,10 @@ class PPOModule(L.LightningModule):
             kl_coef=kl_coef,
             padding=padding_share(experience.mask, self.guard.microbatch.rows),
             seconds=IterationSeconds(
-                rollout=rollout_s,
-                score=score_s,
-                update=self.updated - started,
-                other=other_s,
+                rollout=rollout_s, score=score_s, update=self.updated - started, other=other_s
             ),
         )
-        if self.logs_headline:
-            self.log_dict(result.headline, prog_bar=True)
-            self.log("step", float(self.iteration))  # the step that Lightning's loggers use
+        optim.log_headline(self, result.headline)
         return {RESULT: result}
 
     def collect(self, prompts: Prompts) -> tuple[IterationBatch, float, float]:
@@ -192,20 +148,17 @@ class PPOModule(L.LightningModule):
         number = f"iteration {self.iteration + 1}"
         generator = self.generator(TRAINING, self.iteration)
         started = time.perf_counter()
-        rollout = self.roll_out(prompts, generator, self.config.samples_per_prompt, during=number)
+        with self.guard.naming(number, iterations=self.iteration):
+            rollout = self.collector.roll_out(prompts, generator, self.config.samples_per_prompt)
         rolled_out = time.perf_counter()
         try:
-            scores = self.score(self.decode(rollout, "train"))
+            scores = self.collector.score(self.collector.decode(rollout, "train"))
         except RewardError as error:
             raise RewardError(f"{number}: {error}") from error
         experience = make_experience(
-            rollout,
-            scores,
-            self.config,
-            kl_coef=self.kl_coef,
-            moments=self.moments.including(scores),
-            terms=self.reward.terms,
-        )
+            rollout, scores, self.config, kl_coef=self.kl_coef,
+            moments=self.moments.including(scores), terms=self.reward.terms,
+        )  # fmt: skip
         scored, shuffle = time.perf_counter(), generator.get_state()
         batch = IterationBatch(experience=experience, kl_coef=self.kl_coef, shuffle=shuffle)
         return batch, rolled_out - started, scored - rolled_out
@@ -213,7 +166,7 @@ class PPOModule(L.LightningModule):
     def learn(self, batch: IterationBatch) -> tuple[UpdateStats, ...]:
         """Make ppo_epochs passes over shuffled minibatches, until target_kl ends them.
 
-        Raises: NotFiniteError as `UpdateGuard.accepts`.
+        Raises: NotFiniteError as `UpdateGuard.check_finite`.
         """
         config, updates = self.config, []
         for minibatch in minibatches(
@@ -239,11 +192,11 @@ class PPOModule(L.LightningModule):
             minibatch, kl_coef, policy_learns=self.iteration >= self.config.critic_warmup
         )
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
-        is_finite = self.guard.accepts(self, terms.loss, grad_norm)
+        is_finite = self.guard.check_finite(self, terms.loss, grad_norm)
         stopped = is_finite and exceeds(terms.approx_kl, self.config.target_kl)
         skipped = is_finite and exceeds(terms.ratio_mean, self.config.max_ratio)
         if is_finite and not (stopped or skipped):
-            step(self)
+            optim.step(self)
         return UpdateStats(
             **vars(terms),
             grad_norm=grad_norm,
@@ -267,28 +220,28 @@ class PPOModule(L.LightningModule):
             mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
         )
         critic_apart = self.critic is not None and not self.critic.shares_trunk
-        zero_gradients(self)
-        loss, terms = torch.zeros((), device=self.device), []
+        optim.zero_gradients(self)
+        loss, shares = torch.zeros((), device=self.device), []
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=True):
-            terms_of = partial(self.loss_terms, micro_batch, weight, tokens, kl_coef)
+            loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, kl_coef)
             with torch.set_grad_enabled(policy_learns):
                 hidden = response_hidden(self.roles, micro_batch)
-                policy = self.policy_outputs(hidden, micro_batch)
+                policy = policy_outputs(self.roles, hidden, micro_batch, config)
             if policy_learns and critic_apart:
                 # Two backward passes: the first frees the policy's activations for the second.
-                of_policy = self.backpropagate(terms_of(policy=policy, values=None))
+                of_policy = self.backpropagate(loss_terms(policy=policy, values=None))
                 values = self.values(hidden, micro_batch)
-                of_critic = self.backpropagate(terms_of(policy=None, values=values))
+                of_critic = self.backpropagate(loss_terms(policy=None, values=values))
                 loss = loss + of_policy.loss + of_critic.loss
-                terms.append(sum_terms([of_policy, of_critic]))
+                shares.append(sum_terms([of_policy, of_critic]))
             else:  # also where the critic learns alone: the policy's outputs have no graph then
                 values = self.values(hidden, micro_batch)
-                of_both = self.backpropagate(terms_of(policy=policy, values=values))
+                of_both = self.backpropagate(loss_terms(policy=policy, values=values))
                 loss = loss + of_both.loss
-                terms.append(of_both)
-        grad_norm = clip_gradients(self, config.max_grad_norm)
+                shares.append(of_both)
+        grad_norm = optim.clip_gradients(self, config.max_grad_norm)
         # The loss that was backpropagated, in the order of the passes.
-        return replace(sum_terms(terms), loss=loss), grad_norm
+        return replace(sum_terms(shares), loss=loss), grad_norm
 
     def loss_terms(
         self,
@@ -310,21 +263,7 @@ class PPOModule(L.LightningModule):
 
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph."""
-        return replace(terms, loss=backward(self, terms.loss))
-
-    def policy_outputs(
-        self, hidden: Float[Tensor, "N d"], micro_batch: Experience
-    ) -> PolicyOutputs:
-        """Return the policy's predictions for a micro-batch; hidden: its hidden states there."""
-        config, vocabulary_kl = self.config, None
-        logprobs, entropy = response_logprobs(
-            self.roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
-        )
-        if config.kl_in == "loss" and config.kl_estimator == "full":
-            with torch.no_grad(), self.roles.use_role(REFERENCE):
-                ref_hidden = response_hidden(self.roles, micro_batch)
-            vocabulary_kl = response_kl(self.roles, hidden, ref_hidden, config.temperature)
-        return PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=vocabulary_kl)
+        return replace(terms, loss=optim.backward(self, terms.loss))
 
     def values(
         self, hidden: Float[Tensor, "N d"], micro_batch: Experience
@@ -341,77 +280,16 @@ class PPOModule(L.LightningModule):
 
         Raises: PolicyLogitsError where nothing can be sampled, after which iteration.
         """
-        rollout = self.roll_out(
-            prompts,
-            self.generator(EVALUATION, batch_idx),
-            during=f"the evaluation after iteration {self.iteration}",
-        )
-        decoded = self.decode(rollout, "val")
-        return EvaluationResult(rollout=rollout, decoded=decoded, scores=self.score(decoded))
+        where = f"the evaluation after iteration {self.iteration}"
+        with self.guard.naming(where, iterations=self.iteration):
+            rollout = self.collector.roll_out(prompts, self.generator(EVALUATION, batch_idx))
+        decoded = self.collector.decode(rollout, "val")
+        scores = self.collector.score(decoded)
+        return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
-    @halving_microbatches
     def predict_step(self, batch: IterationBatch, batch_idx: int) -> PPOPredictions:
         """Return log-probabilities and values of given responses under the current models."""
-        logprobs, values = predict(
-            batch.experience,
-            self.roles,
-            self.critic,
-            self.config.temperature,
-            self.guard.microbatch.rows,
-        )
-        return PPOPredictions(logprobs=logprobs, values=values)
-
-    def roll_out(
-        self,
-        prompts: Prompts,
-        generator: torch.Generator,
-        samples_per_prompt: int = 1,
-        *,
-        during: str = "sampling",
-    ) -> Rollout:
-        """Return responses of the current policy, with its log-probabilities and the values.
-
-        Raises: PolicyLogitsError where nothing can be sampled `during` the iteration or evaluation;
-            SamplingMemoryError where the responses do not fit into the memory all at once.
-        """
-        try:
-            sampled = self.sampler.sample(prompts, samples_per_prompt, generator)
-        except LogitsError as error:
-            raise PolicyLogitsError(
-                during, iterations=self.iteration, nonfinite=self.guard.nonfinite
-            ) from error
-        except torch.OutOfMemoryError as error:
-            raise SamplingMemoryError(len(prompts) * samples_per_prompt, str(error)) from error
-        return self.annotate(sampled)
-
-    @halving_microbatches
-    def annotate(self, sampled: SampledResponses) -> Rollout:
-        """Return the responses with the predictions that the sampler does not know."""
-        return annotate(
-            sampled,
-            self.roles,
-            self.critic,
-            is_exact=self.sampler.is_exact,
-            temperature=self.config.temperature,
-            batch_size=self.guard.microbatch.rows,
-        )
-
-    def decode(self, rollout: Rollout, split: str) -> DecodedResponses:
-        """Return the rollout with its text and the rows of `split` that hold its prompts."""
-        return decode_responses(rollout, self.prompts[split], self.chat)
-
-    @halving_microbatches
-    def score(self, decoded: DecodedResponses) -> Scores:
-        """Return the scores of the reward and of the reference."""
-        config = self.config
-        return score(
-            self.roles,
-            decoded,
-            self.reward,
-            temperature=config.temperature,
-            batch_size=self.guard.microbatch.rows,
-            over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
-        )
+        return self.collector.predict(batch.experience)
 
     def on_fit_start(self) -> None:
         """Raise ConfigError unless there is one process: whitening and moments are those of one."""
@@ -426,36 +304,42 @@ class PPOModule(L.LightningModule):
 
     def prompt_rows(self, split: str) -> Sequence[dict[str, Any]]:
         """Return the rows of the "train" or "val" prompts, with their text under "prompt"."""
-        return self.prompts[split]
+        return self.collector.prompts[split]
+
+    @property
+    def reward(self) -> Reward:
+        """Return the reward that the policy is trained on."""
+        return self.collector.reward
+
+    @property
+    def chat(self) -> ChatFormat:
+        """Return the decoder of responses."""
+        return self.collector.chat
 
     def configure_optimizers(self) -> Any:
         groups = [(1.0, self.roles.trained_by(POLICY))]
         if self.critic is not None:
             groups.append((self.config.value_lr_factor, self.critic.parameters()))
-        return build_optimizer(groups, self.config, self.config.iterations)
+        return optim.build_optimizer(groups, self.config, self.config.iterations)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return trainable_state(self)
+        return optim.trainable_state(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = self.iteration
         checkpoint["kl_coef"] = self.kl_coef
         checkpoint["learner"] = self.guard.state_dict()
-        checkpoint["moments"] = {
-            "whole": asdict(self.moments.whole),
-            "parts": [asdict(part) for part in self.moments.components],
-        }
+        checkpoint["moments"] = self.moments.state_dict()
+        checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        check_parameters(self, checkpoint)
+        optim.check_parameters(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
         self.guard.load_state_dict(checkpoint["learner"])
-        moments = checkpoint["moments"]
-        self.moments = ScoreMoments(
-            RunningMoments(**moments["whole"]),
-            tuple(RunningMoments(**part) for part in moments["parts"]),
-        )
+        self.moments = ScoreMoments.from_state_dict(checkpoint["moments"])
+        if "annotation_rows" in checkpoint:  # older checkpoints have none
+            self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
 
 
 def exceeds(found: Tensor, limit: float | None) -> bool:

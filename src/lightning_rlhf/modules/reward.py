@@ -23,6 +23,7 @@ from lightning_rlhf.modules.optim import (
     build_optimizer,
     check_parameters,
     clip_gradients,
+    log_headline,
     step,
     trainable_state,
     zero_gradients,
@@ -49,10 +50,12 @@ class RewardModule(L.LightningModule):
         self.guard = UpdateGuard("rm", config)
         self.iteration = 0
         """Number of finished batches, over all resumes; updates that were not made count too."""
+        self.logs_headline = True
+        """False where a callback logs the headline metrics together with all others."""
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, RewardStep]:
         loss, grad_norm, scores = self.gradient(batch)
-        is_made = self.guard.accepts(self, loss, grad_norm)
+        is_made = self.guard.check_finite(self, loss, grad_norm)
         if is_made:
             step(self)
         advance_schedule(self)
@@ -61,6 +64,7 @@ class RewardModule(L.LightningModule):
             loss=loss, grad_norm=grad_norm, is_made=is_made,
             chosen=scores.chosen, rejected=scores.rejected,
         )  # fmt: skip
+        log_headline(self, result.headline)
         return {RESULT: result}
 
     @halving_microbatches

@@ -20,6 +20,7 @@ from lightning_rlhf.modules.optim import (
     build_optimizer,
     check_parameters,
     clip_gradients,
+    log_headline,
     step,
     trainable_state,
     zero_gradients,
@@ -42,16 +43,20 @@ class SFTModule(L.LightningModule):
         self.guard = UpdateGuard("sft", config)
         self.iteration = 0
         """Number of finished batches, over all resumes; updates that were not made count too."""
+        self.logs_headline = True
+        """False where a callback logs the headline metrics together with all others."""
 
     def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, SFTStep]:
         loss, grad_norm = self.gradient(batch)
-        is_made = self.guard.accepts(self, loss, grad_norm)
+        is_made = self.guard.check_finite(self, loss, grad_norm)
         if is_made:
             step(self)
         advance_schedule(self)
         self.iteration += 1
         tokens = batch.target_mask.sum()
-        return {RESULT: SFTStep(loss=loss, tokens=tokens, grad_norm=grad_norm, is_made=is_made)}
+        result = SFTStep(loss=loss, tokens=tokens, grad_norm=grad_norm, is_made=is_made)
+        log_headline(self, result.headline)
+        return {RESULT: result}
 
     @halving_microbatches
     def gradient(self, batch: Demonstrations) -> tuple[Tensor, Tensor]:

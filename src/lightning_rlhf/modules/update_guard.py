@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import NotFiniteError
+from lightning_rlhf.core.errors import LogitsError, NotFiniteError, PolicyLogitsError
 from lightning_rlhf.core.types import Record
 
 R = TypeVar("R", bound=Record)
@@ -23,7 +24,7 @@ T = TypeVar("T")
 def halving_microbatches(method: Callable[..., T]) -> Callable[..., T]:
     """Repeat a module's method with smaller micro-batches as long as the memory runs out.
 
-    The method reads their size, `self.guard.microbatch.rows`, anew at each call, and leaves nothing
+    The method reads their size, `self.guard.microbatch.rows`, at each call, and leaves nothing
     behind where it fails.
     """
 
@@ -50,7 +51,7 @@ class UpdateGuard:
         self.nonfinite = 0
         """Number of updates in a row whose loss or gradient was not finite."""
 
-    def accepts(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
+    def check_finite(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
         """Return whether the loss and the gradient norm of an update, 0-d, are finite.
 
         Counts updates in a row that are not, and warns at the first of them.
@@ -76,6 +77,21 @@ class UpdateGuard:
                 stacklevel=2,
             )
         return False
+
+    @contextmanager
+    def naming(self, where: str, *, iterations: int) -> Iterator[None]:
+        """Raise PolicyLogitsError in place of a LogitsError of the sampling inside the block.
+
+        Args:
+            where: iteration or evaluation that samples.
+            iterations: number of finished iterations.
+        """
+        try:
+            yield
+        except LogitsError as error:
+            raise PolicyLogitsError(
+                where, iterations=iterations, nonfinite=self.nonfinite
+            ) from error
 
     def state_dict(self) -> dict[str, int]:
         """Return the state as plain numbers for a checkpoint."""

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.io.reading import damaged_line, is_number, json_lines
 from lightning_rlhf.io.visible import visible, visible_line
 from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
 
 PARTS = (JUDGE, EVAL_PART)
 """Prefixes of the metrics whose names a judge or the reward chooses."""

@@ -23,22 +23,24 @@ def annotate(
     *,
     is_exact: bool,
     temperature: float,
+    policy_rows: MicrobatchSize,
     batch_size: int,
 ) -> Rollout:
     """Return the responses with log-probabilities of the active role and values of the critic.
 
-    The policy reads as many responses at a time as were sampled, fewer where the memory runs out.
-
     Args:
         is_exact: `Sampler.is_exact`: whether the sampler's numbers are used and not recomputed.
         temperature: divisor of the logits, the same as while sampling.
+        policy_rows: number of rows that the policy reads at a time, halved where the memory runs
+            out.
         batch_size: number of rows that a critic on another trunk than the policy's reads at a time.
     """
     logprobs, values = (sampled.logprobs, sampled.values) if is_exact else (None, None)
     if logprobs is None:
         on_trunk = critic if critic is not None and critic.shares_trunk else None
-        rows = MicrobatchSize("the number of rows annotated at a time", len(sampled))
-        logprobs, values = rows.fitting(partial(predict, sampled, roles, on_trunk, temperature))
+        logprobs, values = policy_rows.fitting(
+            partial(predict, sampled, roles, on_trunk, temperature)
+        )
     if values is None and critic is not None:
         values = critic.all_values(sampled, batch_size)
     return Rollout(

@@ -7,6 +7,7 @@ from typing import Any
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.io.user_code import FAULTS, load_class
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.checked_sampler import CheckedSampler
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
@@ -19,7 +20,7 @@ OURS = ("native", "hf")
 def build_sampler(
     name: str, roles: Roles, params: SamplingParams, critic: Critic | None
 ) -> Sampler:
-    """Return the sampler that ppo.rollout names.
+    """Return the sampler that ppo.rollout names; a user's is wrapped in a `CheckedSampler`.
 
     Raises: ConfigError where it does not fit the model, or does not name a sampler.
     """
@@ -36,7 +37,12 @@ def build_sampler(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"ppo.rollout is {name!r}, which cannot be built: {error!r}") from error
-    return sampler
+    return CheckedSampler(
+        sampler,
+        name,
+        max_response_tokens=params.max_response_tokens,
+        vocab_size=roles.vocab_size,
+    )
 
 
 def check_sampler(name: str) -> None:

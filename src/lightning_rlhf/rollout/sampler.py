@@ -54,7 +54,8 @@ class Sampler(Protocol):
                 responses.
 
         Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
-            right-padded to the longest of all.
+            right-padded to the longest of all. Those of a sampler from outside the package are
+            checked, with SamplerError for what does not fit (`rollout.checked_sampler`).
 
         Raises: LogitsError where there is no distribution to draw from.
         """

@@ -1,0 +1,127 @@
+"""Checks of what a user's sampler returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.errors import RLHFError, SamplerError
+from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.io.user_code import FAULTS
+from lightning_rlhf.rollout.sampler import Sampler
+
+
+class CheckedSampler:
+    """A user's sampler that raises SamplerError where it fails or breaks the protocol."""
+
+    def __init__(
+        self, sampler: Sampler, name: str, *, max_response_tokens: int, vocab_size: int
+    ) -> None:
+        """Wrap a sampler; name: value of ppo.rollout, for the errors."""
+        self.sampler = sampler
+        self.is_exact = sampler.is_exact
+        self.name = name
+        self.max_response_tokens = max_response_tokens
+        self.vocab_size = vocab_size
+
+    def sample(
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+    ) -> SampledResponses:
+        """Return the responses of the user's sampler, unchanged.
+
+        Raises: SamplerError unless they are `samples_per_prompt` responses to each prompt, as
+            `SampledResponses` describes, and where the sampler raises an exception. Errors of the
+            package and torch.OutOfMemoryError are raised as they are.
+        """
+        try:
+            found = self.sampler.sample(prompts, samples_per_prompt, generator)
+        except (RLHFError, torch.OutOfMemoryError):
+            raise
+        except FAULTS as error:
+            shown = " ".join(f"{type(error).__name__}: {error}".split())
+            raise SamplerError(
+                f"ppo.rollout is {self.name!r}, whose sample() raised {shown}"
+            ) from (error)
+        return checked(
+            found,
+            prompts.repeat(samples_per_prompt),
+            self.name,
+            max_response_tokens=self.max_response_tokens,
+            vocab_size=self.vocab_size,
+        )
+
+
+def checked(
+    found: Any, prompts: Prompts, name: str, *, max_response_tokens: int, vocab_size: int
+) -> SampledResponses:
+    """Return what a user's sampler gave, unless it breaks the protocol.
+
+    Args:
+        prompts: prompt of each response, in the order of the responses.
+        name: value of ppo.rollout.
+        vocab_size: number of token ids of the model.
+
+    Raises: SamplerError, which names the class, the field, what was found and what is allowed.
+    """
+
+    def require(holds: bool, what: str, allowed: str) -> None:
+        if not holds:
+            raise SamplerError(
+                f"ppo.rollout is {name!r}, whose sample() returned {what}; allowed: {allowed}"
+            )
+
+    require(isinstance(found, SampledResponses), f"an object of type {type(found).__name__}",
+            "SampledResponses")  # fmt: skip
+    rows, width = prompts.tokens.shape
+    mask = found.response_mask
+    is_grid = isinstance(mask, Tensor) and mask.dim() == 2
+    columns: Any = mask.shape[1] if is_grid else "T"
+    whole = width + columns if is_grid else f"{width}+T"
+    for field, kind, shape in (
+        ("response_mask", torch.bool, [rows, columns]),
+        ("tokens", torch.int64, [rows, whole]),
+        ("mask", torch.bool, [rows, whole]),
+        ("ended", torch.bool, [rows]),
+        ("index", torch.int64, [rows]),
+        ("logprobs", None, [rows, columns]),
+        ("values", None, [rows, columns]),
+    ):
+        tensor = getattr(found, field)
+        if tensor is None and kind is None:
+            continue
+        require(isinstance(tensor, Tensor), f"{field} of type {type(tensor).__name__}", "a tensor")
+        expected = f"[{', '.join(map(str, shape))}], for {rows} responses to {width} prompt tokens"
+        require([*tensor.shape] == shape, f"{field} of shape {[*tensor.shape]}", expected)
+        fits = tensor.dtype == kind if kind else tensor.is_floating_point()
+        require(fits, f"{field} of {tensor.dtype}", str(kind or "a floating-point type"))
+        require(tensor.device == prompts.tokens.device, f"{field} on {tensor.device}",
+                f"{prompts.tokens.device}, the device of the prompts")  # fmt: skip
+
+    lengths, outside = mask.sum(dim=1), (found.tokens < 0) | (found.tokens >= vocab_size)
+    first_outside = found.tokens.gather(1, outside.int().argmax(dim=1, keepdim=True)).squeeze(1)
+    other_prompt = (found.tokens[:, :width] != prompts.tokens) & prompts.mask
+    other_mask = found.mask != torch.cat([prompts.mask, mask], dim=1)
+    for wrong, what, allowed in (
+        (lengths == 0, "{length} tokens", "at least one, the end token included"),
+        (lengths > max_response_tokens, "{length} tokens",
+         f"at most ppo.max_response_tokens={max_response_tokens}"),
+        ((mask[:, 1:] > mask[:, :-1]).any(dim=1), "a response_mask with a gap",
+         "True from its first column to the last token of the response, then False"),
+        (other_mask.any(dim=1), "another mask", "the prompt's mask, then response_mask"),
+        (other_prompt.any(dim=1), "tokens of another prompt", "the prompt's, then the response's"),
+        (found.index != prompts.index, "another index", "that of its prompt"),
+        (outside.any(dim=1), "token id {token}", f"0 to {vocab_size - 1}, on padding too"),
+        *(
+            ((~numbers.isfinite() & mask).any(dim=1), f"{field} that are not finite",
+             "finite numbers")
+            for field, numbers in (("logprobs", found.logprobs), ("values", found.values))
+            if numbers is not None
+        ),
+    ):  # fmt: skip
+        if wrong.any():
+            row = int(wrong.int().argmax())
+            shown = what.format(length=int(lengths[row]), token=int(first_outside[row]))
+            require(False, f"{shown} for response {row}", allowed)
+    return found

@@ -1,0 +1,170 @@
+"""A user's sampler that fails or returns what does not fit ends the run with one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.errors import LogitsError, RLHFError, SamplerError
+from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.rollout import build_sampler as building
+from lightning_rlhf.rollout.build_sampler import build_sampler
+from lightning_rlhf.rollout.checked_sampler import CheckedSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
+
+NAME = "server.py:Server"
+PROMPTS = Prompts(
+    tokens=torch.tensor([[1, 7], [8, 9]]),
+    mask=torch.tensor([[False, True], [True, True]]),
+    index=torch.tensor([40, 41]),
+)
+RESPONSE_MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+GOOD = SampledResponses(
+    tokens=torch.tensor([[1, 7, 2, 3, 4], [1, 7, 4, 0, 0], [8, 9, 5, 4, 0], [8, 9, 5, 5, 5]]),
+    mask=torch.cat([PROMPTS.mask.repeat_interleave(2, dim=0), RESPONSE_MASK], dim=1),
+    response_mask=RESPONSE_MASK,
+    ended=torch.tensor([True, True, True, False]),
+    logprobs=torch.where(RESPONSE_MASK, -0.5, 0.0),
+    values=torch.zeros(4, 3),
+    index=torch.tensor([40, 40, 41, 41]),
+)
+"""Two responses of at most 3 tokens to each of 2 prompts, in a vocabulary of 10."""
+
+
+class Server:
+    """Returns what it was given, or raises it."""
+
+    is_exact = False
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def sample(self, *args: Any) -> Any:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def sample(answer: Any) -> SampledResponses:
+    sampler = CheckedSampler(Server(answer), NAME, max_response_tokens=3, vocab_size=10)
+    return sampler.sample(PROMPTS, 2, torch.Generator())
+
+
+def changed(field: str, *at: int, to: float) -> SampledResponses:
+    """The good answer with one element of a field changed."""
+    tensor: Tensor = getattr(GOOD, field).clone()
+    tensor[at] = to
+    return replace(GOOD, **{field: tensor})
+
+
+def with_response_mask(mask: Tensor) -> SampledResponses:
+    """The good answer with other responses; `mask` agrees with them."""
+    whole = torch.cat([GOOD.mask[:, :2], mask], dim=1)
+    tokens = torch.zeros(4, whole.shape[1], dtype=torch.int64)
+    tokens[:, :2] = GOOD.tokens[:, :2]
+    return replace(GOOD, tokens=tokens, mask=whole, response_mask=mask, logprobs=None, values=None)
+
+
+def lengths(*tokens: int, columns: int = 3) -> Tensor:
+    return torch.arange(columns) < torch.tensor(tokens)[:, None]
+
+
+GAP = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("answer", [
+    GOOD,
+    replace(GOOD, logprobs=None, values=None),
+    replace(GOOD, logprobs=GOOD.logprobs.double()),
+    changed("logprobs", 1, 2, to=float("nan")),  # padding
+    with_response_mask(lengths(3, 1, 2, 3, columns=5)),  # more padding than needed
+])  # fmt: skip
+def test_responses_that_fit_are_returned_as_they_are(answer: SampledResponses) -> None:
+    assert sample(answer) is answer
+
+
+@pytest.mark.parametrize(("answer", "found", "allowed"), [
+    (None, "an object of type NoneType", "SampledResponses"),
+    ({"tokens": GOOD.tokens}, "an object of type dict", "SampledResponses"),
+    (replace(GOOD, tokens=[[1]]), "tokens of type list", "a tensor"),
+    (replace(GOOD, ended=None), "ended of type NoneType", "a tensor"),
+    (GOOD.select(slice(3)), "response_mask of shape [3, 3]",
+     "[4, 3], for 4 responses to 2 prompt tokens"),
+    (replace(GOOD, response_mask=RESPONSE_MASK[0]), "response_mask of shape [3]", "[4, T], for"),
+    (replace(GOOD, tokens=GOOD.tokens[:, 1:]), "tokens of shape [4, 4]", "[4, 5], for"),
+    (replace(GOOD, mask=RESPONSE_MASK), "mask of shape [4, 3]", "[4, 5], for"),
+    (replace(GOOD, ended=GOOD.ended[:, None]), "ended of shape [4, 1]", "[4], for"),
+    (replace(GOOD, index=PROMPTS.index), "index of shape [2]", "[4], for"),
+    (replace(GOOD, logprobs=torch.zeros(4, 5)), "logprobs of shape [4, 5]", "[4, 3], for"),
+    (replace(GOOD, values=torch.zeros(4)), "values of shape [4]", "[4, 3], for"),
+    (replace(GOOD, tokens=GOOD.tokens.float()), "tokens of torch.float32", "torch.int64"),
+    (replace(GOOD, mask=GOOD.mask.long()), "mask of torch.int64", "torch.bool"),
+    (replace(GOOD, index=GOOD.index.float()), "index of torch.float32", "torch.int64"),
+    (replace(GOOD, values=torch.zeros(4, 3, dtype=torch.int64)), "values of torch.int64",
+     "a floating-point type"),
+    (replace(GOOD, ended=GOOD.ended.to("meta")), "ended on meta", "cpu, the device of the prompts"),
+    (with_response_mask(lengths(3, 0, 2, 3)), "0 tokens for response 1", "at least one"),
+    (with_response_mask(lengths(0, 0, 0, 0, columns=0)), "0 tokens for response 0", "at least one"),
+    (with_response_mask(lengths(3, 1, 4, 3, columns=4)), "4 tokens for response 2",
+     "at most ppo.max_response_tokens=3"),
+    (with_response_mask(GAP), "a response_mask with a gap for response 1", "True from its first"),
+    (with_response_mask(~lengths(0, 0, 0, 1)), "a response_mask with a gap for response 3",
+     "True from its first"),
+    (changed("mask", 2, 4, to=True), "another mask for response 2", "the prompt's mask, then"),
+    (changed("mask", 1, 0, to=True), "another mask for response 1", "the prompt's mask, then"),
+    (changed("tokens", 3, 1, to=7), "tokens of another prompt for response 3", "the prompt's"),
+    (GOOD.select(torch.tensor([0, 2, 1, 3])), "another mask for response 1", "the prompt's mask"),
+    (replace(GOOD, index=PROMPTS.index.repeat(2)), "another index for response 1", "that of its"),
+    (changed("tokens", 3, 4, to=10), "token id 10 for response 3", "0 to 9"),
+    (changed("tokens", 1, 4, to=-1), "token id -1 for response 1", "0 to 9, on padding too"),
+    (changed("logprobs", 2, 1, to=float("-inf")), "logprobs that are not finite for response 2",
+     "finite numbers"),
+    (changed("values", 0, 2, to=float("nan")), "values that are not finite for response 0",
+     "finite numbers"),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_line(answer: Any, found: str, allowed: str) -> None:
+    with pytest.raises(SamplerError) as caught:
+        sample(answer)
+    message = str(caught.value)
+    expected = f"ppo.rollout is '{NAME}', whose sample() returned {found}; allowed: {allowed}"
+    assert message.startswith(expected)
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("error", "shown"), [
+    (ConnectionError("http://gpu:8000 refused\nthe connection"),
+     "ConnectionError: http://gpu:8000 refused the connection"),
+    (AttributeError("no attribute 'generate'"), "AttributeError: no attribute 'generate'"),
+    (SystemExit(0), "SystemExit: 0"),
+])  # fmt: skip
+def test_an_exception_in_a_sampler_is_named(error: BaseException, shown: str) -> None:
+    with pytest.raises(SamplerError) as caught:
+        sample(error)
+    assert str(caught.value) == f"ppo.rollout is '{NAME}', whose sample() raised {shown}"
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [LogitsError(), torch.OutOfMemoryError(), KeyboardInterrupt()])
+def test_errors_that_have_a_meaning_of_their_own_stay(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        sample(error)
+    assert caught.value is error
+
+
+def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles: Any = MagicMock(vocab_size=10)
+    params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
+    load: Callable[..., Any] = lambda name: lambda roles, params: Server(None)  # noqa: E731
+    monkeypatch.setattr(building, "load_sampler", load)
+    for name in building.OURS:
+        assert not isinstance(build_sampler(name, roles, params, None), CheckedSampler)
+    sampler = build_sampler(NAME, roles, params, None)
+    assert not sampler.is_exact
+    with pytest.raises(RLHFError, match=NAME):
+        sampler.sample(PROMPTS, 1, torch.Generator())
