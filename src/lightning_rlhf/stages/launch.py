@@ -16,8 +16,9 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.checkpoint_files import load
-from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.early_stop import EarlyStop
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
@@ -50,7 +51,11 @@ from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.check_learned import check_learned
+from lightning_rlhf.stages.chosen import choose
 from lightning_rlhf.stages.console import say, say_lengths
+from lightning_rlhf.stages.final import check_final, goal_of, stop_metric
+from lightning_rlhf.stages.folder.ending import Export, read_ending
+from lightning_rlhf.stages.folder.extend import check_longer
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
     FINAL,
@@ -91,6 +96,8 @@ class Prepared:
     """Callbacks of the user's own."""
     loggers: list[Logger]
     """Loggers of the user's own."""
+    export: Export | None = None
+    """Folder to write instead of `final/`, from a checkpoint; None for a run."""
 
     @property
     def folder(self) -> Path:
@@ -208,11 +215,13 @@ def fit(
     """
     settings, stage = ready.settings, ready.settings.definition
     config: StageConfig = settings.config
+    steps = len(data.schedule)
+    check_final(settings, steps)
     resume_from = resume_point(settings)
     if resume_from is not None:
+        check_longer(settings, resume_from, steps)
         check_state(resume_from, module, data)
     claim(settings, ready.parents)
-    steps = len(data.schedule)
     val_every = config.validation_interval(steps)
     if val_every != config.val_every:
         say(
@@ -226,8 +235,10 @@ def fit(
         replace(config, val_every=val_every),
         origin(settings),
         stop,
-        stage.goal,
+        goal_of(settings),
+        steps,
     )
+    rule = EarlyStop(settings.stage, config.stop, stop_metric(settings))
     options = settings.trainer.options
     is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
     trainer = build_trainer(
@@ -236,6 +247,7 @@ def fit(
         callbacks=[
             *callbacks,
             *ready.callbacks,
+            rule,
             saver,
             KernelsLine(),
             *([] if is_quiet else [Progress(stage.name, stage.headlines)]),
@@ -256,9 +268,12 @@ def fit(
         with deferred_signals(stop):
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
             check_learned(settings.stage, ready.folder, trainer, module)
+            done = trained(trainer)
             # The last checkpoint is written before the evaluation of the same step.
-            if steps % val_every or data.schedule.start == steps:
+            if saver.measured != done:
                 trainer.validate(module, datamodule=data, verbose=False)
+        stopped = rule.reason if done < steps else None
+        chosen = choose(ready.folder, saver, module, done, stopped)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
         exit_code = 0
@@ -267,11 +282,13 @@ def fit(
             close_loggers(loggers, exit_code)
     title = f"{stage.title}: {run_name(settings)}"
     say(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
-    if saver.best_step is not None and saver.best_step != saver.evaluated:
+    if config.final == "last" and saver.best_step not in (None, saver.evaluated):
         say(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
             "is the last step"
         )
+    if chosen is not None:
+        return chosen
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
 
 
@@ -304,7 +321,8 @@ def hand_over(
 
     below, more: as for `write_final`; verdicts: as in `Manifest`.
     """
-    settings = ready.settings
+    settings, export = ready.settings, ready.export
+    ending = read_ending(ready.folder) if export is None else export.ending
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
     base = settings.model.name_or_path
@@ -321,12 +339,13 @@ def hand_over(
         config=settings.tree,
         versions=versions(),
         verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
+        chosen={} if ending is None else asdict(ending),
     )
     generation = roles.causal_lm.generation_config
     if generation is not None:  # so that generate() stops where the responses were taught to
         generation.eos_token_id = list(ready.chat.end_token_ids)
         generation.pad_token_id = ready.chat.pad_token_id
-    folder = ready.folder / FINAL
+    folder = ready.folder / FINAL if export is None else export.folder
     with Working(f"writing {folder}"):
         write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
     if stands_on_random_weights(folder):
@@ -334,5 +353,5 @@ def hand_over(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "
             "them again, other programs cannot; sft.finetune=full writes whole weights"
         )
-    say(f"{settings.stage} finished: {folder}")
+    say(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder
