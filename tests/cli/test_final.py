@@ -229,7 +229,7 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
         ("ppo.stop.metric=eval/response_tokens", "ppo.stop.mode is None; allowed for eval/resp"),
         ("ppo.best.mode=min", "ppo.best.mode is 'min'; allowed: null, unless the metric is given"),
         ("ppo.stop.patience=0", "ppo.stop.patience is 0; allowed: a whole number and >= 1, or null"),
-        ("ppo.stop.max_kls=1", "ppo.stop.max_kls is not a known key; did you mean ppo.stop.max_kl"),
+        ("ppo.stop.max_kls=1", "ppo.stop.max_kls is not a known key; did you mean ppo.stop"),
     ],
 )  # fmt: skip
 def test_what_is_refused(place: Workplace, words: str, told: str) -> None:

@@ -121,7 +121,7 @@ def measured_at(folder: Path, step: int) -> dict[str, float]:
 
 def values(
     folder: Path, goal: Sequence[tuple[str, Mode]], step: int, last: int
-) -> Mapping[str, Value]:
+) -> dict[str, Value]:
     """Return the `goal` metrics at `step` and at the last step, by name."""
     chosen, end = measured_at(folder, step), measured_at(folder, last)
 
