@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,20 +24,13 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
+from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.terminal import say
-from lightning_rlhf.core.config import Mode, StageConfig
-from lightning_rlhf.core.errors import StorageError, require
+from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.io.storage import readable
-
-Goal = Sequence[tuple[str, Mode]]
-"""Metrics that tell which evaluation is the best, and whether the lowest or the highest is.
-
-A later metric decides where the ones before it are equal; among evaluations that are equal in all
-of them, the earliest is the best.
-"""
-SIGNS = {"min": -1, "max": 1}
 
 
 class Checkpoints(Callback):
@@ -211,18 +203,6 @@ class Checkpoints(Callback):
         keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
         self._saved, self._since = (step, self.evaluated), monotonic()
         say(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
-
-
-def signed(value: float, mode: Mode) -> float:
-    """Return the value with the sign by which the larger one is better; NaN is the worst."""
-    return -math.inf if math.isnan(value) else SIGNS[mode] * value
-
-
-def require_metrics(key: str, goal: Goal, metrics: Mapping[str, float]) -> None:
-    """Raise ConfigError naming `key` where an evaluation lacks a metric of `goal`."""
-    measured = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
-    for name, _ in goal:
-        require(name in metrics, key, name, measured)
 
 
 def trained(trainer: L.Trainer) -> int:

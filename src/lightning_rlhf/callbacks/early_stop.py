@@ -9,7 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.callbacks.checkpoints import SIGNS, require_metrics, signed, trained
+from lightning_rlhf.callbacks.checkpoints import trained
+from lightning_rlhf.callbacks.goal import SIGNS, require_metrics, signed
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.core.config import Mode, StopConfig
 from lightning_rlhf.core.ppo_config import PPOStopConfig
