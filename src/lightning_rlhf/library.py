@@ -80,7 +80,7 @@ def build(settings: Settings) -> Training:
     """
     import torch
 
-    from lightning_rlhf.stages.launch import check_accelerator  # which imports torch and Lightning
+    from lightning_rlhf.stages.accelerator import check_accelerator  # which imports torch
 
     prepare, resume = settings.definition.prepare, settings.resume
     if prepare is None:

@@ -35,7 +35,13 @@ from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.core.errors import CheckpointError, DivergedError, RewardError, StorageError
+from lightning_rlhf.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    RewardError,
+    StorageError,
+)
 from lightning_rlhf.stages.registry import STAGES
 
 from .conftest import FakePPO, Fit
@@ -217,6 +223,61 @@ def test_an_evaluation_that_is_not_finite_is_refused_and_not_done(tmp_path: Path
     with pytest.raises(DivergedError, match=said):
         evaluated(saver, 2, loss=800.0, perplexity=float("inf"))
     assert (saver.evaluated, saver.best_step) == (1, 1)
+
+
+def test_a_goal_metric_that_was_not_logged_is_named_and_the_evaluation_not_done(
+    tmp_path: Path,
+) -> None:
+    saver = saver_of("rm", tmp_path)
+    told = (
+        r"^goal metric of stage=rm is 'eval/rm_loss', which was not logged; allowed: "
+        r"eval/accuracy, eval/loss$"
+    )
+    with pytest.raises(ConfigError, match=told):
+        evaluated(saver, 1, loss=2.0, accuracy=0.5)
+    assert (saver.evaluated, saver.best_step) == (None, None)
+
+
+class Remembers(Callback):
+    """Has `state` from the second step on."""
+
+    def __init__(self, state: Any) -> None:
+        self.state, self.steps = state, 0
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps} | ({} if self.steps < 2 else {"rules": self.state})
+
+
+class Adds(Callback):
+    """Adds an object of a class of its own to every checkpoint."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = [Path("x")]
+
+
+def test_a_state_from_which_no_run_can_resume_is_refused_when_it_is_saved(run: Run) -> None:
+    told = r"^Remembers\.state_dict\(\)\['rules'\]\['first'\] is an object of type SFTConfig, from"
+    with pytest.raises(CheckpointError, match=told):
+        run.train(Remembers({"first": config()}), checkpoint_every=1)
+    assert run.steps == [1]
+
+
+def test_what_a_callback_adds_to_a_checkpoint_is_checked_too(run: Run) -> None:
+    told = r"^checkpoint\['mine'\]\[0\] is an object of type PosixPath, from which no run"
+    with pytest.raises(CheckpointError, match=told):
+        run.train(Adds())
+    assert run.steps == []
+
+
+def test_a_state_of_tensors_numbers_and_texts_is_resumed_from(run: Run) -> None:
+    state = {"a": torch.ones(2), "b": [1, 2.0, None, ("x", True)], 3: torch.float32}
+    run.train(Remembers(state), checkpoint_every=3)
+    again = Remembers(state)
+    run.train(again, resume="000003", checkpoint_every=3)
+    assert run.steps == [3, 6]
 
 
 def test_the_best_may_be_linked_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import inspect
 import json
 import shutil
@@ -10,10 +11,18 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.stages import trainer_section
-from lightning_rlhf.stages.stage import TrainerConfig
+from lightning_rlhf.stages import accelerator, trainer_section
+from lightning_rlhf.stages.accelerator import check_accelerator, say_device
+from lightning_rlhf.stages.objects import own_arguments, own_callbacks
+from lightning_rlhf.stages.paths import CONF
+from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import Settings, TrainerConfig
 from lightning_rlhf.stages.trainer_section import OWNED, PASSED, read_trainer, resolve_auto
 
 from .conftest import Workplace, rows
@@ -59,6 +68,11 @@ def test_what_a_stage_sets_itself_is_refused_with_the_reason(key: str) -> None:
         ({"limit_val_batches": 0}, "trainer.limit_val_batches is 0"),
         ({"devices": 2}, "trainer.devices"),
         ({"precision": "16-mixed"}, "trainer.precision"),
+        (
+            {"strategy": "ddp"},
+            "trainer.strategy is 'ddp', but a run computes in one process on one "
+            "device (trainer.devices=1); allowed: auto, single_device",
+        ),
     ],
 )
 def test_other_mistakes_are_named(changes: dict[str, Any], told: str) -> None:
@@ -144,6 +158,200 @@ def test_callbacks_change_no_number_and_the_run_goes_on_without_them(
     after = [row for row in rows(folder) if "update/loss" in row]
     own = ("lr-", "DeviceStatsMonitor")
     assert [{k: x for k, x in row.items() if not k.startswith(own)} for row in after] == before
+
+
+@functools.cache
+def composed() -> Any:
+    """The configuration of stage=sft as conf/ has it."""
+    register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_container(compose("config", ["stage=sft", "trainer=cpu"]))
+
+
+def settings_of(**sections: Any) -> Settings:
+    """A configuration with these sections, of which `trainer` may lack what is in CPU."""
+    tree = composed()
+    trainer = CPU | sections.pop("trainer", {})
+    return read_settings(OmegaConf.create(tree | sections | {"trainer": trainer}))
+
+
+PLUGINS = "lightning.pytorch.plugins"
+STRATEGIES = "lightning.pytorch.strategies"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "instead"),
+    [
+        ("ModelCheckpoint", {}, "checkpoint_every"),
+        ("OnExceptionCheckpoint", {"dirpath": "."}, "checkpoint_every"),
+        ("GradientAccumulationScheduler", {"scheduling": {0: 2}}, "microbatch_size"),
+        ("StochasticWeightAveraging", {"swa_lrs": 0.1}, "lr in the section"),
+        ("EMAWeightAveraging", {}, "lr in the section"),
+        ("ModelPruning", {"pruning_fn": "l1_unstructured"}, "model.lora.r"),
+        ("BackboneFinetuning", {}, "model.lora"),
+        ("BatchSizeFinder", {}, "microbatch_size"),
+        ("LearningRateFinder", {}, "lr in the section"),
+    ],
+)
+def test_callbacks_that_do_what_a_stage_does_are_refused_with_the_reason(
+    name: str, arguments: dict[str, Any], instead: str
+) -> None:
+    node = {"_target_": f"lightning.pytorch.callbacks.{name}", **arguments}
+    for key, sections in {
+        "callbacks.mine": {"callbacks": {"mine": node}},
+        "trainer.callbacks": {"trainer": {"callbacks": [node]}},
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            own_callbacks(settings_of(**sections))
+        told = str(raised.value)
+        assert told.startswith(f"{key} is a {name}, which is not to be set: ")
+        assert instead in told
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ({"plugins": {"_target_": f"{PLUGINS}.io.AsyncCheckpointIO"}},
+         "trainer.plugins is a AsyncCheckpointIO, which is not to be set: a run writes"),
+        ({"plugins": [{"_target_": f"{PLUGINS}.TorchCheckpointIO"}]},
+         "trainer.plugins is a TorchCheckpointIO"),
+        ({"strategy": {"_target_": f"{STRATEGIES}.DDPStrategy"}},
+         "trainer.strategy is a DDPStrategy, but a run computes in one process on one device "
+         "(trainer.devices=1); allowed: auto, SingleDeviceStrategy"),
+    ],
+)  # fmt: skip
+def test_plugins_and_strategies_that_a_run_cannot_use_are_named(
+    trainer: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        own_arguments(settings_of(trainer=trainer))
+    assert str(raised.value).startswith(told)
+
+
+def test_a_strategy_of_one_device_is_built() -> None:
+    node = {"_target_": f"{STRATEGIES}.SingleDeviceStrategy", "device": "cpu"}
+    found = own_arguments(settings_of(trainer={"strategy": node}))
+    assert type(found["strategy"]).__name__ == "SingleDeviceStrategy"
+    assert settings_of(trainer={"strategy": "single_device"}).trainer.options["strategy"]
+
+
+def test_a_callback_that_is_null_is_left_out() -> None:
+    rates = {"_target_": "lightning.pytorch.callbacks.LearningRateMonitor"}
+    found = own_callbacks(settings_of(callbacks={"rates": rates, "mine": None}))
+    assert [type(callback).__name__ for callback in found] == ["LearningRateMonitor"]
+
+
+def test_a_logger_beside_a_kind() -> None:
+    node = {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}
+    assert settings_of(logger=node | {"kind": "csv"}).custom_logger == node
+    assert settings_of(logger=node | {"kind": "mine"}).custom_logger == node | {"kind": "mine"}
+    with pytest.raises(ConfigError) as raised:
+        settings_of(logger=node | {"kind": "wandb"})
+    assert str(raised.value) == "logger.kind is 'wandb'; allowed: csv beside logger._target_"
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unusable(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_")
+
+    settings = settings_of(trainer={"accelerator": "gpu"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", unusable)
+    with pytest.raises(ConfigError) as raised:
+        check_accelerator(settings)
+    assert str(raised.value) == (
+        "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds (CUDA error: "
+        "no kernel image is available); allowed: trainer=cpu"
+    )
+    check_accelerator(settings_of())
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "told"), [(True, None, True), (False, None, False), (True, "12.8", False)]
+)
+def test_a_torch_without_cuda_is_told_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, driver: bool, cuda: str | None, told: bool
+) -> None:
+    monkeypatch.setattr(accelerator, "driver_has_gpu", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    say_device(settings_of())
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith("computing on the CPU, 32-true")
+    assert ("is built without CUDA and cannot use the GPU" in out) == told
+
+
+OWN_CALLBACKS = """
+import os
+from lightning.pytorch.callbacks import Callback
+
+class Refusing(Callback):
+    def __init__(self, key):
+        raise ValueError(f"{key} is no key")
+
+class Remembers(Callback):
+    def state_dict(self):
+        return {"seen": 1, "rule": lambda x: x}
+"""
+
+
+@pytest.fixture
+def own(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """A workplace beside which own_callbacks and own_logger can be imported."""
+    (workplace.folder / "own_callbacks.py").write_text(OWN_CALLBACKS)
+    (workplace.folder / "own_logger.py").write_text(OWN_LOGGER)
+    monkeypatch.syspath_prepend(workplace.folder)
+    return workplace
+
+
+def test_what_a_callback_is_given_from_the_environment_is_not_shown(
+    own: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OWN_KEY", "sk-4711-secret")
+    given = ["callbacks.mine._target_=own_callbacks.Refusing",
+             "callbacks.mine.key='Bearer ${oc.env:OWN_KEY}'"]  # fmt: skip
+    told = own.mini("stage=sft", *given).error
+    assert told == "callbacks.mine: Bearer *** is no key (ValueError)"
+    outcome = own.mini("stage=sft", *given, "debug=true")
+    assert "Traceback" in outcome.err
+    assert "4711" not in outcome.out + outcome.err
+
+
+def test_a_state_from_which_no_run_can_resume_is_refused_at_the_start(own: Workplace) -> None:
+    told = own.mini("stage=sft", "callbacks.mine._target_=own_callbacks.Remembers").error
+    assert told == (
+        "Remembers.state_dict()['rule'] is an object of type function, from which no run can be "
+        "resumed; allowed: tensors, numbers, texts, None, and dictionaries and lists of them"
+    )
+    assert not list(own.stage("sft").glob("checkpoints/*"))
+
+
+def test_a_progress_bar_a_stopping_rule_and_a_logger_of_ones_own(own: Workplace) -> None:
+    """EarlyStopping ends the run at the first evaluation: no loss is below -1."""
+    classes = "lightning.pytorch.callbacks"
+    out = own.mini(
+        "stage=sft", "callbacks=monitor", "~callbacks.learning_rate", "callbacks.device=null",
+        f"+callbacks.bar._target_={classes}.RichProgressBar",
+        f"callbacks.stop._target_={classes}.EarlyStopping", "callbacks.stop.monitor=eval/loss",
+        "callbacks.stop.divergence_threshold=-1",
+        "logger._target_=own_logger.Lines", "logger.file=lines.txt",
+    ).succeeded.out  # fmt: skip
+    assert "a callback ended the run after step 2 of 6" in out
+    assert (own.stage("sft") / "final").is_dir()
+    assert (own.folder / "lines.txt").is_file()
+    evaluated = [row["step"] for row in rows(own.stage("sft")) if "eval/loss" in row]
+    assert evaluated == ["2"]
+    names = {name for row in rows(own.stage("sft")) for name in row}
+    assert not any(name.startswith(("lr-", "DeviceStats")) for name in names)
+
+
+def test_a_stopping_rule_on_a_metric_that_nobody_logs_is_named(workplace: Workplace) -> None:
+    told = workplace.mini(
+        "stage=sft", "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping",
+        "callbacks.stop.monitor=val_loss",
+    ).error  # fmt: skip
+    assert told.startswith(
+        "the metric that EarlyStopping monitors is 'val_loss', which was not logged; allowed: eval/"
+    )
 
 
 @pytest.mark.parametrize(

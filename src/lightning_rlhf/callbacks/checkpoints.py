@@ -24,7 +24,9 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
-from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
+from lightning_rlhf.callbacks.goal import SIGNS, Goal, signed
+from lightning_rlhf.callbacks.loadable import check_contents, check_states
+from lightning_rlhf.callbacks.monitors import require_logged
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.terminal import say
@@ -105,6 +107,7 @@ class Checkpoints(Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        check_contents(checkpoint, trainer.callbacks)  # type: ignore[attr-defined]
         checkpoint[RUN] = stamp(self.origin, trained(trainer), self.config.val_every)
 
     def on_load_checkpoint(
@@ -116,6 +119,7 @@ class Checkpoints(Callback):
             checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_states(trainer.callbacks)  # type: ignore[attr-defined]
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
@@ -161,9 +165,10 @@ class Checkpoints(Callback):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         step = trained(trainer)
+        for name, _ in self.goal:
+            require_logged(f"goal metric of stage={self.origin.stage}", name, metrics)
         # Raised before the evaluation counts as done, so that a resumed run raises it again.
         require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
-        require_metrics(f"{self.origin.stage}.best.metric", self.goal, metrics)
         self.evaluated = self.measured = step
         found = tuple(metrics[name] for name, _ in self.goal)
         if self.best is None or self.signed(found) > self.signed(self.best):

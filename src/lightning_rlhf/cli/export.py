@@ -52,9 +52,9 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
     check_parents(folder, settings)
 
     # The slow imports come after the checks of names and folders.
+    from lightning_rlhf.stages.accelerator import check_accelerator
     from lightning_rlhf.stages.chosen import export_of
     from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.launch import check_accelerator
     from lightning_rlhf.stages.run import computing
 
     quiet_libraries()

@@ -37,8 +37,8 @@ def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_cod
     from lightning_rlhf.replay.plan import settings_of
     from lightning_rlhf.replay.run_rows import plan_rows, show_rows
     from lightning_rlhf.replay.show import replay_update
+    from lightning_rlhf.stages.accelerator import check_accelerator
     from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.launch import check_accelerator
     from lightning_rlhf.stages.run import computing
 
     quiet_libraries()

@@ -16,6 +16,8 @@ from lightning_rlhf.rewards.address import HIDDEN, redacted
 
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Environment variables from which libraries read a token; reward.token_env names another."""
+OBJECTS = ("callbacks", "logger", "trainer")
+"""Sections with objects of the user's own, whose errors may show what they are given."""
 SHORTEST = 4
 """Minimum length, in characters, of a secret that is hidden everywhere; a shorter one is hidden in
 addresses alone."""
@@ -88,13 +90,17 @@ def without_printed(text: str, words: Sequence[str]) -> str:
 def secrets_of(*trees: Any) -> set[str]:
     """Return the secrets that configurations hold or name, each at least SHORTEST characters long.
 
-    These are the tokens in the environment, and the password and the query of every address; the
-    user and a single value of the query only if they are not used elsewhere, as in a path.
+    These are the tokens in the environment, the environment variables that callbacks, loggers and
+    the Trainer are given, and the password and the query of every address; the user and a single
+    value of the query only if they are not used elsewhere, as in a path.
     """
     found: set[str] = set()
     words: set[str] = set()
     for tree in trees:
-        found |= {os.environ[name] for name in (*TOKENS, *tokens_named(tree)) if name in os.environ}
+        named = (*TOKENS, *tokens_named(tree), *variables_of_objects(tree))
+        given = [os.environ[name] for name in named if name in os.environ]
+        # An error may show one line of a text, as of a key in PEM.
+        found |= {*given, *(line for text in given for line in text.splitlines())}
         for address in addresses(tree):
             user, _, password = address.rpartition("@")[0].rpartition("//")[2].partition(":")
             query = re.split(r"[?#]", address, maxsplit=1)[1:]
@@ -125,6 +131,15 @@ def tokens_named(tree: Any) -> Iterator[str]:
     for key, value in leaves(tree):
         if key == "token_env" and isinstance(value, str):
             yield value
+
+
+def variables_of_objects(tree: Any) -> Iterator[str]:
+    """Yield the environment variables that interpolations of the sections OBJECTS name."""
+    sections = [tree[name] for name in OBJECTS if isinstance(tree, dict) and name in tree]
+    for section in sections:
+        for _, value in leaves(section):
+            if isinstance(value, str):
+                yield from re.findall(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)", value)
 
 
 def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -172,6 +172,9 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     # Nothing is logged, so that no logger asks for a key; and nothing is warned of, so that a run
     # whose configuration lacks the bound can be replayed.
     unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
+    if isinstance(tree.get("trainer"), dict):
+        objects = {"callbacks", "plugins", "profiler"}
+        unread["trainer"] = {k: v for k, v in tree["trainer"].items() if k not in objects}
     if stage == "ppo" and isinstance(tree.get("ppo"), dict):
         unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
     try:

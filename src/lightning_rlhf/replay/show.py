@@ -15,8 +15,8 @@ from lightning_rlhf.replay.plan import plan_replay
 from lightning_rlhf.replay.replayed import most_changed
 from lightning_rlhf.replay.run_updates import Replayed, run_once_more
 from lightning_rlhf.replay.table import on_terminal
+from lightning_rlhf.stages.accelerator import check_accelerator
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.launch import check_accelerator
 from lightning_rlhf.stages.run import computing
 from lightning_rlhf.stages.settings import Settings
 

@@ -24,7 +24,7 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, require
 from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.final import goal_of
@@ -35,12 +35,12 @@ from lightning_rlhf.stages.stage import Settings
 
 
 def choose(
-    folder: Path, saver: Checkpoints, module: L.LightningModule, last: int, stopped: str | None
+    folder: Path, saver: Checkpoints, module: L.LightningModule, last: int, reason: str | None
 ) -> dict[str, float] | None:
     """Give `module` the weights of the step that becomes `final/`, and write ending.json.
 
-    folder: folder of the run. last: its last step. stopped: reason why that is not the last one of
-    the schedule.
+    folder: folder of the run. last: its last step. reason: why a rule of `stop` ended it there;
+    None where none did.
 
     Returns the metrics of the evaluation of that step; None where it is the last one, whose metrics
     the Trainer has.
@@ -53,13 +53,17 @@ def choose(
         step=step,
         last_step=last,
         metrics=values(folder, saver.goal, step, last),
-        stopped=stopped,
+        stopped=None if last == saver.steps else reason or "a callback",
     )
-    if stopped is not None:
-        say(f"ended after step {last} by a rule: {stopped}")
+    if last != saver.steps:
+        what = "a callback" if reason is None else "a rule"
+        why = "" if reason is None else f": {reason}"
+        say(f"{what} ended the run after step {last} of {saver.steps}{why}")
     if step != last:
+        require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
+                f"ended after step {last}")  # fmt: skip
         path = path_of(saver.folder, step)
-        if not path.is_file():
+        if step == saver.best_step and not path.is_file():
             path = saver.folder / f"{BEST}{SUFFIX}"
         load_weights(module, path, saver.origin)
         say(text_of(ending))

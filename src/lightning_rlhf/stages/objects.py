@@ -2,24 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlhf.callbacks.max_time import MaxTime
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.errors import ConfigError, first_line, require
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
 
+_CHECKPOINTS = (
+    "a run writes checkpoints from which it resumes exactly; checkpoint_every, checkpoint_minutes "
+    "and checkpoints_kept in the section of the stage say when and how many"
+)
+_AVERAGES = "final/ is the model of the last step; lr in the section of the stage sets its noise"
+REFUSED: Mapping[type, str] = {
+    Checkpoint: _CHECKPOINTS,
+    CheckpointIO: _CHECKPOINTS,
+    GradientAccumulationScheduler: "microbatch_size in the section of the stage splits a batch",
+    StochasticWeightAveraging: _AVERAGES,
+    WeightAveraging: _AVERAGES,
+    ModelPruning: "the roles share one copy of the base weights; model.lora.r sets the size of "
+    "what is trained",
+    BaseFinetuning: "model.lora, and finetune in the section sft, say which weights are trained",
+    BatchSizeFinder: "microbatch_size in the section of the stage splits a batch",
+    LearningRateFinder: "lr in the section of the stage is the learning rate; a sweep compares "
+    "several",
+}
+"""Class of Lightning that a run cannot use -> the reason, and what to use instead."""
+
 
 def own_callbacks(settings: Settings) -> list[Callback]:
-    """Return the callbacks of the section `callbacks`. Raises ConfigError naming the key."""
-    return [built(node, f"callbacks.{name}", Callback) for name, node in settings.callbacks.items()]
+    """Return the callbacks of the sections `trainer.callbacks` and `callbacks`.
+
+    `callbacks.NAME=null` is none. Raises ConfigError naming the key.
+    """
+    found = []
+    given = {key: x for key, x in settings.trainer.options.items() if key == "callbacks"}
+    for callback in listed(instantiated(given, "trainer.callbacks"), "callbacks"):
+        is_callback = isinstance(callback, Callback)
+        require(is_callback, "trainer.callbacks", callback, "Callbacks, each by its _target_")
+        refuse_owned("trainer.callbacks", callback)
+        found.append(callback)
+    for name, node in settings.callbacks.items():
+        if node is not None:
+            found.append(built(node, f"callbacks.{name}", Callback))
+    return found
 
 
 def own_loggers(settings: Settings) -> list[Logger]:
@@ -28,34 +75,60 @@ def own_loggers(settings: Settings) -> list[Logger]:
     return [] if node is None else [built(node, "logger", Logger)]
 
 
+def own_arguments(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of lightning.Trainer in `trainer.options`, with their objects built.
+
+    Without the callbacks, which `own_callbacks` returns. Raises ConfigError naming the key.
+    """
+    skipped = ("_target_", "callbacks")
+    options = {key: x for key, x in settings.trainer.options.items() if key not in skipped}
+    found: dict[str, Any] = instantiated(options, "trainer")
+    for plugin in listed(found, "plugins"):
+        refuse_owned("trainer.plugins", plugin)
+    for strategy in listed(found, "strategy"):
+        if isinstance(strategy, Strategy) and not isinstance(strategy, SingleDeviceStrategy):
+            raise ConfigError(
+                f"trainer.strategy is a {type(strategy).__name__}, but a run computes in one "
+                "process on one device (trainer.devices=1); allowed: auto, SingleDeviceStrategy"
+            )
+    return found
+
+
+def refuse_owned(key: str, found: Any) -> None:
+    """Raise ConfigError where the object does what a stage does itself."""
+    for kind, reason in REFUSED.items():
+        if isinstance(found, kind):
+            name = type(found).__name__
+            raise ConfigError(f"{key} is a {name}, which is not to be set: {reason}")
+
+
 def build_trainer(
-    config: TrainerConfig, stop: Stop, callbacks: Sequence[Callback], plugins: Sequence[Any],
-    **arguments: Any,
+    config: TrainerConfig, options: Mapping[str, Any], stop: Stop, callbacks: Sequence[Callback],
+    plugins: Sequence[Any], **arguments: Any,
 ) -> L.Trainer:  # fmt: skip
     """Return the Trainer of a configuration.
 
+    options: as of `own_arguments`.
     stop: stopped when `trainer.max_time` is over.
     arguments: arguments of lightning.Trainer that a stage sets itself.
 
     Raises ConfigError where Lightning refuses an argument.
     """
-    target, options = config.options["_target_"], dict(config.options)
-    del options["_target_"]
+    target, own_plugins = config.options["_target_"], listed(options, "plugins")
+    rest = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
     try:
-        options = instantiate(options, _convert_="all")
         cls: Any = get_class(target)
         require(issubclass(cls, L.Trainer), "trainer._target_", target, "lightning.Trainer, or a "
                 "class derived from it")  # fmt: skip
-        limit = [MaxTime(options.pop("max_time"), stop)] if has(options, "max_time") else []
-        more = {key: options.pop(key) for key in ("callbacks", "plugins") if has(options, key)}
+        limit = [MaxTime(options["max_time"], stop)] if has(options, "max_time") else []
         trainer: L.Trainer = cls(
             accelerator=config.accelerator,
             devices=config.devices,
             precision=config.precision,
             log_every_n_steps=config.log_every_n_steps,
-            callbacks=[*listed(more, "callbacks"), *limit, *callbacks],
-            plugins=[*plugins, *listed(more, "plugins")],
-            **{"enable_model_summary": False, **options},
+            callbacks=[*limit, *callbacks],
+            plugins=[*plugins, *own_plugins],
+            **{"enable_model_summary": False, **rest},
             **arguments,
         )
     except ConfigError:
@@ -65,6 +138,15 @@ def build_trainer(
     return trainer
 
 
+@contextmanager
+def misconfigured() -> Iterator[None]:
+    """Raise ConfigError where Lightning refuses what the Trainer was given."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise ConfigError(f"trainer or callbacks: {reason(error)}") from error
+
+
 def has(options: Mapping[str, Any], key: str) -> bool:
     """Return whether the key is there and is not None."""
     return key in options and options[key] is not None
@@ -72,7 +154,7 @@ def has(options: Mapping[str, Any], key: str) -> bool:
 
 def listed(options: Mapping[str, Any], key: str) -> list[Any]:
     """Return the value as a list: a single object becomes one item, a missing value none."""
-    if key not in options:
+    if not has(options, key):
         return []
     return options[key] if isinstance(options[key], list) else [options[key]]
 
@@ -81,12 +163,21 @@ def built(node: Any, key: str, kind: type) -> Any:
     """Return the object that a section names. Raises ConfigError unless it is of type `kind`."""
     is_one = isinstance(node, Mapping) and "_target_" in node
     require(is_one, key, node, "a mapping with _target_ and the arguments of the class named there")
+    found = instantiated(node, key)
+    require(isinstance(found, kind), f"{key}._target_", node["_target_"], f"a {kind.__name__}")
+    refuse_owned(key, found)
+    return found
+
+
+def instantiated(node: Mapping[str, Any], key: str) -> Any:
+    """Return a section in which every mapping with `_target_` is an object.
+
+    Raises ConfigError naming the key.
+    """
     try:
-        found = instantiate(dict(node), _convert_="all")
+        return instantiate(dict(node), _convert_="all")
     except Exception as error:  # a class of the user's own may raise anything
         raise ConfigError(f"{key}: {reason(error)}") from error
-    require(isinstance(found, kind), f"{key}._target_", node["_target_"], f"a {kind.__name__}")
-    return found
 
 
 def reason(error: Exception) -> str:

@@ -10,9 +10,9 @@ import lightning as L
 import torch
 
 from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.stages.accelerator import check_accelerator, say_device
 from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.launch import check_accelerator, say_device
 from lightning_rlhf.stages.processor import denormals_flushed, keep_large_blocks
 from lightning_rlhf.stages.stage import Settings
 

@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from lightning_rlhf.callbacks.logger_config import LoggerConfig, logger_config
+from lightning_rlhf.callbacks.logger_config import Kind, LoggerConfig, logger_config
 from lightning_rlhf.core.errors import ConfigError, first_line, require
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import (
@@ -119,7 +119,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         reward=reward,
         trainer=read_trainer(tree["trainer"]),
         logger=_logger(tree),
-        custom_logger=tree["logger"] if "_target_" in tree["logger"] else None,
+        custom_logger=own_logger(tree),
         callbacks=section(tree, "callbacks"),
         policy=build(PolicySource, tree["policy"], "policy"),
         run=tree["run"],
@@ -198,6 +198,20 @@ def _config(stage: Stage, node: Any) -> Any:
     if isinstance(node, Mapping):
         node = {key: value for key, value in node.items() if key != DEFINITION}
     return build(stage.config, node, stage.name)
+
+
+def own_logger(tree: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the section of a logger of the user's own, None where it names a shipped one.
+
+    `kind=csv` may stand beside `_target_`, since metrics.csv is always written.
+    """
+    node = section(tree, "logger")
+    if "_target_" not in node:
+        return None
+    if "kind" not in node or node["kind"] not in get_args(Kind):
+        return node
+    require(node["kind"] == "csv", "logger.kind", node["kind"], "csv beside logger._target_")
+    return {key: value for key, value in node.items() if key != "kind"}
 
 
 def _logger(tree: Mapping[str, Any]) -> LoggerConfig:

@@ -23,6 +23,8 @@ PASSED = (
     "enable_progress_bar", "limit_val_batches", "max_time", "plugins", "profiler", "strategy",
 )  # fmt: skip
 """Arguments of lightning.Trainer that are passed on unchanged."""
+STRATEGIES = (AUTO, "single_device")
+"""Strategies of Lightning, by name, with which a run computes."""
 _LENGTH = "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is"
 _RHYTHM = "val_every in the section of the stage says when a run evaluates"
 _LOOP = "a run trains and evaluates in one process, on all of its data, in an order that it resumes"
@@ -65,6 +67,12 @@ def read_trainer(node: Any) -> TrainerConfig:
             raise ConfigError(f"trainer.{key} is {node[key]!r}, but it is not to be set: {reason}")
     ours = {key for key in TrainerConfig.__dataclass_fields__ if key != "options"}
     refuse_unknown(node, {*ours, *PASSED, "_target_"}, "trainer.")
+    is_named = "strategy" in node and isinstance(node["strategy"], str)
+    if is_named and node["strategy"] not in STRATEGIES:
+        raise ConfigError(
+            f"trainer.strategy is {node['strategy']!r}, but a run computes in one process on one "
+            f"device (trainer.devices=1); allowed: {', '.join(STRATEGIES)}"
+        )
     if "limit_val_batches" in node and not node["limit_val_batches"]:
         raise ConfigError(
             f"trainer.limit_val_batches is {node['limit_val_batches']!r}, but evaluations tell the "
@@ -110,6 +118,11 @@ def has_gpu() -> bool:
     for line in version.body:
         if ast.unparse(line).startswith("cuda") and ast.unparse(line).endswith("None"):
             return False
+    return driver_has_gpu()
+
+
+def driver_has_gpu() -> bool:
+    """Return whether this machine has a CUDA driver with a device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         driver.cuInit, driver.cuDeviceGetCount  # noqa: B018

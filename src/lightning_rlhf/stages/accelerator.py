@@ -1,0 +1,38 @@
+"""The device that a run computes on: checked, and printed."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_rlhf.core.errors import ConfigError, first_line
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.trainer_section import driver_has_gpu
+
+
+def check_accelerator(settings: Settings) -> None:
+    """Raise ConfigError where the run asks for a GPU and torch cannot compute on one."""
+    if settings.trainer.accelerator != "gpu":
+        return
+    if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise ConfigError(
+            "trainer.accelerator is 'gpu', but torch finds none; allowed: trainer=cpu"
+        )
+    try:
+        # A sum needs a kernel for this GPU, which not every build of torch has.
+        torch.ones(2, device="cuda" if torch.cuda.is_available() else "mps").sum().item()
+    except RuntimeError as error:
+        raise ConfigError(
+            "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "
+            f"({first_line(error)}); allowed: trainer=cpu"
+        ) from error
+
+
+def say_device(settings: Settings) -> None:
+    """Print the device and the precision of the run, and why a GPU is not used if there is one."""
+    name, note = "the CPU", ""
+    if settings.trainer.accelerator == "gpu":
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
+    elif torch.version.cuda is None and driver_has_gpu():
+        note = f"; torch {torch.__version__} is built without CUDA and cannot use the GPU"
+    say(f"computing on {name}, {settings.trainer.precision}{note}")

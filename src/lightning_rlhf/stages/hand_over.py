@@ -1,0 +1,78 @@
+"""The end of a stage: `final/` with the trained model, its tokenizer and its manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.models.checkpoint import (
+    FROM_CONFIG,
+    Manifest,
+    stands_on_random_weights,
+    tokenizer_hash,
+    versions,
+)
+from lightning_rlhf.models.export import write_final
+from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.ending import read_ending
+from lightning_rlhf.stages.folder.folders import FINAL
+from lightning_rlhf.stages.prepare import Prepared
+
+
+def hand_over(
+    ready: Prepared,
+    roles: Roles,
+    role: str,
+    metrics: Mapping[str, float],
+    *,
+    head: str | None,
+    reward: tuple[float, float] | None = None,
+    below: torch.Tensor | None = None,
+    more: Path | None = None,
+    verdicts: Mapping[str, Verdict] | None = None,
+) -> Path:
+    """Write `final/` and return its path.
+
+    below, more: as for `write_final`; verdicts: as in `Manifest`.
+    """
+    settings, export = ready.settings, ready.export
+    ending = read_ending(ready.folder) if export is None else export.ending
+    sft = ready.parents.get(SFT)
+    inherited = sft.manifest if sft is not None and sft.is_adapter else None
+    base = settings.model.name_or_path
+    manifest = Manifest(
+        stage=settings.stage,
+        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
+        base_seed=inherited.base_seed if inherited else settings.seed,
+        parents={name: str(final.path.resolve()) for name, final in ready.parents.items()},
+        tokenizer_hash=tokenizer_hash(ready.tokenizer),
+        chat_template=str(ready.tokenizer.chat_template),
+        reward_mean=reward[0] if reward else None,
+        reward_std=reward[1] if reward else None,
+        metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
+        config=settings.tree,
+        versions=versions(),
+        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
+        chosen={} if ending is None else asdict(ending),
+    )
+    generation = roles.causal_lm.generation_config
+    if generation is not None:  # so that generate() stops where the responses were taught to
+        generation.eos_token_id = list(ready.chat.end_token_ids)
+        generation.pad_token_id = ready.chat.pad_token_id
+    folder = ready.folder / FINAL if export is None else export.folder
+    with Working(f"writing {folder}"):
+        write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
+    if stands_on_random_weights(folder):
+        say(
+            f"{folder} is an adapter on random weights (model.from_config): the stages here make "
+            "them again, other programs cannot; sft.finetune=full writes whole weights"
+        )
+    say(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
+    return folder
