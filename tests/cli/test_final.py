@@ -134,7 +134,7 @@ def test_a_run_ends_without_gain_and_so_does_a_resumed_one(
 
     longer = ["ppo.iterations=8", "resume=true"]
     error = ppo(place, "patient", *keys, *longer).error
-    assert "a rule of ppo.stop ended the run after step 4, and would end a longer one" in error
+    assert "the run was ended after step 4, as a longer one would be: eval/kl has not" in error
 
 
 def test_a_run_ends_where_the_kl_is_above_its_bound(

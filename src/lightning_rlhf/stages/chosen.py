@@ -24,7 +24,7 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, require
 from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.final import goal_of
@@ -58,8 +58,10 @@ def choose(
     if stopped is not None:
         say(f"ended after step {last} by a rule: {stopped}")
     if step != last:
+        require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
+                f"ended after step {last}")  # fmt: skip
         path = path_of(saver.folder, step)
-        if not path.is_file():
+        if step == saver.best_step and not path.is_file():
             path = saver.folder / f"{BEST}{SUFFIX}"
         load_weights(module, path, saver.origin)
         say(text_of(ending))

@@ -69,8 +69,8 @@ def check_schedule(settings: Settings, folder: Path, change: str) -> None:
     ending = read_ending(folder)
     if ending is not None and ending.stopped is not None:
         raise ConfigError(
-            f"{folder} cannot be resumed: {change}, but a rule of {name}.stop ended the run after "
-            f"step {ending.last_step}, and would end a longer one there too: {ending.stopped}"
+            f"{folder} cannot be resumed: {change}, but the run was ended after step "
+            f"{ending.last_step}, as a longer one would be: {ending.stopped}"
         )
 
 
