@@ -35,12 +35,12 @@ from lightning_rlhf.stages.stage import Settings
 
 
 def choose(
-    folder: Path, saver: Checkpoints, module: L.LightningModule, last: int, stopped: str | None
+    folder: Path, saver: Checkpoints, module: L.LightningModule, last: int, reason: str | None
 ) -> dict[str, float] | None:
     """Give `module` the weights of the step that becomes `final/`, and write ending.json.
 
-    folder: folder of the run. last: its last step. stopped: reason why that is not the last one of
-    the schedule.
+    folder: folder of the run. last: its last step. reason: why a rule of `stop` ended it there;
+    None where none did.
 
     Returns the metrics of the evaluation of that step; None where it is the last one, whose metrics
     the Trainer has.
@@ -53,10 +53,12 @@ def choose(
         step=step,
         last_step=last,
         metrics=values(folder, saver.goal, step, last),
-        stopped=stopped,
+        stopped=None if last == saver.steps else reason or "a callback",
     )
-    if stopped is not None:
-        say(f"ended after step {last} by a rule: {stopped}")
+    if last != saver.steps:
+        what = "a callback" if reason is None else "a rule"
+        why = "" if reason is None else f": {reason}"
+        say(f"{what} ended the run after step {last} of {saver.steps}{why}")
     if step != last:
         require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
                 f"ended after step {last}")  # fmt: skip

@@ -272,8 +272,7 @@ def fit(
             # The last checkpoint is written before the evaluation of the same step.
             if saver.measured != done:
                 trainer.validate(module, datamodule=data, verbose=False)
-        stopped = rule.reason if done < steps else None
-        chosen = choose(ready.folder, saver, module, done, stopped)
+        chosen = choose(ready.folder, saver, module, done, rule.reason)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
         exit_code = 0
