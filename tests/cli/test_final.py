@@ -193,6 +193,9 @@ def test_the_evaluations_have_to_be_those_of_a_longer_run(place: Workplace) -> N
     error = ppo(place, "odd", *words, "ppo.val_every=3").error
     assert "it evaluated every 2 steps, and a run of 8 evaluates every 3 (ppo.val_every)" in error
     assert (work / "final").is_dir()
+    (work / "ending.json").write_text('{"final": "last", "step": 0, "last_step": 6}')
+    error = ppo(place, "odd", *words, "ppo.val_every=3").error
+    assert "ending.json is damaged: " in error
 
 
 def test_every_stage_exports_and_chooses(place: Workplace) -> None:
