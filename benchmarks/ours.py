@@ -131,6 +131,7 @@ def config_of(setting: Setting, critic: CriticKind) -> PPOConfig:
         "adam_beta2": setting.adam_beta2,
         "adam_eps": setting.adam_eps,
         "lr_schedule": "linear",
+        "final": "last",
     }
     return PPOConfig(**keys)
 

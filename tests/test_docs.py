@@ -45,7 +45,7 @@ PPO = (HOME / "docs" / "ppo.md").read_text()
 KEYS: dict[str, Any] = get_type_hints(PPOConfig)
 NOT_THE_ALGORITHM = (
     "val_every", "val_samples_per_prompt", "samples_every", "kl_warning",
-    "checkpoint_every", "checkpoint_minutes", "checkpoints_kept",
+    "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "final", "best", "stop",
 )  # fmt: skip
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
 REPLAY = (HOME / "docs" / "replay.md").read_text()
@@ -53,7 +53,7 @@ COMMANDS = [
     line.split("#")[0].strip()
     for page in PAGES
     for line in re.findall(
-        r"(?:python train\.py|^lightning-rlhf) (?!replay|serve-reward|-m)[^\n`…]+",
+        r"(?:python train\.py|^lightning-rlhf) (?!export|replay|serve-reward|-m)[^\n`…]+",
         page.read_text().replace("\\\n", ""),
         re.MULTILINE,
     )

@@ -22,6 +22,9 @@ STAGE: dict[str, Any] = {
     "checkpoint_every": 10,
     "checkpoint_minutes": None,
     "checkpoints_kept": 2,
+    "final": "last",
+    "best": {"metric": None, "mode": None},
+    "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
 SFT = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 4}
 RM = SFT | {
@@ -75,6 +78,7 @@ PPO = STAGE | {
     "val_samples_per_prompt": 1,
     "samples_every": 10,
     "kl_warning": None,
+    "stop": STAGE["stop"] | {"max_kl": None},
 }
 STAGES: dict[str, tuple[type, dict[str, Any]]] = {
     "sft": (SFTConfig, SFT),

@@ -55,6 +55,9 @@ STAGE: dict[str, Any] = {
     "checkpoint_every": 10,
     "checkpoint_minutes": None,
     "checkpoints_kept": 2,
+    "final": "last",
+    "best": {"metric": None, "mode": None},
+    "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
 SUPERVISED = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 6}
 PPO = STAGE | {
@@ -100,6 +103,7 @@ PPO = STAGE | {
     "val_samples_per_prompt": 1,
     "samples_every": 10,
     "kl_warning": None,
+    "stop": STAGE["stop"] | {"max_kl": None},
 }
 
 

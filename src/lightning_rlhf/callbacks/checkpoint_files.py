@@ -55,10 +55,11 @@ def step_named(path: Path) -> int:
     return int(path.stem)
 
 
-def keep_newest(folder: Path, count: int) -> None:
-    """Delete all numbered checkpoints but the newest `count`."""
+def keep_newest(folder: Path, count: int, step: int | None = None) -> None:
+    """Delete all numbered checkpoints but the newest `count`, and that of `step`."""
     for path in numbered(folder)[:-count]:
-        path.unlink()
+        if step_named(path) != step:
+            path.unlink()
 
 
 def link_best(folder: Path, step: int) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -25,6 +24,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
+from lightning_rlhf.callbacks.goal import SIGNS, Goal, signed
 from lightning_rlhf.callbacks.loadable import check_contents, check_states
 from lightning_rlhf.callbacks.monitors import require_logged
 from lightning_rlhf.callbacks.progress import number_text
@@ -33,14 +33,6 @@ from lightning_rlhf.callbacks.terminal import say
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.io.storage import readable
-
-Goal = Sequence[tuple[str, Literal["min", "max"]]]
-"""Metrics that tell which evaluation is the best, and whether the lowest or the highest is.
-
-A later metric decides where the ones before it are equal; among evaluations that are equal in all
-of them, the earliest is the best.
-"""
-SIGNS = {"min": -1, "max": 1}
 
 
 class Checkpoints(Callback):
@@ -52,7 +44,8 @@ class Checkpoints(Callback):
     A checkpoint always belongs to a finished step whose metric rows and samples are written: place
     this callback after those that write them. They flush their files in `on_save_checkpoint`, so
     that after a loss of power no checkpoint lacks the rows up to it. A checkpoint is written
-    - every `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step;
+    - every `checkpoint_every` steps, after `checkpoint_minutes`, and at the last step, also where
+      a callback before this one ends the run there;
     - before an evaluation, so that an interrupted evaluation loses nothing: the checkpoint records
       that the evaluation is due, and a run that resumes from it starts with the evaluation;
     - when an exception ends the run, including the one raised by `stop` after a signal, if no
@@ -61,13 +54,30 @@ class Checkpoints(Callback):
     """
 
     def __init__(
-        self, folder: Path, config: StageConfig, origin: Origin, stop: Stop, goal: Goal
+        self,
+        folder: Path,
+        config: StageConfig,
+        origin: Origin,
+        stop: Stop,
+        goal: Goal,
+        steps: int | None = None,
     ) -> None:
+        """Set up the callback.
+
+        config: section of the stage; the checkpoint of its `final` is kept where that is a step.
+        steps: number of steps of the whole run; where it is larger than the one that a checkpoint
+            was written with, the run goes on. None is that of the checkpoint.
+        """
         self.folder = folder
         self.config = config
         self.origin = origin
         self.stop = stop
         self.goal = goal
+        self.steps = steps
+        self.kept = config.final if isinstance(config.final, int) else None
+        """Step whose checkpoint is kept whatever its age."""
+        self.measured: int | None = None
+        """Step of the latest evaluation of this process."""
         self.best: tuple[float, ...] | None = None
         """Values of the `goal` metrics at the best evaluation so far."""
         self.best_step: int | None = None
@@ -104,6 +114,9 @@ class Checkpoints(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._first = checkpoint[RUN]["step"]
+        if self.steps is not None and self._first < self.steps:
+            # Lightning has no public way to resume an epoch with more batches than it had.
+            checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_states(trainer.callbacks)  # type: ignore[attr-defined]
@@ -113,7 +126,7 @@ class Checkpoints(Callback):
             for why in dict.fromkeys(gone.values()):
                 say(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
         if trainer.ckpt_path is not None:  # a kill within `save` leaves too many checkpoints
-            keep_newest(self.folder, self.config.checkpoints_kept)
+            keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trained(trainer)
@@ -142,7 +155,7 @@ class Checkpoints(Callback):
             return True
         minutes = (monotonic() - self._since) / 60
         is_late = config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes
-        return is_late or step == trainer.num_training_batches
+        return is_late or step == trainer.num_training_batches or trainer.should_stop
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.stop.obey()
@@ -156,7 +169,7 @@ class Checkpoints(Callback):
             require_logged(f"goal metric of stage={self.origin.stage}", name, metrics)
         # Raised before the evaluation counts as done, so that a resumed run raises it again.
         require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
-        self.evaluated = step
+        self.evaluated = self.measured = step
         found = tuple(metrics[name] for name, _ in self.goal)
         if self.best is None or self.signed(found) > self.signed(self.best):
             self.best, self.best_step = found, step
@@ -164,7 +177,7 @@ class Checkpoints(Callback):
 
     def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
         """Return the `goal` metrics with their signs applied: the larger tuple is better."""
-        return tuple(SIGNS[mode] * x for (_, mode), x in zip(self.goal, found, strict=True))
+        return tuple(signed(x, mode) for (_, mode), x in zip(self.goal, found, strict=True))
 
     def best_text(self) -> str:
         """Return a description of the `goal` metrics at the best evaluation."""
@@ -192,7 +205,7 @@ class Checkpoints(Callback):
         started, step = monotonic(), trained(trainer)
         path = path_of(self.folder, step)
         trainer.save_checkpoint(path)
-        keep_newest(self.folder, self.config.checkpoints_kept)
+        keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
         self._saved, self._since = (step, self.evaluated), monotonic()
         say(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_rlhf.core.config import Stage
+from lightning_rlhf.core.config import Mode, Stage
 from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, PART
 
 Phase = Literal["rollout", "update", "eval", "time"]
@@ -32,6 +32,9 @@ class Metric:
     """Stages that log the metric."""
     healthy: str
     """Healthy range or course of the metric."""
+    better: Mode | None = None
+    """Direction of a metric of an evaluation: whether the lowest or the highest value is the best;
+    None where neither is."""
 
 
 PPO: tuple[Stage, ...] = ("ppo",)
@@ -259,14 +262,16 @@ METRICS: dict[str, Metric] = {
         "eval",
         SFT,
         "falls; a rise is overfitting",
+        better="min",
     ),
-    "eval/perplexity": Metric("exp(eval/loss)", "tokens", "eval", SFT, "falls"),
+    "eval/perplexity": Metric("exp(eval/loss)", "tokens", "eval", SFT, "falls", better="min"),
     "eval/rm_loss": Metric(
         "-log sigmoid(chosen - rejected), mean over all validation pairs",
         "nats a pair",
         "eval",
         RM,
         "below log 2 = 0.693; a rise is overfitting",
+        better="min",
     ),
     "eval/accuracy": Metric(
         "share of validation pairs with chosen > rejected, a tie counting one half",
@@ -274,10 +279,13 @@ METRICS: dict[str, Metric] = {
         "eval",
         RM,
         "0.6 to 0.85; limited by the noise of the labels",
+        better="max",
     ),
     "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
     "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
-    "eval/reward_margin": Metric("mean of chosen - rejected", "reward", "eval", RM, "positive"),
+    "eval/reward_margin": Metric(
+        "mean of chosen - rejected", "reward", "eval", RM, "positive", better="max"
+    ),
     "fitness/<number>": Metric(
         "a number of the fitness report at the end of the stage, defined in final/report.md",
         "as there",
@@ -286,7 +294,12 @@ METRICS: dict[str, Metric] = {
         "flags 0, accuracy_low above 0.5",
     ),
     "eval/reward_mean": Metric(
-        "mean score over validation prompts", "score", "eval", PPO, "rises with reward_mean"
+        "mean score over validation prompts",
+        "score",
+        "eval",
+        PPO,
+        "rises with reward_mean",
+        better="max",
     ),
     "eval/reward/<component>": Metric(
         "mean over validation responses of one of several components of the reward",
@@ -301,6 +314,7 @@ METRICS: dict[str, Metric] = {
         "eval",
         PPO,
         "near kl_divergence; single responses may be negative",
+        better="min",
     ),
     "eval/response_tokens": Metric("mean response length", "tokens", "eval", PPO, "no drift"),
     "eval/ended": Metric(

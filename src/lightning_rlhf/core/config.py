@@ -14,7 +14,11 @@ from lightning_rlhf.core.validation import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Text,
     check_divides,
+    described,
+    rule,
+    section,
 )
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -24,7 +28,52 @@ Stage = str
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
 KernelChoice = Literal["auto", "fast", "plain"]
+Mode = Literal["min", "max"]
+"""Whether the lowest or the highest value of a metric is the best."""
+FinalStep = Annotated[
+    Literal["last", "best"] | PositiveInt, described("last, best, the number of a step")
+]
 Normalization = Literal["none", "stored", "running"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BestConfig:
+    """Metric that tells which evaluation is the best."""
+
+    metric: Text | None
+    """Name of a metric of the evaluations; None is the stage's own."""
+    mode: Mode | None
+    """Direction of the metric; None is the direction that is defined for it."""
+
+    def __post_init__(self) -> None:
+        check_mode(self.metric, self.mode)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StopConfig:
+    """Rule by which a run ends before its last step."""
+
+    patience: PositiveInt | None
+    """Number of evaluations in a row without a gain after which the run ends; None is never."""
+    metric: Text | None
+    """Name of the metric that has to gain; None is the one of `best`."""
+    mode: Mode | None
+    """Direction of the metric; None is the direction that is defined for it."""
+    min_gain: NonNegativeFloat
+    """Smallest gain that counts, exclusive, in units of the metric."""
+
+    def __post_init__(self) -> None:
+        check_mode(self.metric, self.mode)
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether a rule may end the run before its last step."""
+        return self.patience is not None
+
+
+def check_mode(metric: str | None, mode: str | None) -> None:
+    """Raise RuleError, as `rule` does, where a direction is given without its metric."""
+    rule(metric is not None or mode is None, "mode", mode, "null, unless the metric is given too")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -46,6 +95,10 @@ class StageConfig:
     checkpoints_kept: PositiveInt
     """Number of latest checkpoints that are kept, besides the best one."""
     max_nonfinite: PositiveInt
+    final: FinalStep
+    """Step whose model becomes `final/`: last, best or a number."""
+    best: Annotated[BestConfig, section(BestConfig)]
+    stop: Annotated[StopConfig, section(StopConfig)]
 
     def validation_interval(self, steps: int) -> int:
         """Return the number of steps between validations of a run of `steps`.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.config import StageConfig, StopConfig
 from lightning_rlhf.core.validation import (
     STRICT,
     Count,
@@ -17,6 +17,7 @@ from lightning_rlhf.core.validation import (
     check_divides,
     described,
     rule,
+    section,
 )
 
 ScoreNormalization = Literal["none", "running", "running_scale"]
@@ -44,6 +45,18 @@ Texts = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), described("texts")
 ]
 """Tuple of texts that are not empty; a list of the configuration becomes a tuple."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PPOStopConfig(StopConfig):
+    """Rules by which a run of PPO ends before its last iteration."""
+
+    max_kl: PositiveFloat | None
+    """Largest kl_divergence, in nats a response, with which the run goes on; None is any."""
+
+    @property
+    def is_on(self) -> bool:
+        return super().is_on or self.max_kl is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -101,6 +114,7 @@ class PPOConfig(StageConfig):
     samples_every: PositiveInt
     kl_warning: PositiveFloat | None
     """Largest kl_divergence, in nats a response, without a warning."""
+    stop: Annotated[PPOStopConfig, section(PPOStopConfig)]
 
     @property
     def has_critic(self) -> bool:

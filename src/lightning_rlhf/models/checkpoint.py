@@ -75,6 +75,9 @@ class Manifest:
     verdicts: dict[str, Any] = field(default_factory=dict)
     """Reward -> the verdict of its fitness report: under "rm" the verdict of stage=rm on its own
     model; under component names the verdicts on the reward components of stage=ppo."""
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """Step of the run that this model is, the rule that chose it, and the metrics there and at the
+    last step; {} for a model that was saved without them."""
 
     def __post_init__(self) -> None:
         """Raise TypeError where a value has the wrong type, as in a file of another program."""

@@ -21,6 +21,7 @@ from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.ending import read_ending
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.prepare import Prepared
 
@@ -41,7 +42,8 @@ def hand_over(
 
     below, more: as for `write_final`; verdicts: as in `Manifest`.
     """
-    settings = ready.settings
+    settings, export = ready.settings, ready.export
+    ending = read_ending(ready.folder) if export is None else export.ending
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
     base = settings.model.name_or_path
@@ -58,12 +60,13 @@ def hand_over(
         config=settings.tree,
         versions=versions(),
         verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
+        chosen={} if ending is None else asdict(ending),
     )
     generation = roles.causal_lm.generation_config
     if generation is not None:  # so that generate() stops where the responses were taught to
         generation.eos_token_id = list(ready.chat.end_token_ids)
         generation.pad_token_id = ready.chat.pad_token_id
-    folder = ready.folder / FINAL
+    folder = ready.folder / FINAL if export is None else export.folder
     with Working(f"writing {folder}"):
         write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
     if stands_on_random_weights(folder):
@@ -71,5 +74,5 @@ def hand_over(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "
             "them again, other programs cannot; sft.finetune=full writes whole weights"
         )
-    say(f"{settings.stage} finished: {folder}")
+    say(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_rlhf.callbacks.checkpoint_files import load
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.early_stop import EarlyStop
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
 from lightning_rlhf.callbacks.monitors import CheckMonitors
 from lightning_rlhf.callbacks.progress import Progress
@@ -26,7 +27,10 @@ from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.check_learned import check_learned
+from lightning_rlhf.stages.chosen import choose
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.final import check_final, goal_of, stop_metric
+from lightning_rlhf.stages.folder.extend import check_longer
 from lightning_rlhf.stages.folder.folders import CHECKPOINTS, claim, run_name
 from lightning_rlhf.stages.folder.resume import origin, resume_point
 from lightning_rlhf.stages.hand_over import hand_over as hand_over
@@ -60,22 +64,28 @@ def fit(
 
     Raises TrainingError where the model has diverged, or where no update was made.
     """
-    settings, stage = ready.settings, ready.settings.definition
+    settings, stage, steps = ready.settings, ready.settings.definition, len(data.schedule)
+    check_final(settings, steps)
     resume_from = resume_point(settings)
     if resume_from is not None:
+        check_longer(settings, resume_from, steps)
         check_state(resume_from, module, data)
     claim(settings, ready.parents)
-    config = rhythm(settings, len(data.schedule))
+    config = rhythm(settings, steps)
     loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
     stop = Stop()
-    saver = Checkpoints(ready.folder / CHECKPOINTS, config, origin(settings), stop, stage.goal)
-    trainer = trainer_of(ready, stop, config.val_every, loggers, callbacks, saver)
+    saver = Checkpoints(
+        ready.folder / CHECKPOINTS, config, origin(settings), stop, goal_of(settings), steps
+    )
+    rule = EarlyStop(settings.stage, config.stop, stop_metric(settings))
+    trainer = trainer_of(ready, stop, config.val_every, loggers, callbacks, [rule, saver])
     if resume_from is not None:
         say(f"going on from {resume_from}")
     exit_code = 1
     try:
         with deferred_signals(stop), misconfigured():
             train(ready, trainer, module, data, saver, resume_from)
+        chosen = choose(ready.folder, saver, module, trained(trainer), rule.reason)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
         exit_code = 0
@@ -85,6 +95,8 @@ def fit(
     title = f"{stage.title}: {run_name(settings)}"
     say(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
     say_best(saver)
+    if chosen is not None:
+        return chosen
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
 
 
@@ -106,11 +118,12 @@ def trainer_of(
     val_every: int,
     loggers: list[Logger],
     callbacks: Sequence[Callback],
-    saver: Checkpoints,
+    ending: Sequence[Callback],
 ) -> L.Trainer:
     """Return the Trainer of a stage, with its callbacks and those of the user.
 
-    The stage's callbacks come first, as those of the user read the metrics that they log.
+    The stage's callbacks come first, as those of the user read the metrics that they log; those of
+    `ending` come after the user's.
     """
     stage, options = ready.settings.definition, ready.settings.trainer.options
     is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
@@ -123,7 +136,7 @@ def trainer_of(
             *callbacks,
             CheckMonitors(),
             *ready.callbacks,
-            saver,
+            *ending,
             KernelsLine(),
             *([] if has_bar else [Progress(stage.name, stage.headlines)]),
         ],
@@ -149,17 +162,14 @@ def train(
     """Train, check that the model has learned, and evaluate the last step if it is not yet."""
     trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     check_learned(ready.settings.stage, ready.folder, trainer, module)
-    steps, done = len(data.schedule), trained(trainer)
-    if done < steps:
-        say(f"a callback ended the run after step {done} of {steps}")
     # The last checkpoint is written before the evaluation of the same step.
-    if saver.evaluated != done or data.schedule.start == steps:
+    if saver.measured != trained(trainer):
         trainer.validate(module, datamodule=data, verbose=False)
 
 
 def say_best(saver: Checkpoints) -> None:
     """Print which evaluation was the best, unless it was the last one."""
-    if saver.best_step is not None and saver.best_step != saver.evaluated:
+    if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
         say(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
             "is the last step"

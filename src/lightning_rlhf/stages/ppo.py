@@ -29,6 +29,13 @@ def prepare(settings: Settings, config: PPOConfig) -> Any:
     return prepare_ppo(settings, config)
 
 
+def export(settings: Settings, config: PPOConfig, given: Any) -> Path:
+    """Write a checkpoint as a folder like `final/`, as `train_ppo.export_ppo`."""
+    from lightning_rlhf.stages.train_ppo import export_ppo
+
+    return export_ppo(settings, config, given)
+
+
 def build(*arguments: Any) -> Any:
     """Return the module before its first iteration, as `train_ppo.build_module`."""
     from lightning_rlhf.stages.train_ppo import build_module
@@ -51,6 +58,7 @@ STAGE = Stage(
     run=run,
     prepare=prepare,
     build=build,
+    export=export,
     reads_reward=True,
     reads_judge=True,
     check=verdicts_on,
@@ -66,6 +74,7 @@ STAGE = Stage(
         "eval/judge/correct",
     ),
     panels=panels,
+    length="iterations",
     volatile=("kl_warning",),
     gaps=iteration_gaps,
     replays="updates",

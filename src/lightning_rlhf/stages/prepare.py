@@ -31,6 +31,7 @@ from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.stages.console import say_lengths
+from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import find_parents, folder_of
 from lightning_rlhf.stages.objects import own_arguments, own_callbacks, own_loggers
 from lightning_rlhf.stages.stage import Settings
@@ -55,6 +56,8 @@ class Prepared:
     """Loggers of the user's own."""
     arguments: Mapping[str, Any]
     """Arguments of lightning.Trainer of the user's own, except callbacks."""
+    export: Export | None = None
+    """Folder to write instead of `final/`, from a checkpoint; None for a run."""
 
     @property
     def folder(self) -> Path:

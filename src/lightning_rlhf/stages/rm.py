@@ -28,6 +28,13 @@ def prepare(settings: Settings, config: RMConfig) -> Any:
     return prepare_rm(settings, config)
 
 
+def export(settings: Settings, config: RMConfig, given: Any) -> Path:
+    """Write a checkpoint as a folder like `final/`, as `train_rm.export_rm`."""
+    from lightning_rlhf.stages.train_rm import export_rm
+
+    return export_rm(settings, config, given)
+
+
 def build(*arguments: Any) -> Any:
     """Return the module before its first step, as `train_rm.build_module`."""
     from lightning_rlhf.stages.train_rm import build_module
@@ -50,6 +57,7 @@ STAGE = Stage(
     run=run,
     prepare=prepare,
     build=build,
+    export=export,
     goal=(("eval/accuracy", "max"), ("eval/rm_loss", "min")),
     headlines=("update/rm_loss", "update/accuracy", "eval/accuracy"),
     summary=("eval/rm_loss", "eval/accuracy"),

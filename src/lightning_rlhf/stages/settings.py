@@ -26,6 +26,7 @@ from lightning_rlhf.core.validation import (
 )
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.stages.folder.changes import stage_completed
 from lightning_rlhf.stages.registry import DEFINITION, chosen_stage, stage_names
 from lightning_rlhf.stages.reward_section import (
     check_components,
@@ -61,7 +62,7 @@ KEYS = {f.name for f in dataclasses.fields(Settings)} - {
     "definition",
     "tree",
 }
-"""Top-level keys of a configuration besides the section of its stage and `recipe`."""
+"""Top-level keys of a configuration besides the section of its stage, `recipe` and `final`."""
 
 
 def read_settings(cfg: DictConfig) -> Settings:
@@ -90,7 +91,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     definition = chosen_stage(tree)
     stage, others = definition.name, {*stage_names(tree)} - {definition.name}
     tree = {key: node for key, node in tree.items() if key not in others}
-    refuse_unknown(tree, KEYS | {"recipe", stage}, "")
+    refuse_unknown(tree, KEYS | {"recipe", "final", stage}, "")
     for key in (*KEYS, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     check_value("seed", tree["seed"], Seed)
@@ -98,6 +99,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         check_value(key, tree[key], bool)
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)
+    tree = stage_completed(tree, definition)
     tree = resolve_auto(tree)
     check_value("outputs", tree["outputs"], Annotated[Text, described("a folder")])
     if tree["resume"] and tree["overwrite"]:

@@ -28,6 +28,13 @@ def prepare(settings: Settings, config: SFTConfig) -> Any:
     return prepare_sft(settings, config)
 
 
+def export(settings: Settings, config: SFTConfig, given: Any) -> Path:
+    """Write a checkpoint as a folder like `final/`, as `train_sft.export_sft`."""
+    from lightning_rlhf.stages.train_sft import export_sft
+
+    return export_sft(settings, config, given)
+
+
 def build(*arguments: Any) -> Any:
     """Return the module before its first step, as `train_sft.build_module`."""
     from lightning_rlhf.stages.train_sft import build_module
@@ -50,6 +57,7 @@ STAGE = Stage(
     run=run,
     prepare=prepare,
     build=build,
+    export=export,
     reads_sft=False,
     goal=(("eval/loss", "min"),),
     headlines=("update/loss", "eval/loss"),

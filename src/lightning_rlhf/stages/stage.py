@@ -131,6 +131,11 @@ class Stage:
     panels: Callable[[Collection[str]], Sequence[Panel]] | None = None
     """Function: names of the measured metrics -> panels of curves.png; None draws one panel a
     metric."""
+    length: str = "epochs"
+    """Key of the section that sets the length of a run."""
+    export: Callable[[Settings, Any, Any], Path] | None = None
+    """(settings, their `config`, a `folder.ending.Export`) -> path of the folder that was made from
+    a checkpoint."""
     volatile: tuple[str, ...] = ()
     """Keys of the section that may differ between two calls of a run, besides those that set when
     checkpoints are written."""

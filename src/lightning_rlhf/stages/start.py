@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.splits import check_sources
 from lightning_rlhf.io.user_code import check_file
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.rewards.config import FunctionConfig
+from lightning_rlhf.stages.final import check_final
+from lightning_rlhf.stages.folder.extend import check_longer
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, folder_of
 from lightning_rlhf.stages.folder.resume import check_resumable, decide, held, resume_point
 from lightning_rlhf.stages.stage import AUTO, Settings, reward_key
@@ -29,6 +32,8 @@ def run_stage(settings: Settings) -> Path:
             check_inputs(settings)
             if checkpoint is not None:
                 check_resumable(checkpoint, settings)
+                if isinstance(settings.config, PPOConfig):  # others know their steps from the data
+                    check_longer(settings, checkpoint, settings.config.iterations)
         # Lightning, transformers and torch take ten seconds of processor time to import.
         from lightning_rlhf.stages.run import run_in_folder
 
@@ -50,6 +55,9 @@ def check_inputs(settings: Settings) -> None:
         for name in ("name_or_path", "tokenizer"):
             if (source := getattr(settings.model, name)) is not None:
                 refuse_missing_folder(source, f"model.{name}")
+    if stage.trains:
+        config = settings.config
+        check_final(settings, config.iterations if isinstance(config, PPOConfig) else None)
     check_sources(settings.data, stage.data)
     if stage.reads_judge and settings.data.judge:
         check_file(settings.data.judge, "data.judge")

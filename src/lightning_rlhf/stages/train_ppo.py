@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ from lightning_rlhf.report.collapse import collapsed
 from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.build_sampler import check_sampler
+from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.ending import Export, read_ending
 from lightning_rlhf.stages.folder.folders import METRICS, find_parents
 from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.launch import Prepared, Training, fit, hand_over, make_ready, tokenised
@@ -86,14 +88,16 @@ def run_ppo(
     diagnosis = Diagnosis(config.kl_warning)
     callbacks = [PPOMetrics(), diagnosis, evaluation, samples, *recorders]
     try:
-        fit(ready, training.module, training.data, callbacks)
+        found = fit(ready, training.module, training.data, callbacks)
     except NotFiniteError:
         if dump.kept is not None:
             say_kept(folder, dump.kept)
         raise
     assert evaluation.first is not None
     assert evaluation.last is not None
-    first, last = evaluation.first, evaluation.last
+    ending = read_ending(folder)
+    is_last = ending is None or ending.step == ending.last_step
+    first, last = evaluation.first, evaluation.last if is_last else found
     get_console().print(before_after_table(first, last, training.verdicts))
     say_collapse(folder)
     return training.save({f"start/{name}": value for name, value in first.items()} | last)
@@ -178,6 +182,22 @@ def build_module(
         seed=settings.seed,
         microbatch=microbatch,
     )
+
+
+def export_ppo(settings: Settings, config: PPOConfig, export: Export) -> Path:
+    """Write the policy of a checkpoint as a folder like `final/`; no data or reward is read."""
+    parents = find_parents(settings)
+    ready = replace(make_ready(settings, parents), export=export)
+    with Working("loading the model"):
+        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
+    roles.to(ready.device)
+    terms = tuple(component.term(name) for name, component in settings.reward.items())
+    module = build_module(ready, roles, Reward(terms, ()), config, {}, None)
+    load_weights(module, export.checkpoint, export.origin)
+    found = verdicts_on(settings, parents | hub_rewards(ready))
+    verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
+    head = VALUE if module.critic is not None and module.critic.shares_trunk else None
+    return hand_over(ready, roles, POLICY, export.metrics, head=head, verdicts=verdicts)
 
 
 def say_collapse(folder: Path) -> None:

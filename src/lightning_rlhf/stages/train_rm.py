@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +35,9 @@ from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments
+from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.console import say, say_evaluation, say_problems
+from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.stages.reward.reward_fitness import (
@@ -126,6 +128,19 @@ def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:
         ready=ready, roles=roles, module=module, data=data, rows=rows.train, train=train,
         held_out=held_out, problems=problems, samples=samples, below=below,
     )  # fmt: skip
+
+
+def export_rm(settings: Settings, config: RMConfig, export: Export) -> Path:
+    """Write the reward model of a checkpoint as a folder like `final/`.
+
+    The pairs are read again, for the scale and the fitness report.
+    """
+    training = prepare_rm(settings, config)
+    training = replace(training, ready=replace(training.ready, export=export))
+    load_weights(training.module, export.checkpoint, export.origin)
+    with TemporaryDirectory() as more:
+        report_fitness(training, Path(more), config, [], export.ending.step)
+        return training.save(export.metrics, Path(more))
 
 
 def build_module(ready: Prepared, roles: Roles, config: RMConfig) -> RewardModule:

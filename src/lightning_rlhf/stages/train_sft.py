@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics import SFTMetrics
@@ -12,7 +13,9 @@ from lightning_rlhf.data.splits import load_demonstrations
 from lightning_rlhf.models.build_roles import check_positions, check_vocabulary, start_from
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.console import say_evaluation
+from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.supervised import SupervisedTraining, fit_supervised, supervised_data
@@ -52,6 +55,18 @@ def prepare_sft(settings: Settings, config: SFTConfig) -> SFTTraining:
     return SFTTraining(
         ready=ready, roles=roles, module=module, data=data, rows=rows.train, train=train
     )
+
+
+def export_sft(settings: Settings, config: SFTConfig, export: Export) -> Path:
+    """Write the model of a checkpoint as a folder like `final/`; no data is read."""
+    ready = replace(make_ready(settings, {}), export=export)
+    with Working("loading the model"):
+        roles = start_from(
+            settings.model, None, trainable=config.finetune == "full", seed=settings.seed
+        )
+    roles.to(ready.device)
+    load_weights(build_module(ready, roles, config), export.checkpoint, export.origin)
+    return hand_over(ready, roles, SFT, export.metrics, head=None)
 
 
 def build_module(ready: Prepared, roles: Roles, config: SFTConfig) -> SFTModule:

@@ -9,13 +9,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages.stage import Stage
 
 SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
 """Keys of a stage's section that set when checkpoints are written."""
 VOLATILE = (
+    "final",  # the section of the stage has its value
     "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
     "callbacks", "trainer._target_", "trainer.enable_model_summary", "trainer.enable_progress_bar",
     "trainer.max_time", "trainer.profiler",
@@ -26,6 +29,14 @@ DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Pattern of keys that decide whether a run starts and do not change its results."""
 ADDED_TO_MODEL = {"kernels": "auto"}
 """Keys of `model` that configurations of earlier versions lack -> the values that they ran with."""
+ADDED_TO_STAGE: dict[str, Any] = {
+    "final": "last",
+    "best": {"metric": None, "mode": None},
+    "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
+}
+"""Keys of a stage that trains which configurations of earlier versions lack, likewise."""
+ADDED_TO_PPO: dict[str, Any] = {"stop": {**ADDED_TO_STAGE["stop"], "max_kl": None}}
+"""The same of stage=ppo, and of stages with its keys."""
 LONGEST = 60
 """Largest number of characters of a value in a message."""
 LISTED = 6
@@ -40,7 +51,7 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     ignored = (*volatile(stage), *stage.unread)
-    then = completed(read_config(file, "overwrite=true starts anew"))
+    then = stage_completed(completed(read_config(file, "overwrite=true starts anew")), stage)
     tree = completed(tree)
     before, now = flatten(then), flatten(tree)
     return [
@@ -53,6 +64,15 @@ def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored configuration with the keys that earlier versions lack."""
     model = tree.get("model")
     return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else dict(tree)
+
+
+def stage_completed(tree: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+    """Return a configuration with the keys that a section of `stage` lacks in earlier versions."""
+    section = tree.get(stage.name)
+    if not isinstance(section, dict) or not issubclass(stage.config, StageConfig):
+        return dict(tree)
+    added = ADDED_TO_STAGE | (ADDED_TO_PPO if issubclass(stage.config, PPOConfig) else {})
+    return {**tree, stage.name: added | section}
 
 
 def read_config(file: Path, way: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.io.storage import make_folder
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import changes, listed
+from lightning_rlhf.stages.folder.extend import is_longer
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
     CONFIG,
@@ -94,7 +95,7 @@ def resume_point(settings: Settings) -> Path | None:
     beside = name_beside(settings)
     auto = "" if finished or there else "resume=auto or "
     anew = f"{auto}overwrite=true to delete it and start anew, or {beside} to keep both"
-    if finished:
+    if finished and not (settings.resume and is_longer(settings)):
         raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
     if settings.resume and there:
         check_same_run(settings, folder)
@@ -122,9 +123,12 @@ def decide(settings: Settings) -> Settings | None:
     folder = folder_of(settings)
     if is_used(folder) and (folder / FINAL).is_dir():
         check_same_run(settings, folder)
-        say(f"{settings.stage}: finished already, {folder / FINAL}")
-        return None
-    if not is_used(folder) or is_unbegun(folder):
+        if not is_longer(settings):
+            say(f"{settings.stage}: finished already, {folder / FINAL}")
+            return None
+        if not saved(folder):
+            raise ConfigError(f"{folder} has no checkpoint to go on from")
+    elif not is_used(folder) or is_unbegun(folder):
         return replace(settings, resume=False)
     check_same_run(settings, folder)
     if not saved(folder):
@@ -170,7 +174,9 @@ def check_same_run(settings: Settings, folder: Path) -> None:
 
 
 def check_same_config(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError unless the run in `folder` had this configuration."""
+    """Raise ConfigError unless the run in `folder` had this configuration, or fewer steps of it."""
+    if is_longer(settings):
+        return
     if changed := changes(settings.definition, settings.tree, folder / CONFIG):
         raise ConfigError(
             f"{folder} cannot be resumed: {listed(changed)} ({folder / CONFIG}). Give what it was "

@@ -1,0 +1,149 @@
+"""The end of a training: the step that is chosen, and its weights in place of the last ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from lightning_rlhf.callbacks.checkpoint_files import (
+    BEST,
+    SUFFIX,
+    Origin,
+    check_checkpoint,
+    numbered,
+    path_of,
+    read_run,
+    step_named,
+)
+from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.callbacks.progress import number_text
+from lightning_rlhf.core.config import Mode
+from lightning_rlhf.core.errors import CheckpointError, require
+from lightning_rlhf.modules.optim import check_parameters
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.final import goal_of
+from lightning_rlhf.stages.folder.ending import Ending, Export, Value, read_ending, write_ending
+from lightning_rlhf.stages.folder.folders import METRICS
+from lightning_rlhf.stages.folder.resume import origin
+from lightning_rlhf.stages.stage import Settings
+
+
+def choose(
+    folder: Path, saver: Checkpoints, module: L.LightningModule, last: int, reason: str | None
+) -> dict[str, float] | None:
+    """Give `module` the weights of the step that becomes `final/`, and write ending.json.
+
+    folder: folder of the run. last: its last step. reason: why a rule of `stop` ended it there;
+    None where none did.
+
+    Returns the metrics of the evaluation of that step; None where it is the last one, whose metrics
+    the Trainer has.
+    """
+    final = saver.config.final
+    step = {"last": last, "best": saver.best_step}[final] if isinstance(final, str) else final
+    assert step is not None  # the last step is evaluated
+    ending = Ending(
+        final=str(final),
+        step=step,
+        last_step=last,
+        metrics=values(folder, saver.goal, step, last),
+        stopped=None if last == saver.steps else reason or "a callback",
+    )
+    if last != saver.steps:
+        what = "a callback" if reason is None else "a rule"
+        why = "" if reason is None else f": {reason}"
+        say(f"{what} ended the run after step {last} of {saver.steps}{why}")
+    if step != last:
+        require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
+                f"ended after step {last}")  # fmt: skip
+        path = path_of(saver.folder, step)
+        if step == saver.best_step and not path.is_file():
+            path = saver.folder / f"{BEST}{SUFFIX}"
+        load_weights(module, path, saver.origin)
+        say(text_of(ending))
+    write_ending(folder, ending)
+    return None if step == last else measured_at(folder, step)
+
+
+def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out: Path) -> Export:
+    """Return the export of a step of the run in `folder` to the folder `out`.
+
+    The metrics of PPO include those before the first iteration, as in `final/`.
+    """
+    newest = max((step_named(path) for path in numbered(checkpoint.parent)), default=step)
+    ending = read_ending(folder)
+    last = max(newest, step) if ending is None else ending.last_step
+    found = measured_at(folder, step)
+    if settings.definition.validates_first and found:
+        found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
+    # A run of another version may be exported: its weights have the names of this one's, or not.
+    version = read_run(checkpoint)["version"]
+    return Export(
+        folder=out,
+        checkpoint=checkpoint,
+        origin=replace(origin(settings), version=version),
+        metrics=found,
+        ending=Ending(
+            final=str(step),
+            step=step,
+            last_step=last,
+            metrics=values(folder, goal_of(settings), step, last),
+            stopped=None if ending is None else ending.stopped,
+        ),
+    )
+
+
+def load_weights(module: L.LightningModule, path: Path, origin: Origin) -> None:
+    """Load the trained parameters of a checkpoint into the module.
+
+    Raises CheckpointError where the file is damaged, of another run, or does not fit.
+    """
+    content = check_checkpoint(path, origin)
+    try:
+        check_parameters(module, content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    spoiled = [name for name, x in content["state_dict"].items() if not torch.isfinite(x).all()]
+    if spoiled:
+        raise CheckpointError(f"{path} holds numbers that are NaN or infinite, in {spoiled[0]}")
+    module.load_state_dict(content["state_dict"], strict=False)
+
+
+def measured_at(folder: Path, step: int) -> dict[str, float]:
+    """Return the metrics of the evaluation after `step`; {} where there was none."""
+    rows = read_rows(folder / METRICS)
+    if step not in rows:
+        return {}
+    return {name: float(cell) for name, cell in rows[step].items() if name.startswith("eval/")}
+
+
+def values(
+    folder: Path, goal: Sequence[tuple[str, Mode]], step: int, last: int
+) -> dict[str, Value]:
+    """Return the `goal` metrics at `step` and at the last step, by name."""
+    chosen, end = measured_at(folder, step), measured_at(folder, last)
+
+    def finite(metrics: Mapping[str, float], name: str) -> float | None:
+        return metrics[name] if name in metrics and math.isfinite(metrics[name]) else None
+
+    return {
+        name: Value(mode=mode, chosen=finite(chosen, name), last=finite(end, name))
+        for name, mode in goal
+    }
+
+
+def text_of(ending: Ending) -> str:
+    """Return which step becomes `final/`, with the metrics there and at the last step."""
+    found = ", ".join(
+        f"{name} {number_text(value.chosen)} (last {number_text(value.last)} at step "
+        f"{ending.last_step}, {'higher' if value.mode == 'max' else 'lower'} is better)"
+        for name, value in ending.metrics.items()
+        if value.chosen is not None and value.last is not None
+    )
+    return f"final/ is step {ending.step} (final={ending.final}): {found}"

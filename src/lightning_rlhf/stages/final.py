@@ -1,0 +1,78 @@
+"""Which step of a run becomes `final/`: the checks of the keys `final`, `best` and `stop`."""
+
+from __future__ import annotations
+
+from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.core.config import Mode, StageConfig
+from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.prefixes import JUDGE
+from lightning_rlhf.stages.stage import Settings
+
+Goal = tuple[tuple[str, Mode], ...]
+
+
+def goal_of(settings: Settings) -> Goal:
+    """Return the metrics that tell which evaluation is the best: those of `best`, or the stage's.
+
+    Raises ConfigError as `metric_of`.
+    """
+    config: StageConfig = settings.config
+    if config.best.metric is None:
+        return settings.definition.goal
+    return (metric_of(settings, "best", config.best.metric, config.best.mode),)
+
+
+def stop_metric(settings: Settings) -> tuple[str, Mode]:
+    """Return the metric that has to gain. Raises ConfigError as `metric_of`."""
+    config: StageConfig = settings.config
+    if config.stop.metric is None:
+        return goal_of(settings)[0]
+    return metric_of(settings, "stop", config.stop.metric, config.stop.mode)
+
+
+def metric_of(settings: Settings, section: str, name: str, mode: Mode | None) -> tuple[str, Mode]:
+    """Return a metric of the stage's evaluations with its direction, by default the defined one.
+
+    Raises ConfigError where the stage measures no such metric, or its direction is not known.
+    """
+    key, stage = f"{settings.stage}.{section}", settings.definition
+    has_judge = stage.reads_judge and settings.data.judge is not None
+    measured = {
+        name: found.better
+        for name, found in METRICS.items()
+        if stage.name in found.stages
+        and name.startswith("eval/")
+        and (has_judge or not name.startswith(JUDGE))
+    }
+    known = measured | dict(stage.goal)
+    pattern = next((x for x in known if "<" in x and name.startswith(x.partition("<")[0])), name)
+    is_open = not measured and name.startswith("eval/")  # a stage with metrics of its own
+    require(pattern in known or is_open, f"{key}.metric", name, ", ".join(known))
+    found = mode or known.get(pattern)
+    if found is None:
+        raise ConfigError(f"{key}.mode is None; allowed for {name}: min, max")
+    return name, found
+
+
+def check_final(settings: Settings, steps: int | None) -> None:
+    """Raise ConfigError where `final`, `best` or `stop` do not fit the stage or one another.
+
+    steps: number of steps of the run; None where it is not known yet.
+    """
+    config: StageConfig = settings.config
+    goal_of(settings)
+    stop_metric(settings)
+    key, step = f"{settings.stage}.final", config.final
+    if not isinstance(step, int):
+        return
+    if config.stop.is_on:
+        raise ConfigError(
+            f"{key} is {step}, and {settings.stage}.stop may end the run before that step; allowed "
+            "where a rule may end the run: last, best"
+        )
+    if steps is None:
+        return
+    every = config.validation_interval(steps)
+    is_evaluated = step <= steps and (step % every == 0 or step == steps)
+    require(is_evaluated, key, step, f"last, best, or a step at which the run evaluates: a multiple"
+            f" of {every} up to {steps}, or {steps}")  # fmt: skip

@@ -1,0 +1,264 @@
+"""Which step becomes final/, early ends, longer runs, exports: on a PPO run of six iterations.
+
+`reference` keeps the checkpoint of every step, so that `export` of a step is what the others must
+hand over.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from lightning_rlhf.callbacks.checkpoint_files import load
+from lightning_rlhf.models.checkpoint import digest
+
+from .conftest import Outcome, PowerCut, Workplace, rows, tree
+
+SIX = ("ppo.lr_schedule=constant", "ppo.iterations=6", "ppo.val_every=2")
+
+
+def ppo(place: Workplace, job: str, *overrides: str) -> Outcome:
+    return place.mini("stage=ppo", f"job={job}", *SIX, *overrides)
+
+
+def folder(place: Workplace, job: str) -> Path:
+    return place.outputs / "default" / "mini" / job / "ppo"
+
+
+def weights(model: Path) -> dict[str, str]:
+    return {name: found for name, found in tree(model).items() if name.endswith(".safetensors")}
+
+
+def manifest(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "manifest.json").read_text())
+    return found
+
+
+def kl_of_evaluations(place: Workplace) -> dict[int, float]:
+    """Return eval/kl of the reference by iteration, without that before the first."""
+    found = {int(row["step"]): row for row in rows(folder(place, "reference"))}
+    return {step: float(found[step]["eval/kl"]) for step in (2, 4, 6)}
+
+
+def exported(place: Workplace, job: str, step: int) -> Path:
+    """Export a step of a run once; return the folder."""
+    path = folder(place, job) / f"final_{step:06d}"
+    if not path.exists():
+        run = str(folder(place, job).relative_to(place.folder))
+        place.call("export", run, "--step", str(step)).succeeded  # noqa: B018
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A workplace with run=default of SFT and the reward model, and the PPO run job=reference."""
+    found = Workplace(tmp_path_factory.mktemp("final") / "work")
+    shutil.copytree(pipeline.folder, found.folder)
+    ppo(found, "reference", "ppo.checkpoints_kept=9").succeeded  # noqa: B018
+    return found
+
+
+def test_an_export_of_the_last_step_is_final(place: Workplace) -> None:
+    last, out = folder(place, "reference") / "final", exported(place, "reference", 6)
+    assert weights(out) == weights(last)
+    assert set(tree(out)) == set(tree(last))
+    one, two = manifest(out), manifest(last)
+    changed = {key for key in one if one[key] != two[key]}
+    assert changed == {"metrics", "chosen"}  # seconds, and that it is an export
+    assert {**one["metrics"], "time/stage_s": 0} == {**two["metrics"], "time/stage_s": 0}
+    assert (one["chosen"]["final"], two["chosen"]["final"]) == ("6", "last")
+    assert digest(out) != digest(last)
+
+
+def test_an_export_holds_the_weights_of_its_checkpoint(place: Workplace) -> None:
+    state = load(folder(place, "reference") / "checkpoints" / "000003.ckpt")["state_dict"]
+    found = load_file(exported(place, "reference", 3) / "adapter_model.safetensors")
+    for name, tensor in found.items():
+        head, _, part = name.rpartition(".lora_")
+        (held,) = [
+            x
+            for key, x in state.items()
+            if key.endswith(f"{head.removeprefix('base_model.')}.lora_{part[0]}.policy.weight")
+        ]
+        assert tensor.equal(held), name
+    assert manifest(exported(place, "reference", 3))["metrics"].keys() == {"time/stage_s"}
+
+
+def test_the_best_evaluation_becomes_final(place: Workplace) -> None:
+    """In the direction in which the last is not the best; newer checkpoints are kept than its."""
+    kl = kl_of_evaluations(place)
+    mode, choose = ("max", max) if kl[6] == min(kl.values()) else ("min", min)
+    best = choose(kl, key=lambda step: kl[step])
+    assert best != 6
+    words = [f"ppo.best.mode={mode}", "ppo.best.metric=eval/kl", "ppo.checkpoints_kept=1"]
+    out = ppo(place, "best", "final=best", *words).succeeded.out
+    final = folder(place, "best") / "final"
+    assert weights(final) == weights(exported(place, "reference", best))
+    found = manifest(final)
+    assert found["chosen"] == {
+        "final": "best", "step": best, "last_step": 6, "stopped": None,
+        "metrics": {"eval/kl": {"mode": mode, "chosen": kl[best], "last": kl[6]}},
+    }  # fmt: skip
+    assert found["metrics"]["eval/kl"] == kl[best]
+    assert f"final/ is step {best} (final=best): eval/kl" in " ".join(out.split())
+
+
+def test_a_run_ends_without_gain_and_so_does_a_resumed_one(
+    place: Workplace, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With patience 1, after the second evaluation, in the direction in which it is no gain."""
+    kl, step = kl_of_evaluations(place), 4
+    mode = "min" if kl[4] >= kl[2] else "max"
+    keys = ["ppo.stop.patience=1", "ppo.stop.metric=eval/kl", f"ppo.stop.mode={mode}"]
+    ppo(place, "patient", *keys).succeeded  # noqa: B018
+    final = folder(place, "patient") / "final"
+    assert weights(final) == weights(exported(place, "reference", step))
+    chosen = manifest(final)["chosen"]
+    assert (chosen["step"], chosen["last_step"]) == (step, step)
+    assert chosen["stopped"].startswith("eval/kl has not gained more than 0 since ")
+    assert rows(folder(place, "patient"))[-1]["step"] == str(step)
+
+    cut("evaluation", step)
+    assert PowerCut.__name__ in ppo(place, "cut", *keys).err
+    monkeypatch.undo()
+    assert not (folder(place, "cut") / "final").exists()
+    ppo(place, "cut", *keys, "resume=true").succeeded  # noqa: B018
+    assert weights(folder(place, "cut") / "final") == weights(final)
+    assert rows(folder(place, "cut")) == rows(folder(place, "patient"))
+
+    longer = ["ppo.iterations=8", "resume=true"]
+    error = ppo(place, "patient", *keys, *longer).error
+    assert "the run was ended after step 4, as a longer one would be: eval/kl has not" in error
+
+
+def test_a_run_ends_where_the_kl_is_above_its_bound(
+    place: Workplace, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kl = [float(row["kl_divergence"]) for row in rows(folder(place, "reference"))[1:]]
+    bound = 0.9 * max(kl[:5])
+    step = next(i for i, x in enumerate(kl, start=1) if x > bound)
+    key = f"ppo.stop.max_kl={bound!r}"
+    cut("hand_over", step)
+    assert PowerCut.__name__ in ppo(place, "kl", key, "ppo.checkpoint_every=100").err
+    monkeypatch.undo()
+    ppo(place, "kl", key, "ppo.checkpoint_every=100", "resume=true").succeeded  # noqa: B018
+    final = folder(place, "kl") / "final"
+    assert weights(final) == weights(exported(place, "reference", step))
+    assert "above ppo.stop.max_kl=" in manifest(final)["chosen"]["stopped"]
+    assert rows(folder(place, "kl"))[-1]["step"] == str(step)
+
+
+def test_a_longer_run_equals_one_that_was_started_so(
+    place: Workplace, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ppo(place, "longer", "ppo.iterations=4").succeeded  # noqa: B018
+    short = weights(folder(place, "longer") / "final")
+    assert "finished already" in ppo(place, "longer", "ppo.iterations=4", "resume=auto").out
+    cut("step", 5)
+    assert PowerCut.__name__ in ppo(place, "longer", "resume=true").err
+    monkeypatch.undo()
+    assert not (folder(place, "longer") / "final").exists()
+    ppo(place, "longer", "resume=auto").succeeded  # noqa: B018
+    reference = folder(place, "reference")
+    assert weights(folder(place, "longer") / "final") == weights(reference / "final")
+    assert rows(folder(place, "longer")) == rows(reference)
+    assert weights(folder(place, "longer") / "final_000004") == short
+
+
+def test_longer_runs_that_are_refused(place: Workplace) -> None:
+    error = ppo(place, "reference", "ppo.iterations=9", "resume=true", "ppo.kl_coef=1").error
+    assert "holds a run that finished" in error
+    error = place.mini("stage=ppo", "ppo.iterations=5", "resume=true").error
+    assert "ppo.iterations was 3, is 5, and the steps made so far depend on it by" in error
+    assert "ppo.lr_schedule=linear (allowed: constant)" in error
+
+
+def test_the_evaluations_have_to_be_those_of_a_longer_run(place: Workplace) -> None:
+    work, longer = folder(place, "odd"), ["ppo.iterations=8", "resume=true"]
+    shutil.copytree(folder(place, "reference"), work)
+    (work / "checkpoints" / "000006.ckpt").unlink()  # as if it had ended after 5
+    words = ["ppo.checkpoints_kept=9", *longer]
+    error = ppo(place, "odd", *words).error
+    assert "the evaluation after step 5 is none that a longer run makes, every 2 steps" in error
+    assert error.endswith("give resume=000004")
+    stored = json.loads((work / "config.json").read_text())
+    stored["ppo"]["val_every"] = 3
+    (work / "config.json").write_text(json.dumps(stored))
+    error = ppo(place, "odd", *words, "ppo.val_every=3").error
+    assert "it evaluated every 2 steps, and a run of 8 evaluates every 3 (ppo.val_every)" in error
+    assert (work / "final").is_dir()
+    (work / "ending.json").write_text('{"final": "last", "step": 0, "last_step": 6}')
+    error = ppo(place, "odd", *words, "ppo.val_every=3").error
+    assert "ending.json is damaged: " in error
+
+
+def test_every_stage_exports_and_chooses(place: Workplace) -> None:
+    sft = place.stage("sft", "kept")
+    words = ["stage=sft", "run=kept"]
+    place.mini(*words, "final=4", "sft.checkpoints_kept=1").succeeded  # noqa: B018
+    assert {path.stem for path in (sft / "checkpoints").iterdir()} == {"000004", "000006", "best"}
+    run = sft.relative_to(place.folder)
+    for step in ("4", "6"):
+        place.call("export", str(run), "--step", step, "--out", f"sft{step}").succeeded  # noqa: B018
+    assert weights(place.folder / "sft4") == weights(sft / "final")
+    assert weights(place.folder / "sft6") == weights(place.stage("sft") / "final")
+    found = manifest(sft / "final")
+    measured = {row["step"]: row for row in rows(sft)}
+    assert found["metrics"]["eval/loss"] == float(measured["4"]["eval/loss"])
+
+    rm = place.stage("rm")
+    place.call("export", str(rm), "--step", "6", "--out", "rm6").succeeded  # noqa: B018
+    assert weights(place.folder / "rm6") == weights(rm / "final")
+    one, two = manifest(place.folder / "rm6"), manifest(rm / "final")
+    for key in ("reward_mean", "reward_std", "verdicts", "tokenizer_hash"):
+        assert one[key] == two[key]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("final=5", "ppo.final is 5; allowed: last, best, or a step at which the run evaluates: a "
+                    "multiple of 2 up to 6, or 6"),
+        ("ppo.final=8", "ppo.final is 8; allowed: last, best, or a step"),
+        ("final=newest", "ppo.final is 'newest'; allowed: last, best, the number of a step"),
+        ("final=4 ppo.stop.max_kl=9", "allowed where a rule may end the run: last, best"),
+        ("ppo.best.metric=eval/reward", "ppo.best.metric is 'eval/reward'; allowed: eval/reward_"),
+        ("ppo.stop.metric=eval/response_tokens", "ppo.stop.mode is None; allowed for eval/resp"),
+        ("ppo.best.mode=min", "ppo.best.mode is 'min'; allowed: null, unless the metric is"),
+        ("ppo.stop.patience=0", "ppo.stop.patience is 0; allowed: a whole number and >= 1"),
+        ("ppo.stop.max_kls=1", "ppo.stop.max_kls is not a known key; did you mean"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(place: Workplace, words: str, told: str) -> None:
+    assert told in ppo(place, "refused", *words.split()).error
+    assert not folder(place, "refused").exists()
+
+
+def test_exports_that_are_refused(place: Workplace, tmp_path: Path) -> None:
+    run = str(folder(place, "reference"))
+    error = place.call("export", run, "--step", "7").error
+    assert error.endswith("has no checkpoint of step 7; kept are: 1, 2, 3, 4, 5, 6")
+    error = place.call("export", run, "--step", "6", "--out", str(tmp_path)).error
+    assert error == f"--out {tmp_path} exists already; allowed: a folder that does not"
+    assert "is no run" in place.call("export", str(place.outputs), "--step", "1").error
+
+
+def test_a_run_of_an_earlier_version_resumes(place: Workplace) -> None:
+    """Its config.json has none of the keys."""
+    work = folder(place, "older")
+    shutil.copytree(folder(place, "reference"), work)
+    shutil.rmtree(work / "final")
+    stored = json.loads((work / "config.json").read_text())
+    for key in ("final", "best", "stop"):
+        del stored["ppo"][key]
+    del stored["final"]
+    stored["job"] = "older"
+    (work / "config.json").write_text(json.dumps(stored))
+    ppo(place, "older", "resume=true", "ppo.checkpoints_kept=9").succeeded  # noqa: B018
+    assert weights(work / "final") == weights(folder(place, "reference") / "final")
