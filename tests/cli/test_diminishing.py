@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli.conftest import Workplace
+
 from lightning_rlhf.stages.diminishing import say_diminishing
+
+from .conftest import Workplace
 
 
 def metrics(folder: Path, iterations: int, end: str = "\n") -> Path:
@@ -46,7 +48,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, workplace: Workplace) -> None:
 
 @pytest.mark.slow
 def test_stage_ppo_ends_with_it(workplace: Workplace) -> None:
-    common = ("stage=ppo", "policy.checkpoint=base", "reward=random", "ppo.iterations=12")
-    out = workplace.mini(*common).succeeded.out
+    short = ("ppo.iterations=12", "ppo.val_every=12", "ppo.max_response_tokens=2")
+    out = workplace.mini(
+        "stage=ppo", "policy.checkpoint=base", "reward=random", *short
+    ).succeeded.out
     assert "diminishing returns: no" in out or "diminishing returns: after" in out
     assert (workplace.stage("ppo") / "diminishing.json").is_file()

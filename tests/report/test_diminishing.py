@@ -17,7 +17,7 @@ from lightning_rlhf.report.knee import FEWEST_POINTS, fit
 from lightning_rlhf.report.shapes import knee_of, knees_and_peaks, shapes
 
 Function = Callable[[Float[ndarray, " N"]], Float[ndarray, " N"]]
-GRID = np.linspace(0.0, 1.0, 2001)
+GRID = np.linspace(0.0, 1.0, 1001)
 
 
 def slow_knee(values: Float[ndarray, " G"]) -> float:
@@ -27,8 +27,8 @@ def slow_knee(values: Float[ndarray, " G"]) -> float:
     """
     least = 0.01 * (values.max() - values[0])
     knee = np.inf
-    for start in range(1800, -1, -1):
-        if values[start : start + 201].max() - values[start] >= least:
+    for start in range(900, -1, -1):
+        if values[start : start + 101].max() - values[start] >= least:
             break
         knee = GRID[start]
     return float(knee)
@@ -91,22 +91,22 @@ def test_the_knee_of_an_exponential() -> None:
     for scale in (0.05, 0.1, 0.2):
         bought, gain = 1 - np.exp(-0.1 / scale), 1 - np.exp(-1 / scale)
         knee = scale * np.log(bought / (0.01 * gain))
-        assert knee_of(exponential(scale)(GRID)[None])[0] == pytest.approx(knee, abs=1e-3)
+        assert knee_of(exponential(scale)(GRID)[None])[0] == pytest.approx(knee, abs=2e-3)
 
 
 def test_the_knees_of_straight_lines() -> None:
     """A rise that ends at m has 1% of its gain left at 0.99 m; one that never ends has no knee."""
     curves = np.stack([broken(0.3)(GRID), GRID, 0.5 * GRID + 3])
-    assert knee_of(curves).tolist() == [pytest.approx(0.297, abs=1e-3), np.inf, np.inf]
+    assert knee_of(curves).tolist() == [pytest.approx(0.297, abs=2e-3), np.inf, np.inf]
 
 
 def test_every_shape_has_the_knee_of_the_slow_definition() -> None:
     every = 400
     knees, peaks = (found[::every] for found in knees_and_peaks())
     for values, knee, peak in zip(shapes(GRID)[::every], knees, peaks, strict=True):
-        # Both are on grids, of 1/400 and of 1/2000.
+        # Both are on grids, of 1/400 and of 1/1000.
         assert min(knee, 0.91) == pytest.approx(min(slow_knee(values), 0.91), abs=0.012)
-        assert peak == pytest.approx(GRID[values.argmax()], abs=0.0026)
+        assert peak == pytest.approx(GRID[values.argmax()], abs=0.0036)
 
 
 def test_ninety_percent_intervals_hold_the_truth() -> None:

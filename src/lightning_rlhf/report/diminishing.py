@@ -90,15 +90,17 @@ class Frontier:
         return found
 
     def _point(self, place: Place) -> Point:
-        """Return the first measured iteration at or after a place."""
-        last = len(self.x) - 1
+        """Return a place as measured iterations; the interval is rounded outwards."""
 
         def iteration(share: float) -> int | None:
             x = self.at(share)
-            return None if x is None else int(self.after[min(np.searchsorted(self.x, x), last)])
+            if x is None:
+                return None
+            return int(self.after[min(int(np.searchsorted(self.x, x)), len(self.x) - 1)])
 
         low, high = place.interval
-        return Point(iteration(place.at), (iteration(min(low, 1.0)) or 0, iteration(high)))
+        before = int(np.searchsorted(self.x, self.at(low) or 0.0, side="right")) - 1
+        return Point(iteration(place.at), (int(self.after[max(before, 0)]), iteration(high)))
 
 
 @dataclass(frozen=True)
@@ -177,12 +179,12 @@ class Diminishing:
         if (point := self.divergence) is not None and point.iteration is not None:
             rise = self.reward.change(point.iteration)
             told.append(f"from {point} on the reward rose by {rise:.2g} and the gold score did not")
-        is_judged = self.gold is not None and self.stop is not None
-        if is_judged and self.stop.iteration in self.gold.after:
-            low, high = self.stop.interval
+        stop = self.stop
+        if self.gold is not None and stop is not None and stop.iteration in self.gold.after:
+            low, high = stop.interval
             told.append(
                 f"of the evaluations from {low} to {'the end' if high is None else high} the gold "
-                f"score was highest at iteration {self.stop.iteration}"
+                f"score was highest at iteration {stop.iteration}"
             )
         return "; ".join(told)
 

@@ -83,8 +83,8 @@ def _draw_frontier(axes: Axes, curve: Frontier, color: str) -> None:
         axes.plot(x, curve.fit.value(shares), color=color, linewidth=1.8, label="fit")
         is_peak = curve.peak is not None
         place = curve.fit.peak if is_peak else curve.fit.knee
-        ends = (curve.at(min(end, 1.0)) for end in place.interval)
-        axes.axvspan(*ends, color=GREY, alpha=0.15, linewidth=0, label="90% interval")
+        low, high = (curve.x[0] + min(end, 1.0) * (x[-1] - x[0]) for end in place.interval)
+        axes.axvspan(low, high, color=GREY, alpha=0.15, linewidth=0, label="90% interval")
         if (at := curve.at(place.at)) is not None:
             name = "maximum" if is_peak else "knee"
             axes.axvline(at, color=GREY, linewidth=1, linestyle="--", label=f"{name}: {at:.3g}")
