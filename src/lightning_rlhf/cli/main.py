@@ -50,6 +50,7 @@ from lightning_rlhf.stages.process import IN_RECIPE
 
 COMMANDS = {
     "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
+    "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
     "export": "lightning_rlhf.cli.export:export",
     "replay": "lightning_rlhf.cli.replay:replay",
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.errors import ConfigError, require
-from lightning_rlhf.core.prefixes import JUDGE
+from lightning_rlhf.rewards.prefixes import JUDGE
 from lightning_rlhf.stages.stage import Settings
 
 Goal = tuple[tuple[str, Mode], ...]

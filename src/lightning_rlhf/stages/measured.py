@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from lightning_rlhf.callbacks.samples import SAMPLES
-from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.io.reading import json_lines
 from lightning_rlhf.report.estimates import Interval, interval95, resampled_means
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
 
 ACCURACY, FITNESS_ACCURACY = "eval/accuracy", "fitness/accuracy"
 COLUMNS = {

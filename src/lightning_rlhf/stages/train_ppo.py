@@ -41,8 +41,9 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.build_sampler import check_sampler
 from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.diminishing import say_diminishing
 from lightning_rlhf.stages.folder.ending import Export, read_ending
-from lightning_rlhf.stages.folder.folders import METRICS, find_parents
+from lightning_rlhf.stages.folder.folders import METRICS, find_parents, run_name
 from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.launch import Prepared, Training, fit, hand_over, make_ready, tokenised
 from lightning_rlhf.stages.reward.build_rewards import (
@@ -100,6 +101,7 @@ def run_ppo(
     first, last = evaluation.first, evaluation.last if is_last else found
     get_console().print(before_after_table(first, last, training.verdicts))
     say_collapse(folder)
+    say_diminishing(folder, run_name(settings))
     return training.save({f"start/{name}": value for name, value in first.items()} | last)
 
 

@@ -1,0 +1,45 @@
+"""The point of diminishing returns of a run: files in its folder, one line on the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.report.diminishing import REWARD
+from lightning_rlhf.report.diminishing_figure import PICTURE, write_diminishing
+from lightning_rlhf.report.knee import FEWEST_POINTS
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
+
+
+def say_diminishing(folder: Path, title: str) -> bool:
+    """Write diminishing.json and diminishing.png into a run's folder, and print the conclusion.
+
+    Return False, with nothing written or printed, where the run has fewer than FEWEST_POINTS
+    iterations.
+
+    title: name of the run.
+    Raises CheckpointError where the folder or its metrics.csv is damaged.
+    """
+    check_kinds(folder)
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for step, row in read_rows(folder / METRICS).items():
+        for name, cell in row.items():
+            steps, values = curves.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(float(cell))
+    if REWARD not in curves or len(curves[REWARD][0]) < FEWEST_POINTS:
+        return False
+    found = write_diminishing(folder, title, curves)
+    say(f"diminishing returns: {found.sentence} ({folder / PICTURE})")
+    return True
+
+
+def again(folder: Path) -> None:
+    """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
+    if not say_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
+        raise CheckpointError(
+            f"{folder / METRICS} is not there, or has fewer than {FEWEST_POINTS} iterations of "
+            "stage=ppo"
+        )
