@@ -17,6 +17,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from lightning_rlhf.cli.main import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser
@@ -49,11 +50,12 @@ NOT_THE_ALGORITHM = (
 )  # fmt: skip
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
 REPLAY = (HOME / "docs" / "replay.md").read_text()
+
 COMMANDS = [
     line.split("#")[0].strip()
     for page in PAGES
     for line in re.findall(
-        r"(?:python train\.py|^lightning-rlhf) (?!diminishing|export|replay|serve-reward|-m)[^\n`…]+",
+        rf"(?:python train\.py|^lightning-rlhf) (?!{'|'.join(OTHER_COMMANDS)}|-m)[^\n`…]+",
         page.read_text().replace("\\\n", ""),
         re.MULTILINE,
     )
