@@ -191,6 +191,10 @@ class Roles(nn.Module):
         self.model.eval()
         self.set_role(role)
 
+    def adapters(self, role: str) -> tuple[str, ...]:
+        """Return the names of the adapters that are active in `role`, the lowest first."""
+        return self._stacks[role]
+
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters of the role's own adapter; of the model where it has
         none."""

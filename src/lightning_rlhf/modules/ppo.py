@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lightning as L
@@ -64,6 +64,7 @@ from lightning_rlhf.modules.update_guard import UpdateGuard, halving_microbatche
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.annotate import annotate, predict
 from lightning_rlhf.rollout.build_sampler import build_sampler
+from lightning_rlhf.rollout.compute import RoleFlops, iteration_compute
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.sampler import Sampler, SamplingParams
@@ -165,6 +166,12 @@ class PPOModule(L.LightningModule):
         self.kl_coef = next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
+        compute = iteration_compute(
+            self.role_flops, self.reward, self.sampler, self.config, experience,
+            updates=len(updates),
+            microbatch_size=self.guard.microbatch.rows,
+            policy_learns=self.iteration >= self.config.critic_warmup,
+        )  # fmt: skip
         self.iteration += 1
         result = IterationResult(
             experience=experience,
@@ -177,11 +184,18 @@ class PPOModule(L.LightningModule):
                 update=self.updated - started,
                 other=other_s,
             ),
+            compute=compute,
+            group_size=self.config.group_size,
         )
         if self.logs_headline:
             self.log_dict(result.headline, prog_bar=True)
             self.log("step", float(self.iteration))  # the step that Lightning's loggers use
         return {RESULT: result}
+
+    @cached_property
+    def role_flops(self) -> RoleFlops:
+        """Return the sizes of the models, from which the operations of an iteration follow."""
+        return RoleFlops.of(self.roles, self.critic)
 
     def collect(self, prompts: Prompts) -> tuple[IterationBatch, float, float]:
         """Return the batch of an iteration, and the seconds of sampling and of scoring.
