@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -95,7 +96,8 @@ class Products(TorchDispatchMode):
 
 @contextmanager
 def flop_counter() -> Iterator[FlopCounterMode]:
-    """Yield torch's counter of floating-point operations, extended by in-place `addmm_`.
+    """Yield torch's counter of floating-point operations, extended by in-place `addmm_` and by
+    oneDNN's operator for packed weights.
 
     Inside the block, fp32 products use torch's own operators, which the counter knows, and numbers
     of rows are not rounded up for oneDNN.
@@ -104,7 +106,11 @@ def flop_counter() -> Iterator[FlopCounterMode]:
     def added(_: Any, a: tuple[int, int], b: tuple[int, int], **kwargs: Any) -> int:
         return 2 * a[0] * a[1] * b[1]
 
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added})
+    def packed(x: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
+        return 2 * prod(x) * out_shape[-1]
+
+    custom = {torch.ops.aten.addmm_: added, PACKED.overloadpacket: packed}
+    counter = FlopCounterMode(display=False, custom_mapping=custom)
     with patch.object(products, "fp32_by_onednn", bool), counter:
         yield counter
 

@@ -39,6 +39,7 @@ from unittest.mock import patch
 from common import commit, markdown_table, processor
 from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
@@ -282,10 +283,10 @@ def steps_done(folder: Path, stage: str) -> int:
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """Return the rows of metrics.csv without times, which differ between equal runs."""
+    """Return the rows of metrics.csv without times and memory, which differ between equal runs."""
     with file.open(newline="") as opened:
         return [
-            {k: v for k, v in row.items() if v and not k.startswith("time/")}
+            {k: v for k, v in row.items() if v and not k.startswith(MACHINE)}
             for row in csv.DictReader(opened)
         ]
 

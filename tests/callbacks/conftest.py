@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.core.results import (
     RESULT,
+    Compute,
     EvaluationResult,
     IterationResult,
     IterationSeconds,
@@ -102,6 +103,15 @@ class FakePPO(LightningModule):
             kl_coef=0.05,
             padding=torch.tensor(0.25),
             seconds=IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5),
+            compute=Compute(
+                generated_tokens=4,
+                scored_tokens=12,
+                trained_tokens=6,
+                rollout_flops=10.0,
+                score_flops=20.0,
+                update_flops=30.0,
+            ),
+            group_size=2,
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> EvaluationResult:

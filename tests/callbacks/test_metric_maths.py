@@ -3,12 +3,14 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rlhf.callbacks.ppo_metrics import (
+    groups_alike,
     response_sums,
     rollout_metrics,
     time_metrics,
@@ -41,6 +43,12 @@ def test_rollout_metrics_by_hand() -> None:
             "rollout/reward_std": 1.5,
             "rollout/reward_min": -1.0,
             "rollout/reward_max": 2.0,
+            # Two scores are 3 apart: the quantile q is -1 + 3 q.
+            "rollout/score_p05": -0.85,
+            "rollout/score_p25": -0.25,
+            "rollout/score_p50": 0.5,
+            "rollout/score_p75": 1.25,
+            "rollout/score_p95": 1.85,
             "rollout/response_tokens": 2.0,
             "rollout/ended": 0.5,
             "rollout/shaped_return": 0.25,
@@ -49,6 +57,26 @@ def test_rollout_metrics_by_hand() -> None:
         },
         abs=1e-6,
     )
+
+
+def test_quantiles_of_the_score_are_those_of_numpy() -> None:
+    # Sorted: -4, 0, 1, 3, 10. The quantile q is at place 4 q: 0.2, 1, 2, 3 and 3.8 from 0.
+    sums = torch.zeros(5, 10)
+    sums[:, 0] = torch.tensor([3.0, -4.0, 10.0, 1.0, 0.0])
+    found = rollout_metrics(sums)
+    by_hand = {5: -4 + 0.2 * 4, 25: 0.0, 50: 1.0, 75: 3.0, 95: 3 + 0.8 * 7}
+    for percent, expected in by_hand.items():
+        assert found[f"rollout/score_p{percent:02d}"] == pytest.approx(expected)
+        assert np.quantile(sums[:, 0], percent / 100) == pytest.approx(expected)
+
+
+def test_groups_alike_are_those_whose_scores_are_all_equal() -> None:
+    sums = torch.zeros(6, 10)
+    sums[:, 0] = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 3.0])
+    assert groups_alike(sums, 2) == pytest.approx(2 / 3)  # 1 1 | 2 2 | 2 3
+    assert groups_alike(sums, 3) == 0.0  # 1 1 2 | 2 2 3
+    sums[:, 3] = torch.arange(6)  # another KL makes no difference
+    assert groups_alike(sums, 2) == pytest.approx(2 / 3)
 
 
 def test_explained_variance_of_constant_returns_is_not_a_number() -> None:

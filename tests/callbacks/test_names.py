@@ -12,6 +12,7 @@ PREFIXES = {
     "update": "update/",
     "eval": ("eval/", "fitness/"),
     "time": "time/",
+    "compute": "compute/",
 }
 HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
 

@@ -27,6 +27,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
+from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.stages.paths import HOME, RECIPES
 
@@ -213,10 +214,10 @@ def weights(stage_folder: Path) -> dict[str, str]:
 
 
 def rows(stage_folder: Path) -> list[dict[str, str]]:
-    """metrics.csv without what differs between two equal runs: seconds."""
+    """metrics.csv without what differs between two equal runs: seconds and memory."""
     with (stage_folder / "metrics.csv").open(newline="") as file:
         return [
-            {name: cell for name, cell in row.items() if cell and not name.startswith("time/")}
+            {name: cell for name, cell in row.items() if cell and not name.startswith(MACHINE)}
             for row in csv.DictReader(file)
         ]
 

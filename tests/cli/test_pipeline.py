@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered
+from lightning_rlhf.callbacks.names import MACHINE
 
 from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, given, rows, weights
 
@@ -33,7 +34,7 @@ def samples(folder: Path) -> dict[str, str]:
 
 
 def untimed(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+    return {name: value for name, value in metrics.items() if not name.startswith(MACHINE)}
 
 
 # What a stage leaves.
@@ -92,6 +93,7 @@ def test_manifests_hold_the_metrics(pipeline: Workplace) -> None:
     assert {"eval/loss", "time/stage_s"} <= measured["sft"].keys()
     assert {"eval/rm_loss", "eval/accuracy", "time/stage_s"} <= measured["rm"].keys()
     assert {"eval/reward_mean", "start/eval/reward_mean", "eval/kl"} <= measured["ppo"].keys()
+    assert {"compute/generated_tokens", "compute/flops"} <= measured["ppo"].keys()
     assert measured["ppo"]["start/eval/kl"] == pytest.approx(0.0, abs=1e-4)
     for stage, metrics in measured.items():
         assert all(abs(value) < float("inf") for value in metrics.values()), stage

@@ -3,11 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.names import METRICS, check_names
 from lightning_rlhf.report.curves import panel_for_each, ppo_panels
-from lightning_rlhf.report.figures import draw_curves, read_curves
+from lightning_rlhf.report.figures import draw_axis, draw_curves, read_curves
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.stage import Stage
 
@@ -27,6 +28,21 @@ def test_the_judge_has_a_panel_where_there_was_a_judge() -> None:
     assert len(ppo_panels([])) == len(ppo_panels(["eval/judge/gold"])) == 6
     assert "Judge" in ppo_panels(["eval/judge/gold"])[-1].title
     assert "Judge" not in ppo_panels(["reward_mean"])[-1].title
+
+
+def test_the_quantiles_of_the_score_are_a_median_on_two_bands(tmp_path: Path) -> None:
+    names = [f"rollout/score_p{percent:02d}" for percent in (5, 25, 50, 75, 95)]
+    (panel,) = ppo_panels(names)[6:]
+    assert set(panel.metrics) == set(names)
+    axes = Figure().add_subplot()
+    curves = {name: ([1, 2], [float(i), float(i + 1)]) for i, name in enumerate(names)}
+    draw_axis(axes, panel.left, curves)
+    areas = [area.get_paths()[0].vertices for area in axes.collections]
+    # p05 to p95: 0 and 4 in the first iteration, 1 and 5 in the second; p25 to p75: 1, 3; 2, 4.
+    assert {tuple(point) for point in areas[0]} == {(1, 0), (1, 4), (2, 1), (2, 5)}
+    assert {tuple(point) for point in areas[1]} == {(1, 1), (1, 3), (2, 2), (2, 4)}
+    assert list(axes.lines[0].get_ydata()) == [2.0, 3.0]
+    assert len(ppo_panels(names[:-1])) == 6  # a run from before them
 
 
 def test_components_have_a_panel_where_there_are_several(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
     "Update": ("ppo", ["update"]),
     "Evaluation": ("ppo", ["eval"]),
     "Time": ("ppo", ["time"]),
+    "Compute": ("ppo", ["compute"]),
     "SFT": ("sft", ["update", "eval"]),
     "Reward model": ("rm", ["update", "eval"]),
 }

@@ -10,10 +10,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
+from lightning_rlhf.callbacks.compute import ComputeTotals, peak_memory
 from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
 from lightning_rlhf.callbacks.metric_rows import Rows
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.ppo_metrics import (
+    groups_alike,
     response_sums,
     rollout_metrics,
     time_metrics,
@@ -28,6 +30,7 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
+from lightning_rlhf.callbacks.terminal import say
 from lightning_rlhf.core.results import RESULT, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.rewards.prefixes import PART
@@ -48,6 +51,20 @@ def learning_rate(trainer: Trainer) -> float:
 
 class PPOMetrics(Rows):
     """Metrics of every iteration."""
+
+    def __init__(self) -> None:
+        self._compute = ComputeTotals()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"compute": self._compute.totals}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._compute.totals = state_dict["compute"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if (iteration := position(trainer, pl_module)) > 0 and not self._compute.totals:
+            say(f"compute/… counts from iteration {iteration + 1}: the checkpoint has no totals")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         ppo_view(pl_module).logs_headline = False
@@ -75,7 +92,10 @@ class PPOMetrics(Rows):
             "update/kl_coef": result.kl_coef,
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, sums),
+            **self._compute.add(result.compute, result.seconds, peak_memory(pl_module.device)),
         }
+        if result.group_size > 1:
+            metrics["rollout/groups_alike"] = groups_alike(sums, result.group_size)
         module = ppo_view(pl_module)
         terms = module.reward.terms
         parts = _gathered(pl_module, result.experience.component_scores)

@@ -9,10 +9,13 @@ from typing import Literal
 from lightning_rlhf.core.config import Mode, Stage
 from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, PART
 
-Phase = Literal["rollout", "update", "eval", "time"]
+Phase = Literal["rollout", "update", "eval", "time", "compute"]
 
 FITNESS = "fitness/"
 """Prefix of the metrics of a fitness report, which defines them."""
+
+MACHINE = ("time/", "compute/device_s", "compute/peak_memory")
+"""Starts of the names of metrics that a repeated run measures differently."""
 
 CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS)
 """Prefixes of metrics whose names are not listed in METRICS."""
@@ -27,7 +30,7 @@ class Metric:
     unit: str
     """Unit of the metric; "1" for dimensionless ones."""
     phase: Phase
-    """Part of an iteration in which the metric is measured."""
+    """Part of an iteration in which the metric is measured, or what is measured of the whole."""
     stages: tuple[Stage, ...]
     """Stages that log the metric."""
     healthy: str
@@ -81,6 +84,31 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
+    **{
+        f"rollout/score_p{p:02d}": Metric(
+            f"{p}% quantile of the score over responses, linear between neighbours (numpy's "
+            "default)",
+            "score",
+            "rollout",
+            PPO,
+            healthy,
+        )
+        for p, healthy in (
+            (5, "rises too; alone at the bottom it shows responses that still fail"),
+            (25, "-"),
+            (50, "follows reward_mean"),
+            (75, "-"),
+            (95, "far from score_p50 only while responses differ"),
+        )
+    },
+    "rollout/groups_alike": Metric(
+        "share of prompts whose responses all have the same score, from which rloo, grpo and "
+        "dr_grpo learn nothing but the KL",
+        "share",
+        "rollout",
+        PPO,
+        "below 0.5; near 1 nothing is learned: harder or easier prompts, more samples_per_prompt",
+    ),
     "rollout/reward/<component>": Metric(
         "mean over responses of one of several components of the reward, before its weight",
         "the component's",
@@ -344,6 +372,55 @@ METRICS: dict[str, Metric] = {
     ),
     "time/tokens_per_s": Metric("response tokens / iteration_s", "tokens/s", "time", PPO, "steady"),
     "time/episodes_per_s": Metric("responses / iteration_s", "1/s", "time", PPO, "steady"),
+    "compute/generated_tokens": Metric(
+        "response tokens sampled so far, end tokens included", "tokens", "compute", PPO, "-"
+    ),
+    "compute/scored_tokens": Metric(
+        "prompt and response tokens read without a gradient so far, once for each model that reads "
+        "them: reference, reward models, a critic apart, the policy where it annotates",
+        "tokens",
+        "compute",
+        PPO,
+        "-",
+    ),
+    "compute/trained_tokens": Metric(
+        "prompt and response tokens read with a gradient so far, once for each epoch",
+        "tokens",
+        "compute",
+        PPO,
+        "-",
+    ),
+    "compute/rollout_flops": Metric(
+        "floating-point operations of sampling so far", "FLOP", "compute", PPO, "-"
+    ),
+    "compute/score_flops": Metric(
+        "floating-point operations of the reference and the reward models so far",
+        "FLOP",
+        "compute",
+        PPO,
+        "-",
+    ),
+    "compute/update_flops": Metric(
+        "floating-point operations of all updates so far", "FLOP", "compute", PPO, "-"
+    ),
+    "compute/flops": Metric(
+        "rollout_flops + score_flops + update_flops: matrix products of the real tokens, from the "
+        "sizes of the models; evaluation is not counted",
+        "FLOP",
+        "compute",
+        PPO,
+        "-",
+    ),
+    "compute/device_s": Metric(
+        "sum of time/iteration_s so far, times one device", "s", "compute", PPO, "-"
+    ),
+    "compute/peak_memory": Metric(
+        "largest memory so far: of tensors on a GPU, else of the process",
+        "bytes",
+        "compute",
+        PPO,
+        "below what the machine has",
+    ),
 }
 
 

@@ -23,6 +23,9 @@ SUMS = (
 )  # fmt: skip
 """Columns of `response_sums`; errors are returns - values."""
 
+QUANTILES = (5, 25, 50, 75, 95)
+"""Percentages of the quantiles of the score."""
+
 STATS = tuple(field.name for field in fields(UpdateStats))
 """Columns of `update_rows`."""
 
@@ -43,6 +46,8 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
     """Return the metrics of the rollout that follow from `response_sums`.
 
     explained_variance = 1 - Var(returns - values) / Var(returns), nan where returns do not vary.
+    The quantile q of B sorted scores is taken at place q (B - 1), counted from 0, linearly between
+    its two neighbours: numpy's method 'linear'.
     """
     column = dict(zip(SUMS, sums.double().unbind(dim=1), strict=True))
     tokens = column["tokens"].sum()
@@ -53,12 +58,14 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
     returns_var = (token_mean("returns^2") - token_mean("returns") ** 2).clamp(min=0.0)
     errors_var = (token_mean("errors^2") - token_mean("errors") ** 2).clamp(min=0.0)
     explained = 1.0 - errors_var / returns_var if returns_var > 0.0 else torch.tensor(math.nan)
+    quantiles = column["score"].quantile(column["score"].new_tensor(QUANTILES) / 100)
     metrics = {
         "reward_mean": column["score"].mean(),
         "kl_divergence": column["kl"].mean(),
         "rollout/reward_std": column["score"].std(correction=0),
         "rollout/reward_min": column["score"].min(),
         "rollout/reward_max": column["score"].max(),
+        **{f"rollout/score_p{p:02d}": q for p, q in zip(QUANTILES, quantiles, strict=True)},
         "rollout/response_tokens": column["tokens"].mean(),
         "rollout/ended": column["ended"].mean(),
         "rollout/shaped_return": column["rewards"].mean(),
@@ -66,6 +73,12 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
         "rollout/explained_variance": explained,
     }
     return {name: value.item() for name, value in metrics.items()}
+
+
+def groups_alike(sums: Float[Tensor, "B 10"], group_size: int) -> float:
+    """Return the share of groups whose responses, `group_size` in a row, have the same score."""
+    groups = sums[:, SUMS.index("score")].view(-1, group_size)
+    return (groups == groups[:, :1]).all(dim=1).double().mean().item()
 
 
 def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U S"]:

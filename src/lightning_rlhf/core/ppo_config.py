@@ -126,6 +126,11 @@ class PPOConfig(StageConfig):
         """Return the number of prompts; each gets samples_per_prompt responses."""
         return self.rollout_batch_size // self.samples_per_prompt
 
+    @property
+    def group_size(self) -> int:
+        """Return the number of responses to one prompt that the advantage compares, 1 if none."""
+        return self.samples_per_prompt if self.advantage in GROUPED else 1
+
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_combinations()

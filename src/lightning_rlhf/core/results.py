@@ -43,6 +43,31 @@ class IterationSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Tokens and floating-point operations of an iteration of PPO."""
+
+    generated_tokens: int
+    """Response tokens that were sampled, end tokens included."""
+    scored_tokens: int
+    """Tokens of prompts and responses that were read without a gradient, once for each model that
+    read them: reference, reward models, a critic apart from the policy, and the policy itself where
+    the sampler does not know its log-probabilities."""
+    trained_tokens: int
+    """Tokens of prompts and responses that were read with a gradient, once for each epoch."""
+    rollout_flops: float
+    """Operations of sampling and annotating."""
+    score_flops: float
+    """Operations of reference and reward models."""
+    update_flops: float
+    """Operations of all updates, forward and backward."""
+
+    @property
+    def flops(self) -> float:
+        """Return the operations of the whole iteration."""
+        return self.rollout_flops + self.score_flops + self.update_flops
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationResult:
     """Result of `training_step` of PPO."""
 
@@ -54,6 +79,9 @@ class IterationResult:
     padding: Float[Tensor, ""]
     """Share of the positions read for scoring that hold no token."""
     seconds: IterationSeconds
+    compute: Compute
+    group_size: int
+    """Number of responses to one prompt that the advantage compares; 1 where it compares none."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:

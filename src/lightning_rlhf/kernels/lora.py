@@ -34,6 +34,11 @@ def has_dropout(layer: LoRALinear) -> bool:
     )
 
 
+def merging_pays(tokens: float, inputs: int, outputs: int) -> bool:
+    """Return whether adding an adapter to W takes far fewer operations than to every token."""
+    return tokens * (inputs + outputs) > MERGE_FROM * inputs * outputs
+
+
 class FusedLoRALinear(FastLayer, LoRALinear):
     """PEFT's linear layer with its active adapters added in place, or to the weight.
 
@@ -68,7 +73,7 @@ class FusedLoRALinear(FastLayer, LoRALinear):
             return super().forward(x, *args, **kwargs)
         matrices = [matrix.to(dtype) for pair in pairs for matrix in pair]
         scales = [self.scaling[adapter] for adapter in adapters]
-        formula = _MergedLoRA if dtype == torch.float32 and self._merging_pays(x) else _AddedLoRA
+        formula = _MergedLoRA if dtype == torch.float32 and self._merges(x) else _AddedLoRA
         return formula.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)  # type: ignore
 
     def activate(self, adapters: Sequence[str]) -> None:
@@ -78,10 +83,8 @@ class FusedLoRALinear(FastLayer, LoRALinear):
         """
         self._active_adapter = list(adapters)
 
-    def _merging_pays(self, x: Float[Tensor, "*n i"]) -> bool:
-        """Return whether adding an adapter to W takes far fewer operations than to every token."""
-        inner, outer = self.in_features, self.out_features
-        return x.numel() // inner * (inner + outer) > MERGE_FROM * inner * outer
+    def _merges(self, x: Float[Tensor, "*n i"]) -> bool:
+        return merging_pays(x.numel() // self.in_features, self.in_features, self.out_features)
 
 
 class _MergedLoRA(torch.autograd.Function):

@@ -149,6 +149,10 @@ class Roles(nn.Module):
         self.model.eval()
         self.set_role(role)
 
+    def adapters(self, role: str) -> tuple[str, ...]:
+        """Return the names of the adapters that are active in `role`, the lowest first."""
+        return self._stacks[role]
+
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters of the role's adapter; without one, of the model."""
         marker = f".{role}."
@@ -156,10 +160,6 @@ class Roles(nn.Module):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and (marker in name or not has_adapter):
                 yield parameter
-
-    def adapters(self, role: str) -> tuple[str, ...]:
-        """Return the names of the adapters that are active in `role`."""
-        return self._stacks[role]
 
     def set_role(self, role: str) -> None:
         """Activate the adapters of `role`; trainable parameters stay trainable.

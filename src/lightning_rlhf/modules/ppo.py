@@ -126,6 +126,11 @@ class PPOModule(L.LightningModule):
         self.kl_coef = next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
+        compute = self.collector.compute(
+            experience,
+            updates=len(updates),
+            policy_learns=self.iteration >= self.config.critic_warmup,
+        )
         self.iteration += 1
         result = IterationResult(
             experience=experience,
@@ -135,6 +140,8 @@ class PPOModule(L.LightningModule):
             seconds=IterationSeconds(
                 rollout=rollout_s, score=score_s, update=self.updated - started, other=other_s
             ),
+            compute=compute,
+            group_size=self.config.group_size,
         )
         optim.log_headline(self, result.headline)
         return {RESULT: result}

@@ -29,11 +29,26 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Band:
+    """Area between the lines of two metrics."""
+
+    low: str
+    high: str
+    label: str
+    """Name in the legend."""
+    color: str
+    opacity: float
+    """Opacity of the area, from 0 to 1."""
+
+
+@dataclass(frozen=True)
 class Axis:
     """Axis with lines that share a unit."""
 
     unit: str
     lines: tuple[Line, ...]
+    bands: tuple[Band, ...] = ()
+    """Areas behind the lines, each drawn over the ones before it."""
     scale: Literal["linear", "log"] = "linear"
     limits: tuple[float, float] | None = None
     """Limits of the axis; None fits them to the data."""
@@ -52,8 +67,9 @@ class Panel:
     @property
     def metrics(self) -> Iterable[str]:
         """Return the metrics that the panel shows."""
-        axes = [self.left] if self.right is None else [self.left, self.right]
-        return (line.metric for axis in axes for line in axis.lines)
+        for axis in [self.left] if self.right is None else [self.left, self.right]:
+            yield from (line.metric for line in axis.lines)
+            yield from (metric for band in axis.bands for metric in (band.low, band.high))
 
 
 SFT_PANELS = (
@@ -167,6 +183,18 @@ _PPO_PANELS = (
     ),
 )
 
+_FAN = Panel(
+    "Distribution of the score over the responses of an iteration",
+    Axis(
+        "score",
+        (Line("rollout/score_p50", "median", BLUE),),
+        bands=(
+            Band("rollout/score_p05", "rollout/score_p95", "5% to 95%", BLUE, 0.15),
+            Band("rollout/score_p25", "rollout/score_p75", "25% to 75%", BLUE, 0.25),
+        ),
+    ),
+)
+
 _JUDGE = Panel(
     "Judge, on held-out prompts",
     Axis("score", (Line("eval/judge/gold", "gold", BLUE, sparse=True),)),
@@ -181,10 +209,11 @@ _STEP_SIZE = Panel(
 
 
 def ppo_panels(measured: Collection[str]) -> Sequence[Panel]:
-    """Return the panels of PPO: with one for the judge, where there was a judge, and one for the
-    components of a reward of several."""
+    """Return the panels of PPO: with one for the judge, where there was a judge, one for the
+    quantiles of the score, where they are measured, and one for the components of several."""
     judged = set(measured) & set(_JUDGE.metrics)
-    fixed = (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE)
+    fan = [_FAN] if set(_FAN.metrics) <= set(measured) else []
+    fixed = (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE, *fan)
     names = [m.removeprefix(PART) for m in measured if m.startswith(PART)]
     return (*fixed, _components(names)) if len(names) > 1 else fixed
 
@@ -194,7 +223,7 @@ def panel_for_each(measured: Collection[str]) -> Sequence[Panel]:
     names = dict.fromkeys(
         name.removeprefix("update/").removeprefix("eval/")
         for name in measured
-        if not name.startswith("time/")
+        if not name.startswith(("time/", "compute/"))
     )
     return [
         Panel(

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from lightning_rlhf.report.curves import Axis, Panel, panel_for_each
@@ -96,12 +96,12 @@ def read_curves(path: Path) -> dict[str, Curve]:
 
 def _draw_panel(axes: Axes, panel: Panel, curves: Mapping[str, Curve]) -> None:
     axes.set_title(panel.title, loc="left", pad=24, fontsize=11)
-    handles = _draw_lines(axes, panel.left, curves)
+    handles = draw_axis(axes, panel.left, curves)
     if panel.right is not None:
         twin = axes.twinx()
         twin.grid(visible=False)
         twin.spines["right"].set_visible(True)
-        handles += _draw_lines(twin, panel.right, curves)
+        handles += draw_axis(twin, panel.right, curves)
     if panel.reference is not None:
         level, name = panel.reference
         handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
@@ -112,7 +112,8 @@ def _draw_panel(axes: Axes, panel: Panel, curves: Mapping[str, Curve]) -> None:
     axes.legend(handles=handles, ncols=len(handles), handlelength=1.6, **LEGEND)
 
 
-def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Line2D]:
+def draw_axis(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Artist]:
+    """Draw the bands and lines of an axis that were measured; return those for the legend."""
     axes.set_ylabel(axis.unit)
     if axis.scale == "log":
         axes.set_yscale("log")
@@ -121,7 +122,16 @@ def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Lin
     axes.yaxis.set_major_formatter("{x:g}")
     if axis.limits is not None:
         axes.set_ylim(*axis.limits)
-    handles = []
+    handles: list[Artist] = []
+    for band in axis.bands:
+        if band.low in curves and band.high in curves:
+            (steps, low), (_, high) = curves[band.low], curves[band.high]
+            handles.append(
+                axes.fill_between(
+                    steps, low, high, color=band.color, alpha=band.opacity, linewidth=0,
+                    label=band.label,
+                )
+            )  # fmt: skip
     for line in axis.lines:
         if line.metric in curves:
             steps, values = curves[line.metric]
@@ -132,7 +142,7 @@ def _draw_lines(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Lin
                 linewidth=1.8 if line.sparse else 1.3, zorder=3 if line.sparse else 2,
             )  # fmt: skip
             handles += drawn if line.label else []
-    if axis.limits is None:
+    if axis.limits is None and not axis.bands:
         _keep_in_view(axes)
     return handles
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.rewards.learned import standardised
+from lightning_rlhf.rewards.weighted import Flops
 
 Features = Mapping[str, list[int]]
 """Inputs of the model by name, one entry per token: "input_ids" and whatever else it takes."""
@@ -37,6 +38,8 @@ class TextModel:
     starts: Callable[[Sequence[int]], int] = lambda tokens: 0
     """Function from a dialogue's tokens to the number of special tokens at its start, where some
     models read."""
+    flops: Flops | None = None
+    """Operations of the model; None where they are not counted."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class TextReward:
     that follow its start tokens; its end stays."""
     name: str
     """Key of the reward in the configuration, which warnings name."""
+
+    @property
+    def flops(self) -> Flops | None:
+        """Return the operations of the model; None where they are not counted."""
+        return self.model.flops
 
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
         return self.score(decoded.rows, decoded.responses)

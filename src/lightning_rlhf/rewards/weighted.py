@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.errors import RewardError
@@ -17,6 +17,9 @@ from lightning_rlhf.rewards.quote import quoted
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""
+Flops = Callable[[Int[Tensor, " B"], int], float]
+"""Function from the lengths of rows, in tokens, and the number of forward passes over them to the
+floating-point operations of a reward model. A source may have one as its attribute `flops`."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class Reward:
     def of(cls, source: Source) -> Reward:
         """Return the reward of a single component, unchanged."""
         return cls(AS_IT_IS, (source,))
+
+    @property
+    def reading(self) -> tuple[Flops, ...]:
+        """Return the operations of each component that reads the responses with a model here."""
+        found = (getattr(source, "flops", None) for source in self.sources)
+        return tuple(flops for flops in found if flops is not None)
 
     @torch.no_grad()
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, "B K"]:

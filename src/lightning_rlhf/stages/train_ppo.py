@@ -10,6 +10,7 @@ from typing import Any
 
 from rich import get_console
 
+from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
@@ -102,7 +103,10 @@ def run_ppo(
     get_console().print(before_after_table(first, last, training.verdicts))
     say_collapse(folder)
     say_diminishing(folder, run_name(settings))
-    return training.save({f"start/{name}": value for name, value in first.items()} | last)
+    computed = last_compute(folder)
+    say(compute_line(computed))
+    start = {f"start/{name}": value for name, value in first.items()}
+    return training.save(start | last | computed)
 
 
 def prepare_ppo(
@@ -200,6 +204,12 @@ def export_ppo(settings: Settings, config: PPOConfig, export: Export) -> Path:
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     head = VALUE if module.critic is not None and module.critic.shares_trunk else None
     return hand_over(ready, roles, POLICY, export.metrics, head=head, verdicts=verdicts)
+
+
+def last_compute(folder: Path) -> dict[str, float]:
+    """Return the totals of what the run has computed, from the metrics of its last iteration."""
+    rows = [row for row in read_rows(folder / METRICS).values() if PEAK in row]
+    return {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
 
 
 def say_collapse(folder: Path) -> None:

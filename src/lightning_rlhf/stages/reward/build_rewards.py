@@ -20,6 +20,7 @@ from lightning_rlhf.models.build_roles import (
 )
 from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
 from lightning_rlhf.models.critic_loading import add_critic
+from lightning_rlhf.models.flops import reading, role_flops
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.rewards.config import (
     ComponentConfig,
@@ -128,7 +129,10 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
     say("reward=random: the reward means nothing; this only shows that the loop runs", "bold red")
-    return LearnedReward(partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size)
+    return LearnedReward(
+        partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size,
+        reading(partial(role_flops, roles, role)),
+    )  # fmt: skip
 
 
 def head_source(
@@ -144,8 +148,9 @@ def head_source(
     if owner is not roles:
         owner.to(ready.device)
     return LearnedReward(
-        partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size
-    )
+        partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size,
+        reading(partial(role_flops, owner, role)),
+    )  # fmt: skip
 
 
 def check_template(ready: Prepared, final: Final) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_rlhf.models.build_roles import load_reward, warn_of_one_head
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, MANIFEST, Final, find
 from lightning_rlhf.models.classifier_loading import check_classifier, load_classifier, positions
 from lightning_rlhf.models.config import ModelConfig as LMConfig
+from lightning_rlhf.models.flops import model_flops, reading, role_flops
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
@@ -123,6 +125,7 @@ def classifier_model(
         classifier.problems,
         classifier.doubts,
         classifier.starts,
+        reading(partial(model_flops, classifier.model, fast=False)),
     )
     return model, positions(classifier.model.config)
 
@@ -157,7 +160,8 @@ def own_model(
         with torch.autocast(device.type, enabled=False):
             return roles.rewards(tokens.to(device), mask.to(device))
 
-    return TextModel(encode, read, chat.show), positions(roles.causal_lm.config)
+    flops = reading(partial(role_flops, roles, REWARD))
+    return TextModel(encode, read, chat.show, flops=flops), positions(roles.causal_lm.config)
 
 
 def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rlhf.callbacks.compute import ComputeTotals, compute_line, peak_memory
+from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.core.results import Compute, IterationSeconds
+
+from .conftest import FakePPO, Fit
+from .test_metric_callbacks import SaveAt, column
+
+COMPUTE = Compute(
+    generated_tokens=4, scored_tokens=12, trained_tokens=6,
+    rollout_flops=1e15, score_flops=2e15, update_flops=3e15,
+)  # fmt: skip
+SECONDS = IterationSeconds(rollout=2.0, score=1.0, update=1.5, other=9.0)
+
+
+def test_totals_add_up_and_memory_is_the_largest() -> None:
+    totals = ComputeTotals()
+    totals.add(COMPUTE, SECONDS, 7_000)
+    assert totals.add(COMPUTE, SECONDS, 5_000) == {
+        "compute/generated_tokens": 8,
+        "compute/scored_tokens": 24,
+        "compute/trained_tokens": 12,
+        "compute/rollout_flops": 2e15,
+        "compute/score_flops": 4e15,
+        "compute/update_flops": 6e15,
+        "compute/flops": 12e15,
+        "compute/device_s": 9.0,  # without the time between iterations
+        "compute/peak_memory": 7_000,
+    }
+    assert compute_line(totals.totals) == (
+        "compute: tokens 8 generated, 24 scored, 12 trained; 12 PFLOP; 9.0 device seconds; "
+        "peak memory 7.0 kB"
+    )
+
+
+def test_the_peak_of_this_process_counts_a_large_tensor() -> None:
+    found = peak_memory(torch.device("cpu"))
+    held = torch.ones(max(found // 4, 1) + 2**22)  # larger than all that was, by 16 MB
+    assert peak_memory(torch.device("cpu")) >= found + 2**23
+    del held
+    assert peak_memory(torch.device("cpu")) >= found + 2**23
+
+
+def test_a_resumed_run_goes_on_with_the_totals(fit: Fit, tmp_path: Path) -> None:
+    # An iteration of FakePPO: 10 + 20 + 30 operations, 4 tokens sampled, 2 + 1 + 1 seconds.
+    checkpoint = tmp_path / "three.ckpt"
+    fit(FakePPO(), [PPOMetrics(), SaveAt(3, checkpoint)], [MetricsFile(tmp_path)], batches=6)
+    whole = column(tmp_path, "compute/flops")
+    assert whole == {k: 60.0 * k for k in range(1, 7)}
+    fit(FakePPO(), [PPOMetrics()], [MetricsFile(tmp_path)], batches=6, ckpt_path=checkpoint)
+    assert column(tmp_path, "compute/flops") == whole
+    assert column(tmp_path, "compute/generated_tokens")[6] == 24.0
+    assert column(tmp_path, "compute/device_s")[6] == 24.0
+
+
+def test_a_checkpoint_without_totals_starts_them_and_says_so(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "three.ckpt"
+    fit(FakePPO(), [PPOMetrics(), SaveAt(3, checkpoint)], [MetricsFile(tmp_path)], batches=4)
+    assert "compute/" not in capsys.readouterr().out
+    older = torch.load(checkpoint, weights_only=True)
+    del older["callbacks"]["PPOMetrics"]
+    torch.save(older, checkpoint)
+    # Rows from before the columns, which stay empty there.
+    old_rows = "step,reward_mean\n" + "".join(f"{k},1.0\n" for k in range(1, 4))
+    (tmp_path / "metrics.csv").write_text(old_rows)
+    fit(FakePPO(), [PPOMetrics()], [MetricsFile(tmp_path)], batches=6, ckpt_path=checkpoint)
+    assert column(tmp_path, "compute/flops") == {4: 60.0, 5: 120.0, 6: 180.0}
+    assert [*column(tmp_path, "reward_mean")] == [1, 2, 3, 4, 5, 6]
+    assert "compute/… counts from iteration 4" in capsys.readouterr().out
