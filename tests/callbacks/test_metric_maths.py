@@ -31,13 +31,15 @@ PER_TOKEN = ("old_logprobs", "old_values", "ref_logprobs", "kl", "rewards", "adv
 
 
 def test_rollout_metrics_by_hand() -> None:
-    # Scores 2 and -1: mean 0.5, both 1.5 away from it. KL sums 0.6 and -0.1, reward sums 1.4, -0.9.
+    # Scores 2 and -1: mean 0.5, both 1.5 away from it. KL sums 0.6 and -0.1,
+    # both 0.35 away from 0.25; reward sums 1.4, -0.9.
     # Values 1, 1, 2, 0: mean 1. Returns 2, 1, 3, -2: mean 1, variance (1 + 0 + 4 + 9) / 4 = 3.5.
     # Errors 1, 0, 1, -2: mean 0, variance (1 + 0 + 1 + 4) / 4 = 1.5.
     assert rollout_metrics(response_sums(make_experience())) == pytest.approx(
         {
             "reward_mean": 0.5,
             "kl_divergence": 0.25,
+            "rollout/kl_std": 0.35,
             "rollout/reward_std": 1.5,
             "rollout/reward_min": -1.0,
             "rollout/reward_max": 2.0,
