@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rlhf.callbacks.ppo_metrics import (
+    repetition_metrics,
     response_sums,
     rollout_metrics,
     time_metrics,
@@ -51,6 +52,18 @@ def test_rollout_metrics_by_hand() -> None:
         },
         abs=1e-6,
     )
+
+
+def test_repetition_metrics_by_hand() -> None:
+    # Responses 1 2 1 2 1 2 (4-grams 1212, 2121, 1212: one repeated), 1 2 1 2 1 (1212, 2121) and
+    # the first once more: 2 of 8 repeated. Padding repeats nothing.
+    tokens = torch.tensor([[9, 1, 2, 1, 2, 1, 2], [9, 1, 2, 1, 2, 1, 2], [9, 1, 2, 1, 2, 1, 2]])
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[1, 5] = False
+    found = repetition_metrics(make_experience(tokens=tokens, response_mask=mask))
+    assert found == pytest.approx({"rollout/most_common": 2 / 3, "rollout/repetition": 2 / 8})
+    short = repetition_metrics(make_experience())  # of 3 tokens and of 1
+    assert short == {"rollout/most_common": 0.5, "rollout/repetition": 0.0}
 
 
 def test_explained_variance_of_constant_returns_is_not_a_number() -> None:
