@@ -1,16 +1,28 @@
-"""What is told of a run while it goes on: once, of a constant reward and of a large KL."""
+"""What is reported of a run while it goes on: each symptom once, with its cause and a remedy."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from lightning_rlhf.callbacks.diagnosis import Diagnosis
-from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, OwnRule
+from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
+from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.rules import (
+    RULES,
+    kl_exploding,
+    reward_against_gold,
+    reward_constant,
+)
+from lightning_rlhf.callbacks.wandb_logger import RunWandb
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 
@@ -38,10 +50,20 @@ class Scored(FakePPO):
         return {RESULT: replace(result, experience=experience)}
 
 
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def train(fit: Fit, module: FakePPO, kl_warning: float | None = None, **options: Any) -> Diagnosis:
-    diagnosis = Diagnosis(kl_warning)
+    given = {"kl_warning": kl_warning, "rollout_batch_size": 2, "max_response_tokens": 48}
+    more = {"advantage": "gae", "prompts_per_iteration": 2, "critic_warmup": 0, "lr": 0.5}
+    config: Any = SimpleNamespace(**given, **more)
+    rules = options.pop("rules", [reward_constant, kl_exploding])
+    diagnosis = Diagnosis(config, Path(), rules=rules)
     callbacks = [PPOMetrics(), diagnosis, *options.pop("more", [])]
-    fit(module, callbacks, [], batches=len(module.scores), limit_val_batches=0, **options)
+    loggers = options.pop("loggers", [])
+    fit(module, callbacks, loggers, batches=len(module.scores), limit_val_batches=0, **options)
     return diagnosis
 
 
@@ -96,3 +118,98 @@ def test_a_resumed_run_counts_on_and_says_nothing_again(
     assert capsys.readouterr().out.count(CONSTANT) == 1
     train(fit, Scored([SAME] * 5), ckpt_path=path)
     assert capsys.readouterr().out.count(CONSTANT) == (1 if cut == 2 else 0)
+
+
+def findings() -> list[dict[str, Any]]:
+    """What the file in the run's folder holds."""
+    found: list[dict[str, Any]] = json.loads(Path(DIAGNOSIS).read_text())
+    return found
+
+
+def test_the_file_holds_each_finding_with_its_numbers(fit: Fit) -> None:
+    train(fit, Scored([OTHER] * 2))
+    assert findings() == []
+    train(fit, Scored([OTHER] + [SAME] * 4, [1.0, 9.5, 99.0, 99.0, 99.0]), 9.0)
+    first, second = findings()
+    assert [(f["rule"], f["iteration"]) for f in (first, second)] == [
+        ("kl_exploding", 2),
+        ("reward_constant", 4),
+    ]
+    assert "kl_divergence is 9.5 nats a response in iteration 2" in first["symptom"]
+    assert (first["cause"], first["remedy"]) == (kl_exploding.cause, kl_exploding.remedy)
+
+
+def test_the_root_cause_is_the_first_finding_of_an_iteration(fit: Fit) -> None:
+    train(fit, Scored([SAME] * 3, [1.0, 1.0, 99.0]), 50.0, rules=RULES)
+    assert [f["rule"] for f in findings()][:2] == ["reward_constant", "kl_exploding"]
+
+
+@pytest.mark.parametrize("cut", [2, 4])
+def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path, cut: int) -> None:
+    """Those behind the checkpoint are removed, and found once more."""
+    path, module = tmp_path / "cut.ckpt", Scored([SAME] * 5, [1.0, 99.0, 99.0, 99.0, 99.0])
+    whole = train(fit, module, 50.0, more=[SaveAt(cut, path)])
+    expected = findings()
+    assert [f["iteration"] for f in expected] == [2, 3]
+    resumed = train(fit, Scored(module.scores, module.kl), 50.0, ckpt_path=path)
+    assert findings() == expected
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_the_state_of_earlier_checkpoints_is_read(fit: Fit, tmp_path: Path, capsys: Any) -> None:
+    """They count constant iterations, and name two warnings."""
+    path = tmp_path / "old.ckpt"
+    train(fit, Scored([SAME] * 4), more=[SaveAt(2, path)])
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint["callbacks"]["Diagnosis"] = {"constant": 2, "told": ["kl"]}
+    torch.save(checkpoint, path)
+    capsys.readouterr()
+    train(fit, Scored([SAME] * 4, [99.0] * 4), 50.0, ckpt_path=path, rules=RULES)
+    out = capsys.readouterr().out
+    assert (out.count(CONSTANT), out.count(FAR)) == (1, 0)
+
+
+def test_wandb_gets_an_alert_and_a_run_without_it_none(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[dict[str, Any]] = []
+    run = SimpleNamespace(alert=lambda **alert: sent.append(alert), log=lambda metrics: None)
+    monkeypatch.setattr(RunWandb, "experiment", property(lambda self: run))
+    for loggers in ([RunWandb(project="p", save_dir=tmp_path)], [MetricsFile(tmp_path)]):
+        train(fit, Scored([OTHER] * 2, [99.0] * 2), 50.0, loggers=loggers)
+    [alert] = sent
+    assert (alert["title"], alert["level"]) == ("kl_exploding", "WARN")
+    assert alert["text"].startswith("kl_divergence is 99 nats")
+
+
+def test_every_evaluation_counts_once(fit: Fit) -> None:
+    """Gold falls in the evaluations of iterations 1 and 2, while the reward rises."""
+
+    class Falls(Callback):
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            step = pl_module.iteration
+            publish(trainer, pl_module, {"eval/reward_mean": step, "eval/judge/gold": 1.0 - step})
+
+    config: Any = SimpleNamespace(kl_warning=None)
+    diagnosis = Diagnosis(config, Path(), rules=[reward_against_gold])
+    options: dict[str, Any] = {"num_sanity_val_steps": -1, "val_check_interval": 1}
+    fit(FakePPO(), [Falls(), diagnosis], [], batches=3, **options)
+    assert [row["step"] for row in diagnosis.evaluations] == [0, 1, 2, 3]
+    [finding] = findings()
+    assert (finding["rule"], finding["iteration"]) == ("reward_against_gold", 2)
+    assert "fell from 1 to -1" in finding["symptom"]
+
+
+def test_a_rule_of_the_users_own_is_applied(fit: Fit) -> None:
+    Path("own.py").write_text(
+        "from lightning_rlhf.callbacks.history import rule\n"
+        "@rule(when='always', cause='none', remedy='none')\n"
+        "def mine(history):\n"
+        "    return f'{len(history.rows)} rows' if len(history.rows) == 2 else None\n"
+    )
+    train(fit, Scored([OTHER] * 3), more=[OwnRule("own.py:mine")])
+    assert [(f["rule"], f["iteration"], f["symptom"]) for f in findings()] == [
+        ("mine", 2, "2 rows")
+    ]
+    with pytest.raises(ConfigError, match="has no Rule 'other', it has"):
+        OwnRule("own.py:other")

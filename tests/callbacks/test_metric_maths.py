@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_rlhf.callbacks.ppo_metrics import (
     groups_alike,
+    repetition_metrics,
     response_sums,
     rollout_metrics,
     time_metrics,
@@ -33,13 +34,15 @@ PER_TOKEN = ("old_logprobs", "old_values", "ref_logprobs", "kl", "rewards", "adv
 
 
 def test_rollout_metrics_by_hand() -> None:
-    # Scores 2 and -1: mean 0.5, both 1.5 away from it. KL sums 0.6 and -0.1, reward sums 1.4, -0.9.
+    # Scores 2 and -1: mean 0.5, both 1.5 away from it. KL sums 0.6 and -0.1,
+    # both 0.35 away from 0.25; reward sums 1.4, -0.9.
     # Values 1, 1, 2, 0: mean 1. Returns 2, 1, 3, -2: mean 1, variance (1 + 0 + 4 + 9) / 4 = 3.5.
     # Errors 1, 0, 1, -2: mean 0, variance (1 + 0 + 1 + 4) / 4 = 1.5.
     assert rollout_metrics(response_sums(make_experience())) == pytest.approx(
         {
             "reward_mean": 0.5,
             "kl_divergence": 0.25,
+            "rollout/kl_std": 0.35,
             "rollout/reward_std": 1.5,
             "rollout/reward_min": -1.0,
             "rollout/reward_max": 2.0,
@@ -77,6 +80,18 @@ def test_groups_alike_are_those_whose_scores_are_all_equal() -> None:
     assert groups_alike(sums, 3) == 0.0  # 1 1 2 | 2 2 3
     sums[:, 3] = torch.arange(6)  # another KL makes no difference
     assert groups_alike(sums, 2) == pytest.approx(2 / 3)
+
+
+def test_repetition_metrics_by_hand() -> None:
+    # Responses 1 2 1 2 1 2 (4-grams 1212, 2121, 1212: one repeated), 1 2 1 2 1 (1212, 2121) and
+    # the first once more: 2 of 8 repeated. Padding repeats nothing.
+    tokens = torch.tensor([[9, 1, 2, 1, 2, 1, 2], [9, 1, 2, 1, 2, 1, 2], [9, 1, 2, 1, 2, 1, 2]])
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[1, 5] = False
+    found = repetition_metrics(make_experience(tokens=tokens, response_mask=mask))
+    assert found == pytest.approx({"rollout/most_common": 2 / 3, "rollout/repetition": 2 / 8})
+    short = repetition_metrics(make_experience())  # of 3 tokens and of 1
+    assert short == {"rollout/most_common": 0.5, "rollout/repetition": 0.0}
 
 
 def test_explained_variance_of_constant_returns_is_not_a_number() -> None:

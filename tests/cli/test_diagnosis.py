@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.replay.plan import settings_of
@@ -22,6 +23,29 @@ def test_a_constant_reward_and_a_large_kl(finished: Workplace) -> None:
     same = "warning: all responses of an iteration got the same reward, 3 iterations in a row"
     assert out.count(same) == out.count("warning: kl_divergence is ") == 1
     assert out.index(same) < out.index("ppo 4/4")
+
+
+def findings(place: Workplace, run: str, *overrides: str) -> list[dict[str, Any]]:
+    """Train for a few iterations with a planted fault; return what diagnosis.json holds."""
+    start = ("stage=ppo", f"run={run}", *given(place), "ppo.checkpoint_every=100")
+    place.mini(*start, *overrides).succeeded  # noqa: B018
+    found: list[dict[str, Any]] = json.loads(
+        (place.stage("ppo", run) / "diagnosis.json").read_text()
+    )
+    return found
+
+
+def test_planted_faults_are_the_first_findings(finished: Workplace) -> None:
+    prompts = finished.folder / "data" / "prompts_train.jsonl"
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for row in rows[:4]:  # a quarter
+        row["prompt"] = "Please tell me. " * 40 + row["prompt"]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cut = findings(finished, "cut", "ppo.iterations=1", "data.long_prompts=cut")
+    assert [(f["rule"], f["iteration"]) for f in cut] == [("prompts_cut", 0)]
+    assert cut[0]["symptom"].startswith("25% of the training prompts were cut")
+    endless = findings(finished, "endless", "data.prompts.train=data/prompts_val.jsonl")
+    assert [f["rule"] for f in endless] == ["nothing_ends", "length_extreme"]
 
 
 def test_a_run_whose_configuration_lacks_the_bound_can_be_replayed(finished: Workplace) -> None:

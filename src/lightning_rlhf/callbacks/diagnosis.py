@@ -1,47 +1,86 @@
-"""Warnings of common failures of PPO during a run."""
+"""The diagnosis of a run of PPO while it goes on: each rule of RULES is applied to its metrics."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_rlhf.callbacks.contract import ppo_view
+from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
+from lightning_rlhf.callbacks.history import History, Row, Rule
+from lightning_rlhf.callbacks.rules import RULES
 from lightning_rlhf.callbacks.terminal import say
-from lightning_rlhf.core.results import RESULT, IterationResult
-from lightning_rlhf.core.shaping import paid_sum
-from lightning_rlhf.core.types import Experience
+from lightning_rlhf.callbacks.wandb_logger import RunWandb
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io.user_code import load_object
 
-CONSTANT_FOR = 3
-"""Number of consecutive iterations with a constant reward after which a warning is printed."""
+DIAGNOSIS = "diagnosis.json"
+"""Name of the file of findings in the folder of a run."""
+KEPT = 100
+"""Number of iterations, and of evaluations, whose metrics are kept for the rules."""
+UNREAD = ("eval/", "time/", "compute/")
+"""Prefixes of metrics that are not kept in the rows of iterations."""
+EARLIER_NAMES = {"constant": "reward_constant", "kl": "kl_exploding"}
+"""Names of rules in checkpoints of earlier versions -> present names."""
 
 
 class Diagnosis(Callback):
-    """Callback that warns of a constant reward and of a large KL to the reference, once per run.
+    """Callback that reports each symptom of a fault once per run, with its cause and a remedy.
 
-    The reward is constant where all responses of an iteration have the same score, or the same
-    training reward where components are normalised by running moments or clipped. Place it after
-    PPOMetrics, which measures the KL, and before Checkpoints, so that a resumed run does not repeat
-    a warning.
+    A finding is one line on the console, an entry of `<run_dir>/diagnosis.json` and an alert of
+    W&B. Place this callback after those that measure, and before Checkpoints, so that a resumed run
+    repeats no finding.
     """
 
-    def __init__(self, kl_warning: float | None) -> None:
-        """Set the threshold of the KL warning.
+    def __init__(
+        self,
+        config: PPOConfig,
+        run_dir: Path,
+        *,
+        prompts_cut: float = 0.0,
+        rules: Sequence[Rule] = RULES,
+    ) -> None:
+        """Set the rules and the facts that they read besides metrics.
 
-        kl_warning: KL to the reference, in nats per response; None disables the warning.
+        prompts_cut: share of the training prompts that were cut, or left out, for their length.
+        rules: rules in their order of precedence.
         """
-        self.kl_warning = kl_warning
-        self.constant = 0
-        """Number of consecutive iterations with a constant reward, up to the latest one."""
+        self.config = config
+        self.path = run_dir / DIAGNOSIS
+        self.prompts_cut = prompts_cut
+        self.rules = rules
+        self.rows: list[Row] = []
+        """Metrics of the latest iterations."""
+        self.evaluations: list[Row] = []
+        """Metrics of the latest evaluations."""
         self.told: list[str] = []
-        """Names of the warnings printed so far."""
+        """Names of the rules that were reported."""
+        self.findings: list[dict[str, Any]] = []
+        """Entries of the file: rule, iteration, symptom, cause, remedy."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"constant": self.constant, "told": list(self.told)}
+        return {
+            "rows": [dict(row) for row in self.rows],
+            "evaluations": [dict(row) for row in self.evaluations],
+            "told": list(self.told),
+            "findings": list(self.findings),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.constant, self.told = state_dict["constant"], list(state_dict["told"])
+        self.told = [EARLIER_NAMES.get(name, name) for name in state_dict["told"]]
+        if "constant" in state_dict:  # from a checkpoint that counts constant iterations alone
+            row = {"step": 0.0, "rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
+            self.rows = [row] * state_dict["constant"]
+            return
+        self.rows, self.evaluations = list(state_dict["rows"]), list(state_dict["evaluations"])
+        self.findings = list(state_dict["findings"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.write()  # without the findings behind the checkpoint that a run goes on from
 
     def on_train_batch_end(
         self,
@@ -51,42 +90,69 @@ class Diagnosis(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        result: IterationResult = outputs[RESULT]
-        experience = result.experience
-        self.constant = self.constant + 1 if is_constant(experience, pl_module) else 0
-        if self.constant >= CONSTANT_FOR:
-            self.warn(
-                "constant",
-                f"all responses of an iteration got the same reward, {CONSTANT_FOR} iterations in "
-                f"a row (the last time {experience.score[0].item():g}): there is nothing to learn "
-                "from it. Look at the reward, and at samples/",
-            )
-        kl, iteration = (
-            float(trainer.callback_metrics["kl_divergence"]),
-            ppo_view(pl_module).iteration,
+        found = {n: x for n, x in measured(trainer).items() if not n.startswith(UNREAD)}
+        self.rows = [*self.rows, found | {"step": ppo_view(pl_module).iteration}][-KEPT:]
+        self.diagnose(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not is_evaluation(trainer):
+            return
+        found = {n: x for n, x in measured(trainer).items() if n.startswith("eval/")}
+        step = ppo_view(pl_module).iteration
+        before = [row for row in self.evaluations if row["step"] != step]
+        self.evaluations = [*before, found | {"step": step}][-KEPT:]
+        self.diagnose(trainer, pl_module)
+
+    def diagnose(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Apply the rules that were not reported yet, and report those that find a symptom."""
+        history = History(
+            rows=self.rows,
+            evaluations=self.evaluations,
+            config=self.config,
+            prompts_cut=self.prompts_cut,
         )
-        if self.kl_warning is not None and kl > self.kl_warning:
-            self.warn(
-                "kl",
-                f"kl_divergence is {kl:.4g} nats a response in iteration {iteration}, above "
-                f"ppo.kl_warning={self.kl_warning:g}: so far from the SFT model a reward says "
-                "little. Look at samples/; a smaller ppo.lr, or a larger ppo.kl_coef, keeps the "
-                "policy near",
+        for rule in self.rules:
+            if rule.name in self.told or (symptom := rule.find(history)) is None:
+                continue
+            self.told.append(rule.name)
+            self.findings.append(
+                {
+                    "rule": rule.name,
+                    "iteration": ppo_view(pl_module).iteration,
+                    "symptom": symptom,
+                    "cause": rule.cause,
+                    "remedy": rule.remedy,
+                }
             )
-
-    def warn(self, name: str, text: str) -> None:
-        """Print the warning, unless one of the same name was printed in this run."""
-        if name not in self.told:
-            self.told.append(name)
+            text = f"{symptom}: {rule.cause}. {rule.remedy}"
             say(f"warning: {text}", "yellow")
+            self.write()
+            for logger in trainer.loggers:
+                if isinstance(logger, RunWandb):
+                    logger.alert(rule.name, text)
+
+    def write(self) -> None:
+        """Write all findings to the file."""
+        with written_whole(self.path) as beside:
+            beside.write_text(json.dumps(self.findings, indent=2) + "\n", encoding="utf-8")
 
 
-def is_constant(experience: Experience, pl_module: LightningModule) -> bool:
-    """Return True if several responses all have the same score, or the same training reward."""
-    module = ppo_view(pl_module)
-    terms = module.reward.terms
-    numbers = [experience.score]
-    if not all(term.is_paid_as_reported for term in terms):
-        numbers.append(paid_sum(experience.component_scores, terms, module.moments.components))
-    # Compares values, since the standard deviation of equal values may be rounded above 0.
-    return len(experience) > 1 and any(bool(torch.all(x == x[0])) for x in numbers)
+class OwnRule(Callback):
+    """Callback that adds a rule of the user's own to those of the diagnosis, behind them."""
+
+    def __init__(self, rule: str) -> None:
+        """Load the rule `path/to/file.py:name` or `package.module:name`.
+
+        Raises ConfigError where `rule` does not lead to a Rule.
+        """
+        self.rule: Rule = load_object(rule, "rule", "Rule", lambda found: isinstance(found, Rule))
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Diagnosis) and self.rule not in callback.rules:
+                callback.rules = (*callback.rules, self.rule)
+
+
+def measured(trainer: Trainer) -> dict[str, float]:
+    """Return the latest value of every metric that a callback may monitor."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -16,6 +16,7 @@ from lightning_rlhf.callbacks.metric_rows import Rows
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.ppo_metrics import (
     groups_alike,
+    repetition_metrics,
     response_sums,
     rollout_metrics,
     time_metrics,
@@ -87,6 +88,7 @@ class PPOMetrics(Rows):
         rows = _gathered(pl_module, update_rows(result.updates))
         metrics = {
             **rollout_metrics(sums),
+            **repetition_metrics(result.experience),
             **update_metrics(rows),
             "update/lr": self._lr,
             "update/kl_coef": result.kl_coef,
@@ -102,6 +104,7 @@ class PPOMetrics(Rows):
         if not all(term.is_paid_as_reported for term in terms):
             paid = paid_sum(parts, terms, module.moments.components)
             metrics["rollout/reward_paid"] = paid.mean().item()
+            metrics["rollout/reward_paid_range"] = (paid.max() - paid.min()).item()
         if len(terms) > 1:
             columns = {term.name: part for term, part in zip(terms, parts.T, strict=True)}
             metrics |= {PART + name: part.mean().item() for name, part in columns.items()}

@@ -7,6 +7,7 @@ without padding them to one length, and every metric follows from them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -28,6 +29,9 @@ QUANTILES = (5, 25, 50, 75, 95)
 
 STATS = tuple(field.name for field in fields(UpdateStats))
 """Columns of `update_rows`."""
+
+NGRAM = 4
+"""Number of tokens of the n-grams that `rollout/repetition` counts."""
 
 
 def response_sums(experience: Experience) -> Float[Tensor, "B 10"]:
@@ -62,6 +66,7 @@ def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
     metrics = {
         "reward_mean": column["score"].mean(),
         "kl_divergence": column["kl"].mean(),
+        "rollout/kl_std": column["kl"].std(correction=0),
         "rollout/reward_std": column["score"].std(correction=0),
         "rollout/reward_min": column["score"].min(),
         "rollout/reward_max": column["score"].max(),
@@ -79,6 +84,26 @@ def groups_alike(sums: Float[Tensor, "B 10"], group_size: int) -> float:
     """Return the share of groups whose responses, `group_size` in a row, have the same score."""
     groups = sums[:, SUMS.index("score")].view(-1, group_size)
     return (groups == groups[:, :1]).all(dim=1).double().mean().item()
+
+
+def repetition_metrics(experience: Experience) -> dict[str, float]:
+    """Return how often responses repeat each other, and themselves.
+
+    most_common = (number of responses equal to the most common one) / B
+    repetition = 1 - (sum_i distinct 4-grams of response i) / (sum_i 4-grams of response i),
+    0 without any 4-gram: seq-rep-4 of Welleck et al. 2019,
+    https://arxiv.org/abs/1908.04319
+    """
+    lengths = experience.response_mask.sum(dim=1).tolist()
+    rows = zip(experience.responses.tolist(), lengths, strict=True)
+    responses = [tuple(tokens[:length]) for tokens, length in rows]
+    grams = [[r[i : i + NGRAM] for i in range(len(r) - NGRAM + 1)] for r in responses]
+    total = sum(map(len, grams))
+    distinct = sum(len(set(of_one)) for of_one in grams)
+    return {
+        "rollout/most_common": max(Counter(responses).values()) / len(responses),
+        "rollout/repetition": 1.0 - distinct / total if total else 0.0,
+    }
 
 
 def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U S"]:

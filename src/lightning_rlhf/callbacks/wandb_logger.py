@@ -32,6 +32,11 @@ class RunWandb(WandbLogger):
         self._try(lambda: self.experiment.log({**metrics, **axis}))
 
     @rank_zero_only
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert, which W&B shows on the run's page and passes on by mail or Slack."""
+        self._try(lambda: self.experiment.alert(title=title, text=text, level="WARN"))
+
+    @rank_zero_only
     def close(self, exit_code: int) -> None:
         """Finish the W&B run, so that the next run in this process starts a new one."""
         self._try(lambda: self.experiment.finish(exit_code=exit_code))

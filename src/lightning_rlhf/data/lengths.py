@@ -81,6 +81,12 @@ class Tokenised(Generic[E]):
     numbers: tuple[int, ...]
     """Number of each example's row in the source, as in `Rows.numbers`."""
 
+    @property
+    def too_long(self) -> float:
+        """Return the share of prompts that were cut, or dropped, for their length."""
+        dropped = self.dropped.total()
+        return (self.cut["prompt cut"] + dropped) / (len(self.examples) + dropped)
+
 
 class _Dropped(Exception):
     """Raised for a row that does not fit; the message is the reason by which it is counted."""

@@ -63,6 +63,8 @@ class PPOTraining(Training):
     """PPO before its first iteration."""
 
     module: PPOModule
+    prompts_cut: float
+    """Share of the training prompts that were cut, or left out, for their length."""
     verdicts: Mapping[str, Verdict]
     """Component of the reward -> verdict of its fitness report, where it has one."""
 
@@ -87,7 +89,7 @@ def run_ppo(
         every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=folder
     )
     recorders = [dump, *([Recorder(folder)] if settings.record else [])]
-    diagnosis = Diagnosis(config.kl_warning)
+    diagnosis = Diagnosis(config, folder, prompts_cut=training.prompts_cut)
     callbacks = [PPOMetrics(), diagnosis, evaluation, samples, *recorders]
     try:
         found = fit(ready, training.module, training.data, callbacks)
@@ -160,7 +162,10 @@ def prepare_ppo(
         pool_batches=1,
     )
     module = build_module(ready, roles, reward, config, texts, microbatch, module_class)
-    return PPOTraining(ready=ready, roles=roles, module=module, data=data, verdicts=verdicts)
+    return PPOTraining(
+        ready=ready, roles=roles, module=module, data=data, prompts_cut=train.too_long,
+        verdicts=verdicts,
+    )  # fmt: skip
 
 
 def build_module(

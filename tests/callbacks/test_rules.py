@@ -1,0 +1,389 @@
+"""Each rule on both sides of its thresholds, on histories made by hand.
+
+Every case is given to all rules: the names of those that find something, in their order.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.callbacks.history import History
+from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.callbacks.rules import RULES, rules_table
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.data.config import DataConfig
+
+DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
+RECORDED = Path(__file__).parent / "recorded_rows.csv"
+CONFIG = {
+    "kl_warning": 50.0,
+    "max_response_tokens": 100,
+    "rollout_batch_size": 64,
+    "prompts_per_iteration": 64,
+    "critic_warmup": 0,
+    "advantage": "gae",
+    "lr": 1e-3,
+    "clip_range": 0.2,
+    "ppo_epochs": 4,
+}
+HEALTHY = {
+    "reward_mean": 0.0,
+    "kl_divergence": 1.0,
+    "entropy": 1.0,
+    "rollout/reward_std": 1.0,
+    "rollout/reward_min": -2.0,
+    "rollout/reward_max": 2.0,
+    "rollout/kl_std": 0.8,
+    "rollout/response_tokens": 40.0,
+    "rollout/ended": 1.0,
+    "rollout/most_common": 0.02,
+    "rollout/repetition": 0.01,
+    "rollout/explained_variance": 0.3,
+    "rollout/groups_alike": 0.2,
+    "update/value_loss": 1.0,
+    "update/clip_fraction": 0.1,
+    "update/ratio_max": 1.5,
+    "update/steps": 8.0,
+    "update/lr": 1e-3,
+}
+
+
+def found(
+    columns: dict[str, list[float]] | None = None,
+    *,
+    evaluations: list[dict[str, float]] | None = None,
+    start: int = 1,
+    prompts_cut: float = 0.0,
+    **config: Any,
+) -> list[str]:
+    """Return the names of the rules that apply to healthy iterations with other `columns`."""
+    columns = columns or {}
+    rows = [
+        HEALTHY | {"step": float(start + i)} | dict(zip(columns, values, strict=True))
+        for i, values in enumerate(zip(*columns.values(), strict=True))
+    ]
+    history = History(
+        rows=rows,
+        evaluations=[{"step": float(k), **row} for k, row in enumerate(evaluations or [])],
+        config=SimpleNamespace(**{**CONFIG, **config}),  # type: ignore[arg-type]
+        prompts_cut=prompts_cut,
+    )
+    return [rule.name for rule in RULES if rule.find(history) is not None]
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    rising = [i / 50 for i in range(100)]
+    assert found({"reward_mean": rising}) == found() == []
+
+
+def test_nothing_is_concluded_from_metrics_that_are_not_there() -> None:
+    for rule in RULES:
+        for count in (1, 100):
+            history = History(
+                rows=[{"step": float(i)} for i in range(5, count)],
+                evaluations=[{"step": 0.0}] * 3,
+                config=SimpleNamespace(**CONFIG),  # type: ignore[arg-type]
+                prompts_cut=0.0,
+            )
+            assert rule.find(history) is None, rule.name
+
+
+@pytest.mark.parametrize(("share", "names"), [(0.1, []), (0.11, ["prompts_cut"])])
+def test_prompts_cut(share: float, names: list[str]) -> None:
+    assert found(prompts_cut=share) == names
+
+
+@pytest.mark.parametrize(
+    ("shares", "advantage", "names"),
+    [
+        ([0.9, 0.95, 1.0], "grpo", ["groups_alike"]),
+        ([0.89, 0.95, 1.0], "grpo", []),
+        ([1.0, 1.0], "rloo", []),
+        ([1.0, 1.0, 1.0], "reinforce++", []),  # which compares no groups
+    ],
+)
+def test_groups_alike(shares: list[float], advantage: str, names: list[str]) -> None:
+    assert found({"rollout/groups_alike": shares}, advantage=advantage) == names
+
+
+@pytest.mark.parametrize(
+    ("spreads", "responses", "names"),
+    [
+        ([0.0, 0.0, 0.0], 64, ["reward_constant"]),
+        ([1.0, 0.0, 0.0], 64, []),
+        ([0.0, 0.0], 64, []),
+        ([0.0, 0.0, 0.0], 1, []),  # a single response is always the same as itself
+    ],
+)
+def test_reward_constant(spreads: list[float], responses: int, names: list[str]) -> None:
+    scores = {"rollout/reward_min": [0.5] * len(spreads)}
+    scores["rollout/reward_max"] = [0.5 + spread for spread in spreads]
+    assert found(scores, rollout_batch_size=responses) == names
+    assert found({"rollout/reward_paid_range": spreads}, rollout_batch_size=responses) == names
+
+
+@pytest.mark.parametrize(
+    ("shares", "names"), [([0.0, 0.04, 0.049], ["nothing_ends"]), ([0.0, 0.0, 0.05], [])]
+)
+def test_nothing_ends(shares: list[float], names: list[str]) -> None:
+    assert found({"rollout/ended": shares}) == names
+
+
+@pytest.mark.parametrize(
+    ("tokens", "names"),
+    [
+        ([95.0, 96.0, 100.0], ["length_extreme"]),
+        ([94.9, 96.0, 100.0], []),
+        ([1.5, 1.0, 1.2], ["length_extreme"]),
+        ([1.6, 1.0, 1.2], []),
+    ],
+)
+def test_length_extreme(tokens: list[float], names: list[str]) -> None:
+    assert found({"rollout/response_tokens": tokens}) == names
+
+
+@pytest.mark.parametrize(
+    ("kl", "deviation", "names"),
+    [
+        # The standard error of 3 * 64 responses is 0.8 / sqrt(192) = 0.0577, times 4 is 0.231.
+        ([-0.24] * 3, 0.8, ["kl_negative"]),
+        ([-0.22] * 3, 0.8, []),
+        ([-0.24] * 2, 0.8, []),
+        ([-0.011] * 3, 0.0, ["kl_negative"]),
+        ([-0.009] * 3, 0.0, []),  # rounding
+    ],
+)
+def test_kl_negative(kl: list[float], deviation: float, names: list[str]) -> None:
+    assert found({"kl_divergence": kl, "rollout/kl_std": [deviation] * len(kl)}) == names
+
+
+@pytest.mark.parametrize(
+    ("kl", "limit", "names"),
+    [(50.1, 50.0, ["kl_exploding"]), (50.0, 50.0, []), (1e9, None, []), (math.nan, 50.0, [])],
+)
+def test_kl_exploding(kl: float, limit: float | None, names: list[str]) -> None:
+    assert found({"kl_divergence": [kl]}, kl_warning=limit) == names
+
+
+@pytest.mark.parametrize(
+    ("entropy", "names"), [([0.009] * 3, ["entropy_collapse"]), ([0.01, 0.0, 0.0], [])]
+)
+def test_entropy_collapse(entropy: list[float], names: list[str]) -> None:
+    assert found({"entropy": entropy}) == names
+
+
+@pytest.mark.parametrize(
+    ("ratios", "names"), [([10.1, 11.0, 99.0], ["ratio_outliers"]), ([10.0, 99.0, 99.0], [])]
+)
+def test_ratio_outliers(ratios: list[float], names: list[str]) -> None:
+    assert found({"update/ratio_max": ratios}) == names
+
+
+@pytest.mark.parametrize(
+    ("shares", "names"),
+    [
+        ([0.3, 0.3, 0.45, 0.5, 0.5], ["clip_fraction_high"]),  # mean 0.41
+        ([0.3, 0.3, 0.4, 0.45, 0.5], []),  # mean 0.39
+        ([0.9] * 4, []),
+    ],
+)
+def test_clip_fraction_high(shares: list[float], names: list[str]) -> None:
+    assert found({"update/clip_fraction": shares}) == names
+
+
+@pytest.mark.parametrize(
+    ("change", "warmup", "names"),
+    [
+        ({}, 0, ["clip_fraction_zero"]),
+        ({"update/clip_fraction": [1e-4] + [0.0] * 9}, 0, []),
+        ({"update/steps": [1.0] * 10}, 0, []),  # a single step has ratio 1 everywhere
+        ({"update/lr": [1e-3] * 9 + [4e-4]}, 0, []),  # the end of a schedule
+        ({}, 1, []),  # the policy does not learn in the first
+    ],
+)
+def test_clip_fraction_zero(change: dict[str, list[float]], warmup: int, names: list[str]) -> None:
+    assert found({"update/clip_fraction": [0.0] * 10} | change, critic_warmup=warmup) == names
+    assert found({"update/clip_fraction": [0.0] * 9}) == []
+
+
+@pytest.mark.parametrize(("tokens", "names"), [(7.5, ["clip_fraction_zero"]), (7.4, [])])
+def test_few_tokens_show_no_clip_fraction_of_zero(tokens: float, names: list[str]) -> None:
+    """10 iterations of 10 responses in 4 epochs: 400 times 7.5 are 3,000 tokens."""
+    columns = {"update/clip_fraction": [0.0] * 10, "rollout/response_tokens": [tokens] * 10}
+    assert found(columns, rollout_batch_size=10) == names
+
+
+@pytest.mark.parametrize(
+    ("shares", "prompts", "names"),
+    [
+        ([0.5, 0.6, 0.7], 4, ["responses_identical"]),
+        ([0.49, 0.6, 0.7], 4, []),
+        ([1.0, 1.0, 1.0], 3, []),
+    ],
+)
+def test_responses_identical(shares: list[float], prompts: int, names: list[str]) -> None:
+    assert found({"rollout/most_common": shares}, prompts_per_iteration=prompts) == names
+
+
+@pytest.mark.parametrize(
+    ("shares", "names"), [([0.31] * 3, ["responses_repeat"]), ([0.3, 0.9, 0.9], [])]
+)
+def test_responses_repeat(shares: list[float], names: list[str]) -> None:
+    assert found({"rollout/repetition": shares}) == names
+
+
+@pytest.mark.parametrize(
+    ("explained", "names"),
+    [
+        ([-0.11] * 20, ["critic_worse"]),
+        ([-0.09] * 20, []),
+        ([-0.11] * 19, []),
+        ([-0.11] * 19 + [math.nan], []),
+        # Mean -0.125; standard error 1.125 * sqrt(20 / 19) / sqrt(20) = 0.26.
+        ([1.0, -1.25] * 10, []),
+        # Mean -0.125; standard error 0.1 * sqrt(20 / 19) / sqrt(20) = 0.023.
+        ([-0.025, -0.225] * 10, ["critic_worse"]),
+    ],
+)
+def test_critic_worse(explained: list[float], names: list[str]) -> None:
+    assert found({"rollout/explained_variance": explained}) == names
+
+
+@pytest.mark.parametrize(
+    ("after", "advantage", "names"),
+    [
+        ([3.1] * 10, "gae", ["value_loss_rising"]),
+        ([2.9] * 10, "gae", []),
+        ([3.1] * 9 + [0.9], "gae", []),
+        ([3.1] * 9, "gae", []),
+        ([3.1] * 10, "rloo", []),
+    ],
+)
+def test_value_loss_rising(after: list[float], advantage: str, names: list[str]) -> None:
+    assert found({"update/value_loss": [1.0] * 10 + after}, advantage=advantage) == names
+
+
+def noisy(size: float, count: int) -> list[float]:
+    return [size if i % 2 else -size for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "start", "names"),
+    [
+        # Thirds of 14 with deviation 0.052: standard error of the gain 0.0196, twice is 0.039.
+        (noisy(0.05, 42), 1, ["reward_flat"]),
+        (noisy(0.05, 39), 1, []),
+        (noisy(0.05, 42), 2, []),  # whose first iteration is no longer kept
+        # Deviation 0.156: twice the standard error is 0.118 of thirds of 14, 0.075 of those of 33.
+        (noisy(0.15, 42), 1, []),
+        (noisy(0.15, 99), 1, ["reward_flat"]),
+        ([i * 0.005 for i in range(42)], 1, []),  # gains 0.14 standard deviations
+        ([i * 0.002 for i in range(42)], 1, ["reward_flat"]),  # 0.056, and an error of 0.003
+        ([-i * 0.1 for i in range(42)], 1, ["reward_flat"]),
+    ],
+)
+def test_reward_flat(rewards: list[float], start: int, names: list[str]) -> None:
+    assert found({"reward_mean": rewards}, start=start) == names
+    assert found({"reward_mean": rewards}, start=start + 5, critic_warmup=5) == names
+
+
+@pytest.mark.parametrize(
+    ("rewards", "golds", "names"),
+    [
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], ["reward_against_gold"]),
+        ([0.0, 1.0, 0.9], [0.5, 0.4, 0.3], []),
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.45], []),
+        ([0.0, 1.0], [0.5, 0.3], []),
+        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.89], ["reward_against_gold"]),
+        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.91], []),  # 0.09 of a range of 1
+    ],
+)
+def test_reward_against_gold(rewards: list[float], golds: list[float], names: list[str]) -> None:
+    rows = [
+        {"eval/reward_mean": reward, "eval/judge/gold": gold}
+        for reward, gold in zip(rewards, golds, strict=True)
+    ]
+    assert found(evaluations=rows) == names
+
+
+@pytest.mark.parametrize(
+    ("reward", "perplexity", "names"),
+    [
+        (1.0, 51.0, ["reward_against_perplexity"]),
+        (1.0, 50.0, []),
+        (0.0, 51.0, []),
+    ],
+)
+def test_reward_against_perplexity(reward: float, perplexity: float, names: list[str]) -> None:
+    rows = [
+        {"eval/reward_mean": 0.0, "eval/perplexity": 5.0},
+        {"eval/reward_mean": reward, "eval/perplexity": perplexity},
+    ]
+    assert found(evaluations=rows) == names
+
+
+def test_the_root_cause_comes_first() -> None:
+    """A cut prompt, a constant reward, responses that all go on to the limit, and a far policy."""
+    three = {
+        "rollout/ended": [0.0] * 3,
+        "rollout/response_tokens": [100.0] * 3,
+        "rollout/reward_min": [2.0] * 3,
+        "kl_divergence": [99.0] * 3,
+        "entropy": [0.0] * 3,
+        "rollout/repetition": [0.9] * 3,
+    }
+    assert found(three, prompts_cut=0.5) == [
+        "prompts_cut",
+        "reward_constant",
+        "nothing_ends",
+        "length_extreme",
+        "kl_exploding",
+        "entropy_collapse",
+        "responses_repeat",
+    ]
+
+
+def test_names_keys_and_metrics_of_the_rules_exist() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    keys = {f"ppo.{f.name}" for f in fields(PPOConfig)} | {
+        f"data.{f.name}" for f in fields(DataConfig)
+    }
+    for rule in RULES:
+        text = f"{rule.when} {rule.cause} {rule.remedy}"
+        assert set(re.findall(r"\b(?:ppo|data)\.\w+", text)) <= keys, rule.name
+        known = (*METRICS, "eval/judge/gold")
+        for metric in re.findall(r"\b(?:rollout|update|eval)/\w+(?:/\w+)?", text):
+            assert metric in known or metric == "rollout/groups_alike", (rule.name, metric)
+        assert rule.find.__doc__ is None
+        assert not text.endswith(".")
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_recorded_runs_of_the_quickstart_have_no_finding(seed: str) -> None:
+    """Three of the runs of benchmarks/results/diagnosis_clean.md, after every iteration."""
+    with RECORDED.open(newline="") as file:
+        cells = [row for row in csv.DictReader(file) if row.pop("seed") == seed]
+    rows = [{name: float(cell) for name, cell in row.items() if cell} for row in cells]
+    assert len(rows) == 61
+    for end in range(1, 62):
+        history = History(
+            rows=[row for row in rows[:end] if "reward_mean" in row],
+            evaluations=[row for row in rows[:end] if "eval/reward_mean" in row],
+            config=SimpleNamespace(**CONFIG | {"max_response_tokens": 48}),  # type: ignore[arg-type]
+            prompts_cut=0.0,
+        )
+        assert [rule.name for rule in RULES if rule.find(history) is not None] == []
+
+
+def test_the_table_in_the_docs_is_that_of_the_code() -> None:
+    text = DOCS.read_text()
+    table = text.split("<!-- rules table: begin -->")[1].split("<!-- rules table: end -->")[0]
+    assert table.strip() == rules_table()

@@ -1,0 +1,67 @@
+"""Runs with a planted fault report it, and report it first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis
+from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.modules.ppo import PPOModule
+
+from .conftest import fit, prompts
+
+HEALTHY: dict[str, Any] = {
+    "max_response_tokens": 12,
+    "missing_eos": "none",
+    "minibatch_size": 8,
+    "microbatch_size": 8,
+    "kl_warning": 5.0,
+}
+
+
+def same(decoded: DecodedResponses) -> list[float]:
+    """Return the same score for every response."""
+    return [0.0] * len(decoded)
+
+
+CASES = [
+    ("reward_constant", 3, {"reward": same}),
+    pytest.param(
+        "groups_alike",
+        3,
+        {"reward": same, "advantage": "grpo", "samples_per_prompt": 4},
+        marks=pytest.mark.skipif("rollout/groups_alike" not in METRICS, reason="not measured"),
+    ),
+    ("kl_exploding", 2, {"lr": 1.0}),
+    ("entropy_collapse", 3, {"temperature": 0.002}),
+    ("responses_repeat", 5, {"temperature": 0.02}),
+    ("clip_fraction_zero", 10, {"clip_range": 0.99, "rollout_batch_size": 32}),
+    (
+        "critic_worse",
+        20,
+        {"critic": "adapter", "value_lr_factor": 1e3, "clip_range_vf": None, "lr": 1e-3},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "iterations", "fault"), CASES)
+def test_a_planted_fault_is_the_first_finding(
+    make_ppo: Callable[..., PPOModule],
+    tmp_path: Path,
+    rule: str,
+    iterations: int,
+    fault: dict[str, Any],
+) -> None:
+    module = make_ppo(fresh=True, **{**HEALTHY, "iterations": iterations, **fault})
+    diagnosis = Diagnosis(module.config, tmp_path)
+    batches = [prompts(module.config.prompts_per_iteration, seed=k) for k in range(iterations)]
+    fit(module, batches, [PPOMetrics(), diagnosis])
+    findings = json.loads((tmp_path / DIAGNOSIS).read_text())
+    assert findings[0]["rule"] == rule, findings
