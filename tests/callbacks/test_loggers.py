@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.errors import AuthenticationError
 
+from lightning_rlhf.callbacks.dashboard import HEADLINE
 from lightning_rlhf.callbacks.logger_config import (
     LoggerConfig,
     WandbConfig,
@@ -152,6 +153,8 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     assert axis[-1]["glob_name"] == "*"
     assert axis[-1]["step_metric"] == "iteration"
     history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    assert all("iteration" in h for h in history)
+    assert set(HEADLINE) <= {key for h in history for key in h}
     curve = [(h["iteration"], h["reward_mean"]) for h in history if "reward_mean" in h]
     assert curve == [(1, 1.5), (2, 2.5)]
     tables = [h for h in history if "samples._type" in h]

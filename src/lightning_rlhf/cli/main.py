@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import pkgutil
 import signal
 import sys
 import traceback
@@ -45,6 +46,13 @@ from lightning_rlhf.stages.console import say_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE
 
+COMMANDS = {
+    "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
+    "replay": "lightning_rlhf.cli.replay:replay",
+    "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
+}
+"""First word of a command that composes no configuration -> the function that runs the rest."""
+
 
 def main() -> None:
     """Run train.py or the console command."""
@@ -53,15 +61,8 @@ def main() -> None:
     if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
-    if words[:1] == ["serve-reward"]:
-        from lightning_rlhf.cli.serve import serve_reward
-
-        serve_reward(words[1:])
-        return
-    if words[:1] == ["replay"]:
-        from lightning_rlhf.cli.replay import replay
-
-        replay(words[1:])
+    if words and words[0] in COMMANDS:
+        pkgutil.resolve_name(COMMANDS[words[0]])(words[1:])
         return
     register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line

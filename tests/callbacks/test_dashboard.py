@@ -1,0 +1,110 @@
+import re
+import sys
+
+import pytest
+from wandb_workspaces.reports.v2 import (
+    Config,
+    LinePlot,
+    ParallelCoordinatesPlot,
+    ScatterPlot,
+    SummaryMetric,
+    WeavePanelSummaryTable,
+)
+
+from lightning_rlhf.callbacks.dashboard import HEADLINE, SECTIONS, build_workspace
+from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.cli.dashboard import dashboard
+
+WORKSPACE = build_workspace("team", "project", "name")
+PANELS = {section.name: section.panels for section in WORKSPACE.sections}
+
+
+def metrics_of(panel: object) -> list[str]:
+    """Return the rows of METRICS that a line plot shows."""
+    assert isinstance(panel, LinePlot)
+    assert panel.x == "iteration"
+    if panel.metric_regex:
+        return [name for name in METRICS if "<" in name and re.match(panel.metric_regex, name)]
+    return list(panel.y)
+
+
+def test_the_headline_is_open_and_has_a_panel_for_each_headline_metric() -> None:
+    first = WORKSPACE.sections[0]
+    assert first.is_open
+    assert [metrics_of(panel) for panel in first.panels] == [[name] for name in HEADLINE]
+    assert HEADLINE == ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
+
+
+def test_every_metric_has_one_panel_in_the_sections_of_each_of_its_stages() -> None:
+    shown = {
+        stage: sorted(
+            name
+            for title, (its_stage, _) in SECTIONS.items()
+            if its_stage == stage
+            for panel in PANELS[title]
+            for name in metrics_of(panel)
+        )
+        for stage in ("sft", "rm", "ppo")
+    }
+    for stage, names in shown.items():
+        expected = {n for n, m in METRICS.items() if stage in m.stages} - set(HEADLINE)
+        assert names == sorted(expected)
+
+
+def test_runs_are_compared_by_reward_at_their_kl_and_by_the_swept_keys() -> None:
+    scatter, sweep = build_workspace("team", "project", "name", ["ppo.gamma"]).sections[1].panels
+    assert isinstance(scatter, ScatterPlot)
+    assert isinstance(sweep, ParallelCoordinatesPlot)
+    kl, reward = SummaryMetric("kl_divergence"), SummaryMetric("reward_mean")
+    assert (scatter.x, scatter.y) == (kl, reward)
+    assert [column.metric for column in sweep.columns] == [Config("ppo.gamma"), kl, reward]
+
+
+def test_samples_are_the_table_that_runs_log() -> None:
+    (table,) = PANELS["Samples"]
+    assert isinstance(table, WeavePanelSummaryTable)
+    assert table.table_name == "samples"  # the key in test_loggers.py
+
+
+def test_a_dry_run_prints_the_panels(capsys: pytest.CaptureFixture[str]) -> None:
+    dashboard(["team/project", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("team/project: lightning-rlhf")
+    assert all(title in printed for title in (*PANELS, "kl_divergence", "runs of a sweep"))
+
+
+@pytest.mark.parametrize("path", ["project", "a/b/c", "/project", "team/"])
+def test_a_project_without_its_entity_is_refused(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        dashboard([path, "--dry-run"])
+    assert f"PROJECT is {path!r}; allowed: ENTITY/PROJECT" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("wandb_workspaces")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    with pytest.raises(SystemExit, match="1"):
+        dashboard(["team/project", "--dry-run"])
+    assert "pip install 'lightning-rlhf[dashboard]'" in capsys.readouterr().err
+
+
+def test_what_wandb_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+    from wandb_workspaces.workspaces import Workspace
+
+    def refuse(self: Workspace) -> None:
+        raise wandb.errors.CommError("project not found")
+
+    monkeypatch.setattr(Workspace, "save", refuse)
+    with pytest.raises(SystemExit, match="1"):
+        dashboard(["team/project"])
+    printed = capsys.readouterr().err
+    assert "did not save the workspace in team/project: project not found" in printed
+    assert printed.count("\n") == 1
