@@ -15,6 +15,7 @@ from lightning_rlhf.models.config import SFT, LoRASettings
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, PARENTS, earlier, folder_of
+from lightning_rlhf.stages.sections import section
 from lightning_rlhf.stages.stage import Settings
 
 KEY = "eval_policy.policies"
@@ -35,7 +36,8 @@ class Kept:
     def lora(self) -> LoRASettings:
         """Return the settings of the policy's adapter. Raises an RLHFError where there are none."""
         file = self.run / CONFIG
-        model = read_config(file, "a checkpoint is read with its run")["model"]
+        tree = read_config(file, "a checkpoint is read with its run")
+        model = section(tree, "model", "lora")
         return build(LoRASettings, model["lora"], f"{file}: model.lora")
 
 
