@@ -123,12 +123,6 @@ class PolicyEvalConfig:
         given = self.policies or ()
         rule(len(set(given)) == len(given), "policies", list(given), "each policy once")
 
-    @property
-    def passes(self) -> tuple[int, ...]:
-        """Return the values of k for pass@k."""
-        default = tuple(dict.fromkeys((1, self.samples_per_prompt)))
-        return default if self.pass_k is None else self.pass_k
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RMConfig(SupervisedConfig):

@@ -142,7 +142,8 @@ def held_out(ready: Prepared, rows: Rows[R], tokenise: Callable[..., Tokenised[E
 def report(task: Task, policies: Sequence[PolicySamples]) -> PolicyReport:
     """Return the numbers of all policies and their comparisons."""
     settings, config, prompts = task.ready.settings, task.config, len(task.prompts)
-    passed = passes(policies, prompts, config.passes)
+    ks = (1, config.samples_per_prompt) if config.pass_k is None else config.pass_k
+    passed = passes(policies, prompts, ks)
     numbers: dict[Decoding, dict[str, dict[str, float]]] = {d: {} for d in DECODINGS}
     for policy in policies:
         greedy = evaluation_metrics(policy.samples["greedy"])
