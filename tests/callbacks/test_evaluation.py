@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ def judge(row: Mapping[str, Any], response: str, ended: bool) -> dict[str, float
 
 def test_every_sample_is_kept_and_the_means_are_over_them(fit: Fit, tmp_path: Path) -> None:
     # Two validation batches of the same two responses: "t1 t2 t3" (ended) and "t4".
-    # KL: -1 + 1.5 = 0.5 and -2 + 1 = -1. Scores k + 1 and k in iteration k.
+    # KL: -1 + 1.5 = 0.5 and -2 + 1 = -1. Scores k + 1 and k in iteration k. Reference: -3.5 and -1
+    # nats over 3 and 1 tokens. Of 8 words 4 differ, of 4 pairs 2. Every score is above that of
+    # iteration 0.
     evaluation = Evaluation(judge, tmp_path)
     fit(
         FakePPO(), [evaluation], [MetricsFile(tmp_path)],
@@ -32,15 +35,49 @@ def test_every_sample_is_kept_and_the_means_are_over_them(fit: Fit, tmp_path: Pa
     assert len(lines) == 4
     assert json.loads(lines[1]) == {
         "index": 1, "prompt": "val question 1 [b]?", "response": "t4", "ended": False,
-        "tokens": 1, "score": 2.0, "parts": {"head": 1.0}, "kl": -1.0,
+        "tokens": 1, "score": 2.0, "parts": {"head": 1.0}, "kl": -1.0, "ref_logprob": -1.0,
         "judge": {"gold": 2.0, "correct": None},
     }  # fmt: skip
     expected = {
         "eval/reward_mean": 4.5, "eval/kl": -0.25, "eval/response_tokens": 2.0, "eval/ended": 0.5,
         "eval/judge/correct": 1.0, "eval/judge/gold": 5.0,
+        "eval/response_perplexity": pytest.approx(math.exp(4.5 / 4)), "eval/distinct_1": 0.5,
+        "eval/distinct_2": 0.5, "eval/win_rate": 1.0,
     }  # fmt: skip
     assert evaluation.last == expected
-    assert evaluation.first == {**expected, "eval/reward_mean": 0.5}
+    assert evaluation.first == {**expected, "eval/reward_mean": 0.5, "eval/win_rate": 0.5}
+
+
+def test_a_resumed_run_compares_with_the_sft_samples_in_their_file(
+    fit: Fit, tmp_path: Path
+) -> None:
+    """Scores of iteration 0 raised in the file: the first of two responses no longer wins."""
+    fit(FakePPO(), [Evaluation(None, tmp_path)], [], batches=1, num_sanity_val_steps=-1)
+    file = tmp_path / "samples" / "eval_000000.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines[::2]:
+        line["score"] += 9
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resumed, module = Evaluation(None, tmp_path), FakePPO()
+    module.iteration = 1
+    fit(module, [resumed], [], batches=1)
+    assert resumed.last is not None
+    assert resumed.last["eval/win_rate"] == 0.5
+
+
+@pytest.mark.parametrize("rows", [None, '{"index": 7, "score": 1.0}\n'])
+def test_without_sft_samples_of_the_same_prompts_there_is_no_win_rate(
+    fit: Fit, tmp_path: Path, rows: str | None
+) -> None:
+    if rows is not None:
+        (tmp_path / "samples").mkdir()
+        (tmp_path / "samples" / "eval_000000.jsonl").write_text(rows)
+    evaluation = Evaluation(None, tmp_path)
+    module = FakePPO()
+    module.iteration = 1
+    fit(module, [evaluation], [], batches=1)
+    assert evaluation.last is not None
+    assert "eval/win_rate" not in evaluation.last
 
 
 def test_the_first_evaluation_survives_a_resume(tmp_path: Path) -> None:
@@ -58,7 +95,10 @@ def test_without_a_judge_there_is_no_verdict(fit: Fit, tmp_path: Path) -> None:
 
 
 def test_a_part_that_never_applies_has_no_mean() -> None:
-    sample = {"score": 1.0, "kl": 0.0, "tokens": 1, "ended": True, "parts": {"head": 1.0}}
+    sample = {
+        "score": 1.0, "kl": 0.0, "ref_logprob": 0.0, "tokens": 1, "ended": True, "response": "a",
+        "parts": {"head": 1.0},
+    }  # fmt: skip
     metrics = evaluation_metrics([{**sample, "judge": {"gold": 1.0, "polite": None}}])
     assert "eval/judge/gold" in metrics
     assert "eval/judge/polite" not in metrics

@@ -361,7 +361,7 @@ def test_names_keys_and_metrics_of_the_rules_exist() -> None:
         assert set(re.findall(r"\b(?:ppo|data)\.\w+", text)) <= keys, rule.name
         known = (*METRICS, "eval/judge/gold")
         for metric in re.findall(r"\b(?:rollout|update|eval)/\w+(?:/\w+)?", text):
-            assert metric in known or metric == "rollout/groups_alike", (rule.name, metric)
+            assert metric in known, (rule.name, metric)
         assert rule.find.__doc__ is None
         assert not text.endswith(".")
 

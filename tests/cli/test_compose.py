@@ -22,7 +22,7 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.loggers import LoggerConfig, WandbConfig
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.overrides import refuse_other_stages
-from lightning_rlhf.core.config import EvalConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
@@ -99,7 +99,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
         "advantage"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["eval", "ppo", "rm", "sft"]
+    assert STAGES == ["eval", "eval_policy", "eval_reward", "ppo", "rm", "sft"]
     assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
     assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
 
@@ -228,7 +228,8 @@ SECTIONS: dict[str, type] = {
     "stages/sft": SFTConfig,
     "stages/rm": RMConfig,
     "stages/ppo": PPOConfig,
-    "stages/eval": EvalConfig,
+    "stages/eval_policy": PolicyEvalConfig,
+    "stages/eval_reward": EvalConfig,
     "model": ModelConfig,
     "data": DataConfig,
     **{f"reward/{kind}": config for kind, config in REWARDS.items()},
@@ -240,6 +241,7 @@ RECEIVERS: dict[type, set[str]] = {
     RMConfig: {"config"},
     PPOConfig: {"config"},
     EvalConfig: {"config"},
+    PolicyEvalConfig: {"config"},
     ModelConfig: {"config", "model"},
     LoRASettings: {"settings"},
     DataConfig: {"config", "data"},

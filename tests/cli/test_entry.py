@@ -60,7 +60,13 @@ def test_help_shows_the_name_it_was_called_by(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("stage=", {"stage=eval", "stage=ppo", "stage=rm", "stage=sft"}),
+        (
+            "stage=",
+            {
+                f"stage={name}"
+                for name in ("eval", "eval_policy", "eval_reward", "ppo", "rm", "sft")
+            },
+        ),
         ("stage=ppo ppo.clip_range_h", {"ppo.clip_range_high="}),
     ],
 )

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,10 @@ from lightning_rlhf.report.estimates import (
     equal_mass,
     group_accuracy,
     interval95,
+    mean_interval,
     ranges,
+    rate_interval,
+    resample_shares,
     resampled_means,
     shared_edges,
 )
@@ -107,3 +113,71 @@ def test_moments_and_histogram() -> None:
     assert (found.lowest, found.highest, found.histogram) == (0.0, 4.0, (3, 0, 1))
     assert len(shared_edges(np.arange(400.0))) == 21
     assert len(shared_edges(np.ones(3))) == 11
+
+
+# Coverage: in 1,000 simulated sets of differences or rates a 95% interval holds the truth in 93 to
+# 97% of them; the standard error of such a share is 0.7%.
+
+SETS = 1000
+GAINS: dict[str, Callable[[np.random.Generator, int], tuple[Any, float]]] = {
+    "normal": lambda g, n: (g.normal(0.3, 1, (SETS, n)), 0.3),
+    "skewed": lambda g, n: (g.exponential(1, (SETS, n)), 1.0),
+    "skewed the other way": lambda g, n: (2 - g.exponential(1, (SETS, n)), 1.0),
+    # A paired difference of two skewed scores.
+    "paired": lambda g, n: (g.exponential(2, (SETS, n)) - g.exponential(1, (SETS, n)), 1.0),
+    # floor of an exponential of mean 2 is geometric with mean 1 / (e^(1/2) - 1).
+    "skewed and tied": lambda g, n: (
+        np.floor(g.exponential(2, (SETS, n))), 1 / (np.exp(0.5) - 1)
+    ),
+    # 60% of the prompts have the same response from both policies.
+    "mostly the same": lambda g, n: (
+        g.exponential(1, (SETS, n)) * (g.random((SETS, n)) < 0.4), 0.4
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prompts", [32, 100])
+@pytest.mark.parametrize("kind", GAINS)
+def test_intervals_of_means_hold_the_mean(kind: str, prompts: int) -> None:
+    values, truth = GAINS[kind](np.random.default_rng(prompts), prompts)
+    low, high = mean_interval(values, seed=0)
+    assert 0.93 <= ((low <= truth) & (truth <= high)).mean() <= 0.97
+
+
+@pytest.mark.parametrize("prompts", [32, 100])
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.85])
+@pytest.mark.parametrize("samples", [1, 4])
+def test_intervals_of_win_rates_hold_the_rate(rate: float, samples: int, prompts: int) -> None:
+    """One pair of responses a prompt, a fifth of them ties; or four, alike within a prompt."""
+    generator = np.random.default_rng(prompts)
+    shape = (SETS, prompts)
+    if samples == 1:
+        draw = generator.random(shape)
+        values = np.where(draw < 0.2, 0.5, (draw < 0.1 + rate).astype(float))
+    else:
+        values = generator.binomial(4, generator.beta(3 * rate, 3 - 3 * rate, shape)) / 4
+    low, high = rate_interval(values, seed=0)
+    assert 0.93 <= ((low <= rate) & (rate <= high)).mean() <= 0.97
+    assert (low >= 0).all()
+    assert (high <= 1).all()
+
+
+def test_a_percentile_interval_of_few_skewed_values_holds_too_seldom() -> None:
+    """The reason why the bootstrap is studentised."""
+    values, truth = GAINS["skewed"](np.random.default_rng(0), 24)
+    low, high = np.percentile(values @ resample_shares(24, 0).T, [2.5, 97.5], axis=-1)
+    assert ((low <= truth) & (truth <= high)).mean() < 0.93
+
+
+def test_an_interval_moves_and_scales_with_its_values() -> None:
+    values = np.random.default_rng(0).exponential(1, 20)
+    low, high = mean_interval(values, seed=0)
+    moved = mean_interval(7 - 1e6 * values, seed=0)
+    np.testing.assert_allclose(moved, (7 - 1e6 * high, 7 - 1e6 * low), rtol=1e-9)
+
+
+def test_equal_differences_are_certain_and_equal_wins_are_not() -> None:
+    assert [float(end) for end in mean_interval(np.full(8, 0.3), seed=0)] == [0.3, 0.3]
+    low, high = rate_interval(np.ones(8), seed=0)
+    assert 0.5 < low < 1
+    assert high == 1

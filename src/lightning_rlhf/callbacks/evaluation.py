@@ -16,6 +16,8 @@ from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import EvaluationResult
+from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
+from lightning_rlhf.io.reading import json_lines
 from lightning_rlhf.io.storage import make_folder, written_whole
 from lightning_rlhf.io.user_code import FAULTS, load_function
 from lightning_rlhf.io.visible import json_line, visible_line
@@ -36,6 +38,7 @@ class Evaluation(Callback):
     def __init__(self, judge: Judge | None, run_dir: Path) -> None:
         self.first: dict[str, float] | None = None
         self.last: dict[str, float] | None = None
+        self._sft: Sequence[Mapping[str, Any]] | None = None
         self._judge = judge
         self._run_dir = run_dir
 
@@ -68,6 +71,9 @@ class Evaluation(Callback):
             return
         samples = _gathered(trainer, self._samples)
         metrics = evaluation_metrics(samples)
+        start = self._start(samples, ppo_view(pl_module).iteration)
+        if start is not None:
+            metrics["eval/win_rate"] = win_rate(samples, start)
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
@@ -77,6 +83,24 @@ class Evaluation(Callback):
             lines = [json_line(sample) + "\n" for sample in samples]
             with written_whole(path) as beside:
                 beside.write_text("".join(lines), encoding="utf-8")
+
+    def _start(
+        self, samples: Sequence[Mapping[str, Any]], iteration: int
+    ) -> Sequence[Mapping[str, Any]] | None:
+        """Return the SFT model's samples: those of iteration 0, whose policy it is.
+
+        They are read from their file where this process did not make them. None where there are
+        none for the same prompts.
+        """
+        if iteration == 0:
+            self._sft = samples
+        elif self._sft is None and (path := eval_samples(self._run_dir, 0)).is_file():
+            self._sft = [found for _, found in json_lines(path)]
+        found = self._sft
+        is_paired = found is not None and [s["index"] for s in found] == [
+            s["index"] for s in samples
+        ]
+        return found if is_paired else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "last": self.last}
@@ -92,15 +116,16 @@ def evaluated(
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
     says, by name, before weights), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats),
-    judge (its parts; empty without a judge).
+    ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge).
     """
     rollout, decoded, scores = result.rollout, result.decoded, result.scores
     mask = rollout.response_mask
     kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
+    ref_logprob = scores.ref_logprobs.float().sum(dim=1)
     numbers = torch.stack([rollout.index, rollout.ended, mask.sum(dim=1)], dim=1).tolist()
-    facts = torch.stack([scores.score.float(), kl], dim=1).tolist()
+    facts = torch.stack([scores.score.float(), kl, ref_logprob], dim=1).tolist()
     samples = []
-    for row, response, parts, (index, ended, length), (score, kl_sum) in zip(
+    for row, response, parts, (index, ended, length), (score, kl_sum, ref_sum) in zip(
         decoded.rows,
         decoded.responses,
         scores.component_scores.tolist(),
@@ -119,6 +144,7 @@ def evaluated(
                 "score": score,
                 "parts": dict(zip(components, parts, strict=True)),
                 "kl": kl_sum,
+                "ref_logprob": ref_sum,
                 "judge": verdict,
             }
         )
@@ -126,12 +152,19 @@ def evaluated(
 
 
 def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means over samples; a part of the judge's verdict over the samples that have it."""
+    """Return means over samples, and numbers of all samples together.
+
+    A part of the judge's verdict is a mean over the samples that have it.
+    """
+    tokens = sum(s["tokens"] for s in samples)
     metrics = {
         "eval/reward_mean": fmean(s["score"] for s in samples),
         "eval/kl": fmean(s["kl"] for s in samples),
         "eval/response_tokens": fmean(s["tokens"] for s in samples),
         "eval/ended": fmean(s["ended"] for s in samples),
+        "eval/response_perplexity": perplexity(-sum(s["ref_logprob"] for s in samples) / tokens),
+        "eval/distinct_1": distinct((s["response"] for s in samples), 1),
+        "eval/distinct_2": distinct((s["response"] for s in samples), 2),
     }
     names = list(samples[0]["parts"])
     if len(names) > 1:
@@ -142,6 +175,11 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
             if value is not None:
                 verdicts.setdefault(part, []).append(value)
     return metrics | {JUDGE + part: fmean(values) for part, values in sorted(verdicts.items())}
+
+
+def win_rate(samples: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of samples that score above the other of the same place, a tie as half."""
+    return fmean(outcome(a["score"], b["score"]) for a, b in zip(samples, others, strict=True))
 
 
 def load_judge(source: str) -> Judge:

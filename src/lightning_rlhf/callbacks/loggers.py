@@ -110,6 +110,22 @@ def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: 
                 logger.experiment.add_image(what, imread(path), step, dataformats="HWC")
 
 
+def log_table(
+    loggers: Sequence[Logger],
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    step: int,
+) -> None:
+    """Log a table to W&B, where it is one of the loggers."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+            logger.log_metrics({name: table}, step=step)
+
+
 @rank_zero_only
 def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
     import wandb

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_rlhf.core.config import Mode, Stage
-from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, PART
+from lightning_rlhf.rewards.prefixes import EVAL_PART, INTERVALS, JUDGE, PART, PASS
 
 Phase = Literal["rollout", "update", "eval", "time", "compute"]
 
@@ -17,7 +17,7 @@ FITNESS = "fitness/"
 MACHINE = ("time/", "compute/device_s", "compute/peak_memory")
 """Starts of the names of metrics that a repeated run measures differently."""
 
-CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS)
+CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS, PASS, *INTERVALS)
 """Prefixes of metrics whose names are not listed in METRICS."""
 
 
@@ -43,6 +43,8 @@ class Metric:
 PPO: tuple[Stage, ...] = ("ppo",)
 SFT: tuple[Stage, ...] = ("sft",)
 RM: tuple[Stage, ...] = ("rm",)
+EVAL_POLICY: tuple[Stage, ...] = ("eval_policy",)
+EVALUATED: tuple[Stage, ...] = ("ppo", "eval_policy")
 EVERY: tuple[Stage, ...] = ("sft", "rm", "ppo")
 
 METRICS: dict[str, Metric] = {
@@ -320,7 +322,14 @@ METRICS: dict[str, Metric] = {
         "falls; a rise is overfitting",
         better="min",
     ),
-    "eval/perplexity": Metric("exp(eval/loss)", "tokens", "eval", SFT, "falls", better="min"),
+    "eval/perplexity": Metric(
+        "exp(eval/loss); of stage=eval_policy, exp of the same loss on held-out demonstrations",
+        "tokens",
+        "eval",
+        (*SFT, *EVAL_POLICY),
+        "falls; after PPO, not far above that of the SFT model",
+        better="min",
+    ),
     "eval/rm_loss": Metric(
         "-log sigmoid(chosen - rejected), mean over all validation pairs",
         "nats a pair",
@@ -353,7 +362,7 @@ METRICS: dict[str, Metric] = {
         "mean score over validation prompts",
         "score",
         "eval",
-        PPO,
+        EVALUATED,
         "rises with reward_mean",
         better="max",
     ),
@@ -361,30 +370,88 @@ METRICS: dict[str, Metric] = {
         "mean over validation responses of one of several components of the reward",
         "the component's",
         "eval",
-        PPO,
+        EVALUATED,
         "as rollout/reward/<component>",
     ),
     "eval/kl": Metric(
         "mean over validation responses of sum_t (logprob_t - ref_logprob_t)",
         "nats a response",
         "eval",
-        PPO,
+        EVALUATED,
         "near kl_divergence; single responses may be negative",
         better="min",
     ),
-    "eval/response_tokens": Metric("mean response length", "tokens", "eval", PPO, "no drift"),
+    "eval/response_tokens": Metric("mean response length", "tokens", "eval", EVALUATED, "no drift"),
     "eval/ended": Metric(
         "share of responses that end with an end token or stop string",
         "share",
         "eval",
-        PPO,
+        EVALUATED,
         "near 1",
+    ),
+    "eval/response_perplexity": Metric(
+        "exp(-sum of the reference's log-probabilities of response tokens / number of them)",
+        "tokens",
+        "eval",
+        EVALUATED,
+        "as that of the SFT model; a rise with the reward is text that the SFT model would not say",
+    ),
+    "eval/distinct_1": Metric(
+        "different words / words, over all responses together (Li et al. 2016)",
+        "share",
+        "eval",
+        EVALUATED,
+        "as that of the SFT model; a fall is repetition, in a response or across prompts",
+    ),
+    "eval/distinct_2": Metric(
+        "different pairs of neighbouring words / such pairs, over all responses together",
+        "share",
+        "eval",
+        EVALUATED,
+        "as eval/distinct_1",
+    ),
+    "eval/win_rate": Metric(
+        "share of validation responses that score above the SFT model's response to the same "
+        "prompt with the same random numbers, a tie counting one half",
+        "share",
+        "eval",
+        EVALUATED,
+        "starts at 0.5, rises",
+    ),
+    "eval/win_rate_<end>": Metric(
+        "end, low or high, of the 95% interval of eval/win_rate, by bootstrap over prompts",
+        "share",
+        "eval",
+        EVAL_POLICY,
+        "low above 0.5",
+    ),
+    "eval/reward_gain": Metric(
+        "mean over prompts of the score less that of the SFT model",
+        "score",
+        "eval",
+        EVAL_POLICY,
+        "above 0",
+    ),
+    "eval/reward_gain_<end>": Metric(
+        "end, low or high, of the 95% interval of eval/reward_gain, by bootstrap over prompts",
+        "score",
+        "eval",
+        EVAL_POLICY,
+        "low above 0",
+    ),
+    "eval/pass@<k>/<score>": Metric(
+        "mean over prompts of 1 - C(n - c, k) / C(n, k), with n responses of which c have a score "
+        "of 1, for scores of 0 and 1 alone (Chen et al. 2021)",
+        "share",
+        "eval",
+        EVAL_POLICY,
+        "rises",
     ),
     "eval/judge/<part>": Metric(
         "mean of one of the judge's scores over the validation responses that have it",
         "the judge's",
         "eval",
-        PPO,
+        EVALUATED,
         "gold that falls while the reward rises is reward hacking",
     ),
     "time/rollout_s": Metric("sampling responses with their values", "s", "time", PPO, "-"),

@@ -6,7 +6,7 @@ import math
 from statistics import fmean, stdev
 
 from lightning_rlhf.callbacks.history import History, rule
-from lightning_rlhf.core.prefixes import JUDGE
+from lightning_rlhf.rewards.prefixes import JUDGE
 
 FLAT_AFTER, GAIN = 40, 0.1
 """Iterations before the reward can be flat, and the least gain, in standard deviations of the

@@ -6,7 +6,6 @@ A mean computed from sums is exact; a mean of batch means is not, where batches 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,10 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.results import PairScores, SFTEvaluation, SFTStep
+from lightning_rlhf.core.text_metrics import perplexity
 
 Phase = Literal["update", "eval"]
-LARGEST_EXPONENT = math.log(sys.float_info.max)
-"""Natural logarithm of the largest float, 709.78."""
 
 
 def sft_train_sums(result: SFTStep) -> Float[Tensor, " 2"]:
@@ -36,8 +34,7 @@ def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
     """Return the loss in nats per target token, and the perplexity exp(loss), inf on overflow."""
     nll, tokens = sums
     loss = nll / tokens if tokens else math.nan
-    perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
-    return {f"{phase}/loss": loss, f"{phase}/perplexity": perplexity}
+    return {f"{phase}/loss": loss, f"{phase}/perplexity": perplexity(loss)}
 
 
 def reward_sums(scores: PairScores) -> Float[Tensor, " 5"]:

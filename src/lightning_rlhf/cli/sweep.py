@@ -22,7 +22,6 @@ from lightning_rlhf.core.errors import CheckpointError, RLHFError
 from lightning_rlhf.io.reading import is_number
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.weights import json_object
-from lightning_rlhf.report.fitness_page import NUMBERS
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 from lightning_rlhf.stages import ppo
 from lightning_rlhf.stages.console import say
@@ -189,9 +188,10 @@ def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
     if not final.is_dir():
         raise CheckpointError(f"{final} is missing")
     if stage.hands_over == "report":
-        found = json_object(final / NUMBERS).get("metrics")
+        file = final / stage.numbers
+        found = json_object(file).get("metrics")
         if not isinstance(found, dict) or not all(map(is_number, found.values())):
-            raise CheckpointError(f"{final / NUMBERS} is damaged: it holds no metrics")
+            raise CheckpointError(f"{file} is damaged: it holds no metrics")
         return found
     return find(str(final), "final").require_manifest(stage.name).metrics
 

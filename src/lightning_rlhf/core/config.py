@@ -138,6 +138,42 @@ class EvalConfig:
     base."""
 
 
+Names = Annotated[
+    tuple[Text, ...],
+    Field(strict=False, min_length=1),
+    described("a list of final/ folders, checkpoint files and hub ids, null"),
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyEvalConfig:
+    """Settings of the evaluation of policies."""
+
+    policies: Names | None
+    """Policies to compare with each other and with the SFT model; None for that of the run."""
+    samples_per_prompt: Count
+    """Number of responses that are sampled to each held-out prompt, besides the greedy one."""
+    temperature: PositiveFloat
+    """Sampling temperature, at which log-probabilities are measured too."""
+    max_response_tokens: PositiveInt
+    """Largest number of tokens of a response, the end token included."""
+    stop_strings: Annotated[tuple[str, ...], Field(strict=False)]
+    """Texts that end a response as an end token does."""
+    pass_k: Annotated[tuple[Count, ...], Field(strict=False)] | None
+    """Values of k for pass@k; None for 1 and `samples_per_prompt`."""
+    batch_size: Count
+    """Number of responses that are sampled or read at once."""
+    shown: Count
+    """Number of prompts whose responses evaluation.md shows."""
+
+    def __post_init__(self) -> None:
+        for k in self.pass_k or ():
+            rule(k <= self.samples_per_prompt, "pass_k", k,
+                 f"1 to {self.samples_per_prompt}, the samples_per_prompt")  # fmt: skip
+        given = self.policies or ()
+        rule(len(set(given)) == len(given), "policies", list(given), "each policy once")
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RMConfig(SupervisedConfig):
     """Settings of reward modelling."""

@@ -18,6 +18,8 @@ FEWEST = 8
 """Minimum number of values for one of them to count as far outside."""
 
 Interval = tuple[float, float]
+Ends = tuple[Float[ndarray, " *S"], Float[ndarray, " *S"]]
+"""Low and high ends of intervals."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,59 @@ def interval95(resamples: Float[ndarray, " R"]) -> Interval:
     """Return the 2.5% and 97.5% quantiles of the resamples that are not NaN."""
     low, high = np.nanpercentile(resamples, [2.5, 97.5])
     return float(low), float(high)
+
+
+def mean_interval(values: Float[ndarray, "*S N"], seed: int) -> Ends:
+    """Return the ends of 95% intervals of means over N prompts, for each of S sets of values.
+
+        mean - q(97.5%) * se  to  mean - q(2.5%) * se,    q: quantiles of (mean* - mean) / se*,
+
+    with the standard errors se of the values and se* of a resample of whole prompts: the
+    studentised bootstrap. The percentile bootstrap holds the mean of skewed values too seldom, for
+    16 exponential ones 89% of the time. A resample of equal values takes the se of all values. All
+    sets share the resamples. At least two prompts are needed.
+
+    Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5
+    """
+    n = values.shape[-1]
+    mean = values.mean(axis=-1, keepdims=True)
+    off = values - mean
+    scale = np.abs(off).max(axis=-1, keepdims=True)
+    off = np.divide(off, scale, out=np.zeros_like(off), where=scale > 0)
+    shares = resample_shares(n, seed)
+    moved = off @ shares.T
+    variance = np.maximum(off**2 @ shares.T - moved**2, 0) / (n - 1)
+    own = np.sqrt((off**2).mean(axis=-1, keepdims=True) / (n - 1))
+    error = np.where(variance > 1e-12, np.sqrt(variance), own)
+    student = np.divide(moved, error, out=np.zeros_like(moved), where=error > 0)
+    high, low = np.percentile(student, [2.5, 97.5], axis=-1)
+    error_of_mean = own[..., 0] * scale[..., 0]
+    return mean[..., 0] - error_of_mean * low, mean[..., 0] - error_of_mean * high
+
+
+def rate_interval(rates: Float[ndarray, "*S N"], seed: int) -> Ends:
+    """Return the ends of 95% intervals of mean rates over N prompts, for each of S sets of rates.
+
+    They are percentiles of the bootstrap over the prompts and three more, of the rates 1, 1/2 and
+    0, so that they stay between 0 and 1 and a win on every prompt is not taken for certain. All
+    sets share the resamples.
+
+    rates: 0 to 1 each, for example wins with a tie as one half.
+    Source: Agresti and Coull 1998, The American Statistician 52(2), for added successes and
+        failures
+    Departs: they add two of each, which covers a rate that varies little with up to 98%.
+    """
+    more = np.broadcast_to([0.0, 0.5, 1.0], (*rates.shape[:-1], 3))
+    known = np.concatenate([rates, more], axis=-1)
+    means = known @ resample_shares(known.shape[-1], seed).T
+    low, high = np.percentile(means, [2.5, 97.5], axis=-1).clip(0, 1)  # sums may round beyond
+    return low, high
+
+
+def resample_shares(n: int, seed: int) -> Float[ndarray, "R N"]:
+    """Return the share of each of n rows in each of RESAMPLES samples with replacement."""
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
+    return counts / n
 
 
 def group_accuracy(

@@ -5,3 +5,8 @@ JUDGE = "eval/judge/"
 
 PART, EVAL_PART = "rollout/reward/", "eval/reward/"
 """Prefixes of the components of a reward with several components, in training and evaluation."""
+
+PASS = "eval/pass@"
+"""Prefix of pass@k, which the number k and the name of the score complete."""
+INTERVALS = ("eval/reward_gain_", "eval/win_rate_")
+"""Prefixes of the ends of intervals, which low and high complete."""

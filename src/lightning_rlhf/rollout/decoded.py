@@ -44,20 +44,26 @@ def encode_responses(
         )
         for row in rows
     ]
-    prompt, prompt_mask = pad(prompts, chat.pad_token_id, "left")
-    response, response_mask = pad(
-        [chat.response_tokens(text) for text in responses], chat.pad_token_id, "right"
-    )
-    rollout = SampledResponses(
+    encoded = [chat.response_tokens(text) for text in responses]
+    rollout = as_responses(prompts, encoded, chat.pad_token_id)
+    return DecodedResponses(rollout=rollout, rows=rows, responses=responses)
+
+
+def as_responses(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int
+) -> SampledResponses:
+    """Return given responses, as tokens with their end tokens, in the form of sampled ones."""
+    prompt, prompt_mask = pad(prompts, pad_id, "left")
+    response, response_mask = pad(responses, pad_id, "right")
+    return SampledResponses(
         tokens=torch.cat([prompt, response], dim=1),
         mask=torch.cat([prompt_mask, response_mask], dim=1),
         response_mask=response_mask,
-        ended=torch.ones(len(rows), dtype=torch.bool),
+        ended=torch.ones(len(prompts), dtype=torch.bool),
         logprobs=None,
         values=None,
-        index=torch.arange(len(rows)),
+        index=torch.arange(len(prompts)),
     )
-    return DecodedResponses(rollout=rollout, rows=rows, responses=responses)
 
 
 @torch.no_grad()

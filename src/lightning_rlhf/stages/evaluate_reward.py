@@ -1,4 +1,4 @@
-"""The run of stage=eval."""
+"""The run of stage=eval_reward."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     check_room(
         roles, config.batch_size, longest, response, "data.max_response_tokens", ready.device
     )
-    reward = build_reward(ready, roles, light, MicrobatchSize("eval.batch_size", config.batch_size))
+    reward = build_reward(
+        ready, roles, light, MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
+    )
     roles.to(ready.device)
     check_formats(ready, reward)
 
@@ -117,7 +119,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         final = folder / FINAL
         with written_whole(final) as whole:
             shutil.copytree(beside, whole)
-    say(f"eval finished: {final / page.page.name}")
+    say(f"{settings.stage} finished: {final / page.page.name}")
     return final
 
 

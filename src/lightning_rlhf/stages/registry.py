@@ -7,12 +7,19 @@ from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.io.user_code import load_object
-from lightning_rlhf.stages import eval as eval_stage
-from lightning_rlhf.stages import ppo, rm, sft
+from lightning_rlhf.stages import eval_policy, eval_reward, ppo, rm, sft
 from lightning_rlhf.stages.stage import Stage
 
 STAGES: Mapping[str, Stage] = {
-    stage.name: stage for stage in (sft.STAGE, rm.STAGE, ppo.STAGE, eval_stage.STAGE)
+    stage.name: stage
+    for stage in (
+        sft.STAGE,
+        rm.STAGE,
+        ppo.STAGE,
+        eval_policy.STAGE,
+        eval_reward.STAGE,
+        eval_reward.ALIAS,
+    )
 }
 """Name -> stage of this package."""
 DEFINITION = "definition"

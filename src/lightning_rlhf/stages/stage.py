@@ -100,6 +100,8 @@ class Stage:
     """Frozen dataclass of the section; a StageConfig where the stage trains."""
     data: Kind
     """Section of `data` that the stage reads."""
+    also_reads: tuple[Kind, ...] = ()
+    """Further sections of `data` that the stage reads where they name a source."""
     run: Callable[[Settings, Any], Path]
     """(settings, their `config`) -> path of the `final/` folder that the stage hands over."""
     prepare: Callable[[Settings, Any], Any] | None = None
@@ -113,6 +115,8 @@ class Stage:
     """Whether the stage reads the section `reward`, and the reward models named there."""
     reads_judge: bool = False
     """Whether the stage reads `data.judge`."""
+    reads_models: Callable[[Settings], Mapping[str, Final]] | None = None
+    """Function of the settings that returns the other checkpoints that the stage reads, by role."""
     check: Callable[[Settings, Mapping[str, Final]], object] | None = None
     """Function of (settings, parents by role) that raises an RLHFError for errors that can be found
     before Lightning and torch are imported."""
@@ -146,7 +150,9 @@ class Stage:
     """Data that `lightning-rlhf replay` computes again: the recorded updates, or the rows of the
     batch at which the run ended."""
     hands_over: Literal["model", "report"] = "model"
-    """Content of `final/`: a model with a manifest, or a fitness report."""
+    """Content of `final/`: a model with a manifest, or a report."""
+    numbers: str = "fitness.json"
+    """File of a report in `final/` whose key `metrics` holds its numbers."""
 
     @property
     def trains(self) -> bool:
@@ -156,8 +162,9 @@ class Stage:
     @property
     def unread(self) -> tuple[str, ...]:
         """Return the keys of the configuration that the stage does not read."""
+        read = (self.data, *self.also_reads)
         return (
-            *(f"data.{kind}" for kind in DATA_KINDS if kind != self.data),
+            *(f"data.{kind}" for kind in DATA_KINDS if kind not in read),
             *(() if self.reads_judge else ("data.judge",)),
             *(() if self.reads_reward else ("reward",)),
         )

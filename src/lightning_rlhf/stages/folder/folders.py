@@ -234,6 +234,8 @@ def find_parents(settings: Settings) -> dict[str, Final]:
         found[SFT] = find_sft(settings)
     if settings.definition.reads_reward:
         found |= find_rewards(settings)
+    if settings.definition.reads_models is not None:
+        found |= settings.definition.reads_models(settings)
     parents = {role: final for role, final in found.items() if final is not None}
     for final in parents.values():
         check_weights(final.path)

@@ -44,8 +44,8 @@ NOT_SERVED = {
     "reward.name_or_path": "give it as the folder or hub id to serve",
     "reward.weight": ASKER,
     "reward.clip": ASKER,
-    "reward.format_check": "stage=ppo and stage=eval check the format of reward=model",
-    "reward.format_tolerance": "stage=ppo and stage=eval check the format of reward=model",
+    "reward.format_check": "stage=ppo and stage=eval_reward check the format of reward=model",
+    "reward.format_tolerance": "stage=ppo and stage=eval_reward check the format of reward=model",
     "reward.unfit": "stage=ppo decides that of reward=model",
 }
 """Keys of conf/reward/model.yaml that do not apply to a server -> what to do instead."""

@@ -1,7 +1,11 @@
-"""stage=eval: a report on whether a reward, of any source, is fit to be maximised by PPO."""
+"""stage=eval_reward: a report on whether a reward, of any source, is fit to be maximised by PPO.
+
+stage=eval is the same stage by its earlier name, with a section and folders of that name.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_rlhf.core.config import EvalConfig
@@ -16,7 +20,7 @@ def run(settings: Settings, config: EvalConfig) -> Path:
 
 
 STAGE = Stage(
-    name="eval",
+    name="eval_reward",
     title="Fitness of a reward",
     config=EvalConfig,
     data="preferences",
@@ -25,3 +29,4 @@ STAGE = Stage(
     summary=("fitness/accuracy", "fitness/length_gap", "fitness/flags"),
     hands_over="report",
 )
+ALIAS = replace(STAGE, name="eval")

@@ -1,0 +1,154 @@
+"""The policies that stage=eval_policy compares: `final/` folders, hub ids, checkpoints of PPO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, load, run_of
+from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.validation import build
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
+from lightning_rlhf.models.config import SFT, LoRASettings
+from lightning_rlhf.models.weights import json_object
+from lightning_rlhf.stages.folder.changes import read_config
+from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, PARENTS, earlier, folder_of
+from lightning_rlhf.stages.sections import section
+from lightning_rlhf.stages.stage import Settings
+
+KEY = "eval_policy.policies"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint of PPO, from which the adapter of its policy is read."""
+
+    path: Path
+    """Path of the file, in the folder `checkpoints/` of its run."""
+
+    @property
+    def run(self) -> Path:
+        """Return the folder of its run."""
+        return self.path.parent.parent
+
+    def lora(self) -> LoRASettings:
+        """Return the settings of the policy's adapter. Raises an RLHFError where there are none."""
+        file = self.run / CONFIG
+        tree = read_config(file, "a checkpoint is read with its run")
+        model = section(tree, "model", "lora")
+        return build(LoRASettings, model["lora"], f"{file}: model.lora")
+
+
+Source = Final | Kept
+
+
+def find_policies(settings: Settings) -> dict[str, Source]:
+    """Return the policies to compare by a short name, in their order.
+
+    Raises CheckpointError or HubError where one is not there or is no policy.
+    """
+    config: PolicyEvalConfig = settings.config
+    if config.policies is not None:
+        names = short_names(config.policies)
+        return {n: find_policy(s) for n, s in zip(names, config.policies, strict=True)}
+    final = earlier(settings, "ppo")
+    if final is None:
+        raise CheckpointError(
+            f"stage={settings.stage} compares policies, and {folder_of(settings, 'ppo')} has none. "
+            f"Run stage=ppo first, or give {KEY}=[FOLDER_OR_HUB_ID,...]"
+        )
+    return {"ppo": final}
+
+
+def find_policy(source: str) -> Source:
+    """Return the policy at a `final/` folder, a checkpoint file of PPO or a hub id."""
+    path = Path(source).expanduser()
+    if path.suffix == SUFFIX:
+        if not path.is_file():
+            raise CheckpointError(f"{KEY}: {source}: no such file; allowed: a checkpoint of PPO")
+        return Kept(path.resolve())
+    final = find(source, KEY)
+    stage = final.manifest.stage if final.manifest is not None else None
+    file = final.path / "config.json"
+    kinds = json_object(file).get("architectures") if file.is_file() else None
+    if stage == "rm" or any("Classification" in str(kind) for kind in kinds or ()):
+        raise CheckpointError(
+            f"{KEY}: {final.path} is a reward model or another classifier; allowed: the final/ "
+            "folder of stage=sft or stage=ppo, or another causal language model"
+        )
+    return final
+
+
+def policy_folders(settings: Settings) -> dict[str, Final]:
+    """Return the policies that are folders, by role."""
+    found = find_policies(settings)
+    return {f"policy {name}": one for name, one in found.items() if isinstance(one, Final)}
+
+
+def short_names(sources: Sequence[str]) -> list[str]:
+    """Return the end of each path, as short as keeps it apart from the others and from "sft"."""
+    paths = [PurePath(source.removesuffix(SUFFIX)) for source in sources]
+    parts = [path.parts[:-1] if path.name == FINAL else path.parts for path in paths]
+
+    def short(source: str, own: Sequence[str]) -> str:
+        for depth in range(1, len(own) + 1):
+            end = own[-depth:]
+            if end != (SFT,) and sum(other[-depth:] == end for other in parts) == 1:
+                return "/".join(end)
+        return source
+
+    return [short(source, own) for source, own in zip(sources, parts, strict=True)]
+
+
+def check_policies(settings: Settings, parents: Mapping[str, Final]) -> None:
+    """Raise CheckpointError where a policy cannot be compared with the SFT model.
+
+    All must have the base weights, the tokenizer and the chat template of the SFT model.
+    """
+    sft = parents.get(SFT)
+    for policy in find_policies(settings).values():
+        if isinstance(policy, Kept):
+            check_kept(policy, sft)
+        elif sft is not None and sft.manifest is not None and policy.manifest is not None:
+            check_family(policy.path, policy.manifest, sft.path, sft.manifest)
+
+
+def check_family(path: Path, ours: Manifest, sft: Path, theirs: Manifest) -> None:
+    """Raise CheckpointError unless two models have one base, tokenizer and chat template."""
+    for what, found, wanted in (
+        ("base model", base_of(ours), base_of(theirs)),
+        ("vocabulary", ours.tokenizer_hash, theirs.tokenizer_hash),
+        ("chat template", ours.chat_template, theirs.chat_template),
+    ):
+        if found != wanted:
+            raise CheckpointError(
+                f"{KEY}: the {what} of {path} is {found!r:.80}, but that of the SFT model {sft} is "
+                f"{wanted!r:.80}; allowed: policies trained from the same base model"
+            )
+
+
+def base_of(manifest: Manifest) -> str:
+    """Return the name of the base weights, with the seed where they are random."""
+    is_random = manifest.base == FROM_CONFIG
+    return f"{manifest.base}, seed {manifest.base_seed}" if is_random else manifest.base
+
+
+def check_kept(policy: Kept, sft: Final | None) -> None:
+    """Raise CheckpointError unless the file is a checkpoint of PPO from this SFT model."""
+    stage = run_of(policy.path, load(policy.path))["stage"]
+    if stage != "ppo":
+        raise CheckpointError(
+            f"{KEY}: {policy.path} is a checkpoint of stage={stage}; allowed: one of stage=ppo, or "
+            "a final/ folder"
+        )
+    policy.lora()
+    file = policy.run / PARENTS
+    then = read_config(file, "a checkpoint is read with its run")
+    now = {} if sft is None else {SFT: digest(sft.path)}
+    if {role: was for role, was in then.items() if role == SFT} != now:
+        raise CheckpointError(
+            f"{KEY}: {policy.path} was trained from another SFT model than "
+            f"{'the base model' if sft is None else sft.path}; give its own as policy.checkpoint"
+        )

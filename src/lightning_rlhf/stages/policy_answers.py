@@ -1,0 +1,186 @@
+"""What the policies of stage=eval_policy respond, one model in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_rlhf.callbacks.checkpoint_files import load
+from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError
+from lightning_rlhf.core.text_metrics import perplexity
+from lightning_rlhf.core.types import Rollout
+from lightning_rlhf.data.collate import collate_prompts
+from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens
+from lightning_rlhf.models.build_roles import (
+    check_positions,
+    check_room,
+    check_vocabulary,
+    start_from,
+)
+from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT, Roles
+from lightning_rlhf.report.comparison import Decoding
+from lightning_rlhf.rollout.annotate import annotate, predict
+from lightning_rlhf.rollout.decoded import as_responses
+from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.stages.launch import Prepared
+from lightning_rlhf.stages.policies import Kept, Source
+
+GREEDY = 1e-6
+"""Temperature at which a token whose logit is largest by more than 2e-5 has probability 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every policy is asked."""
+
+    ready: Prepared
+    config: PolicyEvalConfig
+    prompts: Sequence[PromptTokens]
+    rows: Sequence[dict[str, Any]]
+    """Rows of the data that the prompts index."""
+    references: Sequence[DemonstrationTokens]
+    """Held-out demonstrations; empty where the data have none."""
+    sources: Mapping[str, str]
+    """Policy -> path of the folder or file that it is loaded from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a policy responds, on the CPU."""
+
+    rollouts: Mapping[Decoding, Sequence[Rollout]]
+    perplexity: float | None
+    """Perplexity of the held-out demonstrations; None without any."""
+
+
+def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
+    """Return the models with the policy and the role that is the policy, on the device.
+
+    policy: None is the base model.
+    """
+    ready, config = task.ready, task.config
+    settings = ready.settings
+    with Working("loading the model"):
+        start = ready.parents.get(SFT) if isinstance(policy, Kept) else policy
+        roles = start_from(settings.model, start, trainable=False, seed=settings.seed)
+        if isinstance(policy, Kept):
+            load_adapter(roles, policy, settings.seed)
+    check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(example.prompt) for example in task.prompts)
+    check_positions(
+        roles, longest + config.max_response_tokens,
+        f"the longest prompt ({longest} tokens) with {settings.stage}.max_response_tokens "
+        f"({config.max_response_tokens})",
+        lower=f"{settings.stage}.max_response_tokens or data.max_prompt_tokens",
+    )  # fmt: skip
+    check_room(
+        roles, max(config.batch_size, config.samples_per_prompt), longest,
+        config.max_response_tokens, f"{settings.stage}.max_response_tokens", ready.device,
+    )  # fmt: skip
+    return roles.to(ready.device), POLICY if isinstance(policy, Kept) else REFERENCE
+
+
+def load_adapter(roles: Roles, policy: Kept, seed: int) -> None:
+    """Add the policy's adapter from a checkpoint of PPO.
+
+    Raises CheckpointError where it does not fit the model.
+    """
+    roles.add_adapter(POLICY, policy.lora(), seed)
+    state = load(policy.path)["state_dict"]
+    for name, parameter in roles.named_parameters():
+        if parameter.requires_grad:
+            found = state.get(f"roles.{name}")
+            if found is None or found.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{policy.path} does not fit the model: it has no {name} of the shape "
+                    f"{list(parameter.shape)}"
+                )
+            parameter.data.copy_(found)
+
+
+@torch.no_grad()
+def answer(task: Task, name: str, roles: Roles, role: str) -> Answers:
+    """Return the responses of a policy, and its perplexity of the demonstrations."""
+    config = task.config
+    count = len(task.prompts) * (config.samples_per_prompt + 1)
+    with roles.use_role(role), Working(f"sampling from {name}", count) as working:
+        try:
+            return Answers(
+                rollouts={
+                    "sampled": list(
+                        working.track(
+                            responses(task, roles, config.temperature, config.samples_per_prompt),
+                            len,
+                        )
+                    ),
+                    "greedy": list(working.track(responses(task, roles, GREEDY, 1), len)),
+                },
+                perplexity=perplexity(loss(task, roles)) if task.references else None,
+            )
+        except LogitsError as error:
+            raise LogitsError(f"policy {name}") from error
+        except torch.OutOfMemoryError as error:
+            key = f"{task.ready.settings.stage}.batch_size"
+            raise TrainingError(
+                f"{key} is {config.batch_size}: so many responses at once are too much for the "
+                f"memory of the device; allowed: a smaller {key}: {error}"
+            ) from error
+
+
+def responses(task: Task, roles: Roles, temperature: float, count: int) -> Iterator[Rollout]:
+    """Yield batches of `count` responses of the active role to each prompt, on the CPU.
+
+    The random numbers depend on the seed alone. Log-probabilities are those at
+    `config.temperature`, whatever the temperature of sampling.
+    """
+    config, ready = task.config, task.ready
+    params = SamplingParams(
+        max_response_tokens=config.max_response_tokens,
+        temperature=temperature,
+        end_token_ids=ready.chat.end_token_ids,
+        stop=ready.chat.stop_at(config.stop_strings),
+    )
+    sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
+    generator = torch.Generator().manual_seed(ready.settings.seed)
+    size = max(1, config.batch_size // count)
+    rows = MicrobatchSize(f"{ready.settings.stage}.batch_size", config.batch_size)
+    for start in range(0, len(task.prompts), size):
+        some = task.prompts[start : start + size]
+        prompts = collate_prompts(some, ready.chat.pad_token_id).to(ready.device)
+        sampled = sampler.sample(prompts, count, generator)
+        yield annotate(
+            sampled,
+            roles,
+            None,
+            is_exact=sampler.is_exact and temperature == config.temperature,
+            temperature=config.temperature,
+            policy_rows=rows,
+            batch_size=config.batch_size,
+        ).to("cpu")
+
+
+def loss(task: Task, roles: Roles) -> float:
+    """Return the active role's mean loss over the response tokens of the demonstrations, in nats.
+
+    - sum over responses and their tokens of log p(token) / number of those tokens
+    """
+    total, tokens = 0.0, 0
+    rows = MicrobatchSize(f"{task.ready.settings.stage}.batch_size", task.config.batch_size)
+    for start in range(0, len(task.references), rows.rows):
+        some = task.references[start : start + rows.rows]
+        batch = as_responses(
+            [e.prompt for e in some], [e.response for e in some], task.ready.chat.pad_token_id
+        ).to(task.ready.device)
+        logprobs, _ = rows.fitting(partial(predict, batch, roles, None, 1.0))
+        total += float(logprobs.double().sum())
+        tokens += int(batch.response_mask.sum())
+    return -total / tokens

@@ -1,0 +1,266 @@
+"""stage=eval_policy: policies against each other and against the SFT model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .conftest import Workplace, given, rows, tree
+
+JUDGE = """
+def halves(row, response, ended):
+    return {"even": float(len(response) % 2 == 0), "gold": float(len(response))}
+"""
+
+
+class Evaluated:
+    """What one run of the stage left."""
+
+    def __init__(self, place: Workplace, out: str) -> None:
+        self.place, self.out = place, out
+        self.folder = place.stage("eval_policy", "evaluated")
+        final = self.folder / "final"
+        self.page = (final / "evaluation.md").read_text()
+        self.numbers: dict[str, Any] = json.loads((final / "evaluation.json").read_text())
+        self.samples = [json.loads(x) for x in (final / "samples.jsonl").read_text().splitlines()]
+
+    def of(self, policy: str, decoding: str) -> list[dict[str, Any]]:
+        return [x["responses"][policy] for x in self.samples if x["decoding"] == decoding]
+
+    def compared(self, policy: str, other: str, number: str, decoding: str) -> dict[str, Any]:
+        wanted = {"policy": policy, "other": other, "number": number, "decoding": decoding}
+        (found,) = (c for c in self.numbers["comparisons"] if c.items() >= wanted.items())
+        return found
+
+
+def call(place: Workplace, *overrides: str, policies: str | None = None) -> Any:
+    ppo = place.stage("ppo")
+    policies = policies or (
+        f"{ppo}/final,{ppo}/checkpoints/000003.ckpt,{ppo}/checkpoints/000002.ckpt,"
+        f"{place.stage('sft')}/final"
+    )
+    return place.mini(
+        "stage=eval_policy", "run=evaluated", f"eval_policy.policies=[{policies}]",
+        "eval_policy.samples_per_prompt=2", "eval_policy.batch_size=3", *given(place), *overrides,
+    )  # fmt: skip
+
+
+FINAL, LAST, EARLIER, SAME = "ppo", "000003", "000002", "mini/sft"
+
+
+@pytest.fixture(scope="module")
+def evaluated(pipeline: Workplace) -> Evaluated:
+    """The policy of PPO as `final/` and as two of its checkpoints, and the SFT model once more."""
+    (pipeline.folder / "judge.py").write_text(JUDGE)
+    before = tree(pipeline.stage("ppo"))
+    outcome = call(pipeline, "data.judge=judge.py:halves", "logger=wandb").succeeded
+    assert tree(pipeline.stage("ppo")) == before
+    return Evaluated(pipeline, outcome.out)
+
+
+def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: Evaluated) -> None:
+    policies = ["sft", FINAL, LAST, EARLIER, SAME]
+    assert list(evaluated.numbers["policies"]) == policies
+    assert evaluated.numbers["sources"][SAME].endswith("mini/sft/final")
+    assert f"ppo, {LAST}, {EARLIER}, {SAME} and the SFT model on 4 held-out" in evaluated.out
+    assert all(f" {policy} " in evaluated.out for policy in policies)
+    assert "| policy | greedy response | reward | judge |" in evaluated.page
+
+
+def test_every_prompt_gets_a_greedy_response_and_two_samples(evaluated: Evaluated) -> None:
+    lines = (evaluated.place.folder / "data" / "prompts_val.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    found = Counter((x["prompt"], x["decoding"]) for x in evaluated.samples)
+    assert found == {(p, d): n for p in prompts for d, n in (("sampled", 2), ("greedy", 1))}
+
+
+def test_a_checkpoint_is_the_policy_of_its_step(evaluated: Evaluated) -> None:
+    """The last one is final/, up to the rounding of merged SFT weights."""
+    for decoding in ("sampled", "greedy"):
+        final, last, earlier = (evaluated.of(p, decoding) for p in (FINAL, LAST, EARLIER))
+        assert [x["response"] for x in final] == [x["response"] for x in last]
+        assert [x["kl"] for x in final] == pytest.approx([x["kl"] for x in last], abs=1e-4)
+        assert [x["kl"] for x in earlier] != pytest.approx([x["kl"] for x in last], abs=1e-4)
+
+
+def test_the_sft_model_differs_in_nothing_from_itself(evaluated: Evaluated) -> None:
+    """The same random numbers for every policy: not even the samples differ."""
+    assert evaluated.of(SAME, "sampled") == evaluated.of("sft", "sampled")
+    assert all(abs(sample["kl"]) < 1e-4 for sample in evaluated.of(SAME, "sampled"))
+    found = evaluated.compared(SAME, "sft", "reward", "sampled")
+    assert (found["difference"], found["interval"]) == (0, [0, 0])
+    assert (found["win_rate"], found["ties"], found["prompts"]) == (0.5, 1, 4)
+
+
+def test_numbers_are_those_of_the_samples(evaluated: Evaluated) -> None:
+    for policy, decoding in ((FINAL, "sampled"), ("sft", "greedy")):
+        samples, found = evaluated.of(policy, decoding), evaluated.numbers["policies"][policy]
+        found = found[decoding]
+        assert found["eval/reward_mean"] == pytest.approx(fmean(x["score"] for x in samples))
+        assert found["eval/ended"] == fmean(x["ended"] for x in samples)
+        tokens = sum(x["tokens"] for x in samples)
+        nats = -sum(x["ref_logprob"] for x in samples) / tokens
+        assert found["eval/response_perplexity"] == pytest.approx(math.exp(nats))
+        words = [word for x in samples for word in x["response"].split()]
+        assert found["eval/distinct_1"] == len(set(words)) / len(words)
+        assert found["eval/judge/gold"] == fmean(len(x["response"]) for x in samples)
+    assert "eval/kl" not in evaluated.numbers["policies"][FINAL]["greedy"]
+
+
+def test_differences_and_wins_are_of_the_same_prompt(evaluated: Evaluated) -> None:
+    numbers = {"reward": lambda x: x["score"], "judge/gold": lambda x: x["judge"]["gold"]}
+    for number, read in numbers.items():
+        a, b = ([read(x) for x in evaluated.of(p, "sampled")] for p in (EARLIER, FINAL))
+        found = evaluated.compared(EARLIER, FINAL, number, "sampled")
+        assert found["difference"] == pytest.approx(fmean(a) - fmean(b), abs=1e-12)
+        wins = [1.0 if x > y else 0.5 if x == y else 0.0 for x, y in zip(a, b, strict=True)]
+        assert found["win_rate"] == fmean(wins)
+        low, high = found["interval"]
+        assert low <= found["difference"] <= high
+
+
+def test_pass_at_k_is_of_scores_of_0_and_1_alone(evaluated: Evaluated) -> None:
+    found = evaluated.numbers["policies"][FINAL]["sampled"]
+    assert sorted(n for n in found if "pass@" in n) == [
+        "eval/pass@1/judge/even",
+        "eval/pass@2/judge/even",
+    ]
+    even = [x["judge"]["even"] for x in evaluated.of(FINAL, "sampled")]
+    assert found["eval/pass@1/judge/even"] == fmean(even)
+    pairs = zip(even[::2], even[1::2], strict=True)
+    assert found["eval/pass@2/judge/even"] == fmean(float(any(pair)) for pair in pairs)
+
+
+def test_metrics_are_those_of_the_first_policy_against_sft(evaluated: Evaluated) -> None:
+    metrics, found = evaluated.numbers["metrics"], evaluated.numbers["policies"][FINAL]["sampled"]
+    assert metrics.items() >= found.items()
+    gain = evaluated.compared(FINAL, "sft", "reward", "sampled")
+    assert metrics["eval/reward_gain"] == gain["difference"]
+    assert [metrics["eval/win_rate_low"], metrics["eval/win_rate_high"]] == gain["win_interval"]
+    (row,) = rows(evaluated.folder)
+    assert float(row["eval/win_rate"]) == pytest.approx(metrics["eval/win_rate"])
+
+
+@pytest.mark.parametrize("policy", ["sft", FINAL])
+def test_perplexity_is_that_of_transformers(evaluated: Evaluated, policy: str) -> None:
+    """exp of the mean of AutoModelForCausalLM's own loss, with labels for the response."""
+    folder = evaluated.place.stage("sft" if policy == "sft" else "ppo") / "final"
+    model, tokenizer = (
+        kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    nats = tokens = 0
+    for line in (evaluated.place.folder / "data" / "sft_val.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, tokenize=False
+        )
+        prompt, response = (
+            tokenizer(text, add_special_tokens=False).input_ids
+            for text in (prompt, row["response"] + "<|end|>")
+        )
+        labels = torch.tensor([[-100] * len(prompt) + response])
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor([prompt + response]), labels=labels).loss
+        nats, tokens = nats + float(loss) * len(response), tokens + len(response)
+    found = evaluated.numbers["policies"][policy]["sampled"]["eval/perplexity"]
+    assert found == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+
+
+def test_wandb_gets_the_numbers_and_the_tables(evaluated: Evaluated) -> None:
+    (folder,) = (evaluated.folder / "wandb").glob("offline-run-*")
+    tables = {path.name.rsplit("_", 2)[0] for path in folder.rglob("*.table.json")}
+    assert tables == {"evaluation", "comparisons", "side_by_side"}
+
+
+def edited(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def damaged(place: Workplace, kind: str) -> list[str]:
+    """Overrides that name a policy which cannot be compared; what it takes is in the workplace."""
+    ppo = place.folder / kind / "ppo"
+    shutil.copytree(place.stage("ppo"), ppo)
+    final, checkpoint = ppo / "final", ppo / "checkpoints" / "000003.ckpt"
+    match kind:
+        case "base":
+            edited(final / "manifest.json", base="org/another")
+        case "seed":
+            edited(final / "manifest.json", base_seed=7)
+        case "template":
+            edited(final / "manifest.json", chat_template="{{ messages }}")
+        case "parent":
+            edited(ppo / "parents.json", sft="0123456789abcdef")
+            final = checkpoint
+        case "lora":
+            config = json.loads((ppo / "config.json").read_text())
+            config["model"]["lora"]["r"] = "eight"
+            (ppo / "config.json").write_text(json.dumps(config))
+            final = checkpoint
+        case "empty":
+            (place.folder / "none.jsonl").write_text("")
+            return ["data.prompts.val=none.jsonl"]
+    return [f"eval_policy.policies=[{final}]"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("base", "the base model of .*base/ppo/final is 'org/another', but that of the SFT model"),
+        ("seed", "the base model of .* is 'from_config, seed 7', but .* is 'from_config, seed 0'"),
+        ("template", "the chat template of .* is '{{ messages }}', but that of the SFT model"),
+        ("parent", "000003.ckpt was trained from another SFT model than .*policy.checkpoint"),
+        ("lora", "config.json: model.lora.r is 'eight'"),
+        ("empty", "none.jsonl holds no row that can be used, it is empty"),
+    ],
+)
+def test_policies_and_prompts_that_do_not_fit(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    refuse(finished, monkeypatch, damaged(finished, kind), message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("eval_policy.policies=[./nowhere/final]", "./nowhere/final: no such folder"),
+        ("eval_policy.policies=[data]", "data holds neither config.json nor adapter_config.json"),
+        ("eval_policy.policies=[{mini}/rm/final]", "rm/final is a reward model or another"),
+        ("eval_policy.policies=[{mini}/none.ckpt]", "none.ckpt: no such file; allowed: a check"),
+        ("eval_policy.policies=[{mini}/sft/checkpoints/000006.ckpt]", "checkpoint of stage=sft;"),
+        ("eval_policy.policies=[a,a]", r"policies is \['a', 'a'\]; allowed: each policy once"),
+        ("eval_policy.policies=[]", r"policies is \[\]; allowed: a list of"),
+        ("eval_policy.policies={mini}/ppo/final", r"allowed: a list of final/ folders"),
+        ("eval_policy.pass_k=[1,5]", "eval_policy.pass_k is 5; allowed: 1 to 4, the samples_per"),
+        (
+            "run=alone reward.checkpoint={mini}/rm/final policy.checkpoint=base",
+            "compares policies, and .* has none",
+        ),
+    ],
+)
+def test_what_is_no_policy_is_named_before_a_model_loads(
+    pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, given: str, message: str
+) -> None:
+    mini = pipeline.stage("ppo").parent
+    refuse(pipeline, monkeypatch, given.format(mini=mini).split(), message)
+
+
+def refuse(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        pytest.fail("a model is loaded")
+
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", loaded)
+    found = place.mini("stage=eval_policy", *overrides).error
+    assert re.search(message, found), found
+    assert not place.stage("eval_policy").exists()

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from lightning_rlhf.core.text_metrics import distinct, outcome, pass_at_k, perplexity
+
+
+def test_a_tie_is_half_a_win() -> None:
+    assert [outcome(2.0, 1.0), outcome(1.0, 1.0), outcome(0.0, 1.0)] == [1.0, 0.5, 0.0]
+
+
+def test_distinct_counts_ngrams_over_all_texts() -> None:
+    # Words a b a | a b: {a, b} of 5. Pairs ab ba | ab: {ab, ba} of 3. One triple. None of four.
+    texts = ["a b\n a", "a b", ""]
+    assert [distinct(texts, n) for n in (1, 2, 3, 4)] == [2 / 5, 2 / 3, 1.0, 0.0]
+
+
+def test_perplexity_of_a_uniform_choice_is_the_number_of_choices() -> None:
+    assert perplexity(math.log(50)) == pytest.approx(50)
+    assert perplexity(1e4) == math.inf
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(1, 1, 1), (5, 0, 2), (5, 2, 1), (5, 2, 3), (4, 4, 4)])
+def test_pass_at_k_is_the_share_of_choices_of_k_with_a_pass(n: int, c: int, k: int) -> None:
+    """Counted over all choices of k of the n responses."""
+    passed = [i < c for i in range(n)]
+    choices = [any(chosen) for chosen in itertools.combinations(passed, k)]
+    assert pass_at_k(passed, k) == pytest.approx(sum(choices) / len(choices))
