@@ -31,7 +31,8 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.metrics_file import MetricsFile, read_rows
+from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.core.config import SFTConfig
@@ -298,11 +299,14 @@ def powerless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoints, "on_exception", lambda *_: None)
 
 
-def left(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): path.read_text()
-        for path in [folder / "metrics.csv", *sorted((folder / "samples").iterdir())]
-    }
+def left(folder: Path) -> dict[str, Any]:
+    """Return the rows of metrics.csv, without what the machine decides, and all samples."""
+    rows = [
+        {name: cell for name, cell in row.items() if not name.startswith(MACHINE)}
+        for row in read_rows(folder / "metrics.csv").values()
+    ]
+    samples = sorted((folder / "samples").iterdir())
+    return {"rows": rows} | {path.name: path.read_text() for path in samples}
 
 
 @pytest.mark.usefixtures("powerless")

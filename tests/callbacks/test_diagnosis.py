@@ -211,5 +211,5 @@ def test_a_rule_of_the_users_own_is_applied(fit: Fit) -> None:
     assert [(f["rule"], f["iteration"], f["symptom"]) for f in findings()] == [
         ("mine", 2, "2 rows")
     ]
-    with pytest.raises(ConfigError, match="has no Rule 'other', it has"):
+    with pytest.raises(ConfigError, match="has no rule 'other', it has"):
         OwnRule("own.py:other")

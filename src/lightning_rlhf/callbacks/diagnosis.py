@@ -145,7 +145,7 @@ class OwnRule(Callback):
 
         Raises ConfigError where `rule` does not lead to a Rule.
         """
-        self.rule: Rule = load_object(rule, "rule", "Rule", lambda found: isinstance(found, Rule))
+        self.rule: Rule = load_object(rule, "rule", "rule", lambda found: isinstance(found, Rule))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

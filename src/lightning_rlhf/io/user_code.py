@@ -18,7 +18,7 @@ from lightning_rlhf.core.errors import ConfigError, require
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 """Exceptions that count as a fault of a user's code: all but Ctrl-C. `sys.exit()` there would end a
 run with status 0."""
-NAMES = {"function": "function", "class": "Class", "stage": "STAGE"}
+NAMES = {"function": "function", "class": "Class", "rule": "RULE", "stage": "STAGE"}
 """Kind of an object -> how its name is written in the examples of messages."""
 
 
