@@ -164,7 +164,7 @@ COMMANDS: list[tuple[list[str], list[str]]] = [
     (["stage=sft", "run.x=1"], ["run.x is not a known key; did you mean run?"]),
     (
         ["stage=ppo", "zebra=1"],
-        ["zebra is not a known key; allowed: callbacks, data, debug, eval, job"],
+        ["zebra is not a known key; allowed: callbacks, data, debug, eval, eval_policy"],
     ),
     (["stage=sft", "data.max_val_row=1"], ["did you mean data.max_val_rows?"]),
     (["stage=sft", "trainer.thread=1"], ["did you mean trainer.threads?"]),
@@ -182,7 +182,7 @@ COMMANDS: list[tuple[list[str], list[str]]] = [
     (["stage=ppo", "ppo.stop_strings={a:1}"], ["ppo.stop_strings={a:1}", "Cannot merge"]),
     (["stage=sft", "~seed"], ["seed is 'missing'"]),
     (["stage=sft", "~debug"], ["debug is 'missing'"]),
-    (["stage=sft", "~sft"], ["sft is 'missing'"]),
+    (["stage=sft", "~sft"], ["stage=sft chooses a section that is not part"]),
     (["stage=sft", "~sft.lr"], ["sft.lr is missing"]),
     (["recipe=../x"], ["recipe=../x is not known", "quickstart"]),
     (["recipe=5"], ["recipe=5 is not known", "quickstart"]),
