@@ -54,12 +54,16 @@ COMMANDS = {
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""
+CHECK = "check"
+"""First word of a command that composes one, checks it and trains nothing: preflight=only."""
 
 
 def main() -> None:
     """Run train.py or the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     words = sys.argv[1:]
+    if words[:1] == [CHECK]:
+        words = [*words[1:], "preflight=only"]
     if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
@@ -210,6 +214,11 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
         if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
+        if cfg.preflight == "only":
+            raise ConfigError(
+                f"preflight is 'only', and a stage of recipe={cfg.recipe} starts from what another "
+                "has trained; allowed: strict, warn, off, or `check stage=NAME` for one stage"
+            )
         from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
         from lightning_rlhf.stages.settings import folder_names, plain
 
@@ -237,8 +246,11 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)
     from lightning_rlhf.stages.folder.folders import state_of
-    from lightning_rlhf.stages.start import run_stage
+    from lightning_rlhf.stages.start import check_run, run_stage
 
+    if settings.preflight == "only":
+        check_run(settings)
+        return
     if in_sweep and not settings.overwrite:
         state = state_of(settings)
         if state == "done":

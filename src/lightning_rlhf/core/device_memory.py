@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,6 +23,27 @@ def total_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the memory of the device that new tensors of this process can take, in bytes.
+
+    On a GPU it includes what torch holds and does not use. On a CPU it is what Linux calls
+    available, within the limit of the process's control group; elsewhere the machine's memory.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held
+    if device.type == "mps":
+        return total_memory(device) - int(torch.mps.current_allocated_memory())
+    found, group, info = total_memory(device), Path("/sys/fs/cgroup"), Path("/proc/meminfo")
+    if info.exists() and (line := re.search(r"MemAvailable: +(\d+) kB", info.read_text())):
+        found = int(line[1]) * 1024
+    if (limit := group / "memory.max").exists() and (bound := limit.read_text().strip()) != "max":
+        used = int((group / "memory.current").read_text())
+        (files,) = re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)
+        found = min(found, int(bound) - used + int(files))
+    return found
 
 
 class MicrobatchSize:

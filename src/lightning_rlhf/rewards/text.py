@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import DecodedResponses
@@ -37,6 +37,8 @@ class TextModel:
     starts: Callable[[Sequence[int]], int] = lambda tokens: 0
     """Function from a dialogue's tokens to the number of special tokens at its start, where some
     models read."""
+    module: nn.Module | None = None
+    """Model that `read` computes with; None where it is not known."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from lightning_rlhf.stages.stage import Stage
 SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
 """Keys of a stage's section that set when checkpoints are written."""
 VOLATILE = (
-    "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
-    "callbacks", "trainer._target_", "trainer.enable_model_summary", "trainer.enable_progress_bar",
-    "trainer.max_time", "trainer.profiler",
+    "resume", "overwrite", "preflight", "record", "debug", "logger", "recipe", "run", "job",
+    "outputs", "callbacks", "trainer._target_", "trainer.enable_model_summary",
+    "trainer.enable_progress_bar", "trainer.max_time", "trainer.profiler",
 )  # fmt: skip
 """Keys that may differ between two calls of a run: names of its folder, and keys that do not change
 its results."""
@@ -26,6 +26,8 @@ DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Pattern of keys that decide whether a run starts and do not change its results."""
 ADDED_TO_MODEL = {"kernels": "auto"}
 """Keys of `model` that configurations of earlier versions lack -> the values that they ran with."""
+ADDED = {"preflight": "off"}
+"""Other keys that configurations of earlier versions lack -> the values that they ran with."""
 LONGEST = 60
 """Largest number of characters of a value in a message."""
 LISTED = 6
@@ -51,8 +53,8 @@ def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
 
 def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored configuration with the keys that earlier versions lack."""
-    model = tree.get("model")
-    return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else dict(tree)
+    tree, model = {**ADDED, **tree}, tree.get("model")
+    return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else tree
 
 
 def read_config(file: Path, way: str) -> dict[str, Any]:

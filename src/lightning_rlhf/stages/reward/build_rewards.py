@@ -128,7 +128,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
     say("reward=random: the reward means nothing; this only shows that the loop runs", "bold red")
-    return LearnedReward(partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size)
+    return LearnedReward(partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size, roles)
 
 
 def head_source(
@@ -144,7 +144,7 @@ def head_source(
     if owner is not roles:
         owner.to(ready.device)
     return LearnedReward(
-        partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size
+        partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size, owner
     )
 
 

@@ -123,6 +123,7 @@ def classifier_model(
         classifier.problems,
         classifier.doubts,
         classifier.starts,
+        classifier.model,
     )
     return model, positions(classifier.model.config)
 
@@ -157,7 +158,7 @@ def own_model(
         with torch.autocast(device.type, enabled=False):
             return roles.rewards(tokens.to(device), mask.to(device))
 
-    return TextModel(encode, read, chat.show), positions(roles.causal_lm.config)
+    return TextModel(encode, read, chat.show, module=roles), positions(roles.causal_lm.config)
 
 
 def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
