@@ -97,6 +97,8 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     check_value("seed", tree["seed"], Seed)
     for key in ("overwrite", "record", "debug"):
         check_value(key, tree[key], bool)
+    if tree["preflight"] is False:
+        tree["preflight"] = "off"  # which is false in a YAML file
     check_value("preflight", tree["preflight"], PreflightMode)
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)

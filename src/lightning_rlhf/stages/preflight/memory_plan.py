@@ -75,7 +75,9 @@ class MemoryPlan:
     def peak(self, rows: int) -> int:
         """Return the largest memory of the run with micro-batches of so many rows, in bytes.
 
-        weights + gradients + optimizer + max(rollout, update(rows))
+            weights + gradients + optimizer + max(rollout, update(rows))
+
+        Every row is taken to be as long as the longest prompt and response can be.
         """
         roles = sum(role.total for role in self.roles.values())
         return roles + max(self.rollout.total, self.update(rows).total)
@@ -149,8 +151,8 @@ def activation_bytes(roles: Roles) -> int:
         sum over the linear layers of a trunk of (inputs + outputs) * bytes of a number
 
     With gradient checkpointing a layer leaves its input alone, and one layer at a time the rest.
-    Attention scores are not counted, as its kernels do not keep them. The layers of
-    model.kernels=fast keep fewer numbers than transformers' own: about three quarters.
+    Attention scores are not counted, as its kernels do not keep them. Norms, activation functions
+    and the residual stream keep about as much as the sum counts twice, inputs that layers share.
     """
     model, number = roles.causal_lm, bytes_of_number(roles)
     if not getattr(model, "recomputes", False):
