@@ -1,4 +1,4 @@
-"""Each check of the preflight passes on the stages' modules and fails on a fault that is planted."""
+"""Each check of the preflight passes on the modules of the stages, and fails on a planted fault."""
 
 from __future__ import annotations
 
