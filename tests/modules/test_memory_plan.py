@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_rlhf.core.device_memory import available_memory, total_memory
+from lightning_rlhf.core.device_memory import available_memory, left_in_group, total_memory
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
@@ -214,3 +215,13 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
 
 def test_free_memory_is_less_than_all() -> None:
     assert 0 < available_memory(CPU) < total_memory(CPU)
+
+
+def test_a_control_group_leaves_its_limit_less_what_is_used(tmp_path: Path) -> None:
+    assert left_in_group(tmp_path, 7) == 7
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 150\nactive_file 0\n")
+    assert left_in_group(tmp_path, 7) == 1000 - (400 - 150)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert left_in_group(tmp_path, 7) == 7

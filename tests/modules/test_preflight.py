@@ -31,7 +31,7 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.stages.preflight.check import at_most, difference
 from lightning_rlhf.stages.preflight.parameters import trainable
-from lightning_rlhf.stages.preflight.preflight import of_models
+from lightning_rlhf.stages.preflight.preflight import examine, of_models
 
 from .conftest import (
     VOCABULARY,
@@ -273,6 +273,25 @@ def test_logits_that_are_not_finite_fail(make_ppo: Callable[..., PPOModule]) -> 
     with torch.no_grad():
         module.roles.causal_lm.get_input_embeddings().weight.fill_(torch.nan)
     assert failing(module) == {"sampled log-probabilities"}
+
+
+def test_a_device_that_is_too_small_for_the_checks_fails_its_memory(
+    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_ppo(fresh=True)
+
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(module.sampler, "sample", full)
+    # All that is read of it is the device, the precision and that there is no earlier stage.
+    ready: Any = SimpleNamespace(
+        settings=SimpleNamespace(trainer=SimpleNamespace(precision="32-true")),
+        tokenizer=range(VOCABULARY), parents={}, device=CPU,
+    )  # fmt: skip
+    report = examine(ready, module, data("prompts"), resumed=False)
+    (memory,) = report.of("failed")
+    assert memory.name == "memory"
 
 
 def test_supervised_stages_pass_and_fail_where_padding_is_read(

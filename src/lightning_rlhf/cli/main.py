@@ -75,6 +75,10 @@ def main() -> None:
     try:
         given = parse_arguments(words)
         refuse_secrets(given)
+        if given.multirun and "preflight=only" in words:
+            raise ConfigError(
+                "preflight is 'only' in a sweep; allowed: to check one run, without -m"
+            )
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return

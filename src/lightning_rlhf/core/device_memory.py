@@ -36,14 +36,23 @@ def available_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0]) + held
     if device.type == "mps":
         return total_memory(device) - int(torch.mps.current_allocated_memory())
-    found, group, info = total_memory(device), Path("/sys/fs/cgroup"), Path("/proc/meminfo")
+    found, info = total_memory(device), Path("/proc/meminfo")
     if info.exists() and (line := re.search(r"MemAvailable: +(\d+) kB", info.read_text())):
         found = int(line[1]) * 1024
-    if (limit := group / "memory.max").exists() and (bound := limit.read_text().strip()) != "max":
-        used = int((group / "memory.current").read_text())
-        (files,) = re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)
-        found = min(found, int(bound) - used + int(files))
-    return found
+    return min(found, left_in_group(Path("/sys/fs/cgroup"), found))
+
+
+def left_in_group(group: Path, found: int) -> int:
+    """Return the bytes that the limit of a control group (version 2) leaves; `found` without one.
+
+    Cached files that were not read lately count as free, as the system drops them first.
+    """
+    limit = group / "memory.max"
+    if not limit.exists() or (bound := limit.read_text().strip()) == "max":
+        return found
+    files = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+    used = int((group / "memory.current").read_text()) - (int(files[1]) if files else 0)
+    return int(bound) - used
 
 
 class MicrobatchSize:

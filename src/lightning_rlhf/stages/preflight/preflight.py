@@ -100,9 +100,15 @@ def examine(
         if isinstance(module, SFTModule | RewardModule | PPOModule):
             plan = plan_memory(module, data, device)
         checks = [*of_inputs(ready, module, data), *trainable(module)]
+        memory = [plan.check()] if plan else []
         if not resumed:
-            checks += [*of_fingerprints(ready, roles_of(module)), *of_models(module, data, device)]
-        checks += [plan.check()] if plan else []
+            checks += of_fingerprints(ready, roles_of(module))
+            try:
+                checks += of_models(module, data, device)
+            except torch.OutOfMemoryError:
+                short = f"not enough for {ROWS} short rows"
+                memory = [Check("memory", short, "more free memory on the device", "failed")]
+        checks += memory
     return Report(checks=tuple(checks), plan=plan, seconds=time.perf_counter() - started)
 
 
