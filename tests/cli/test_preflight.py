@@ -70,8 +70,8 @@ def test_check_ends_with_status_1_where_a_check_fails(finished: Workplace) -> No
 
 @pytest.mark.parametrize(("words", "error"), [
     (["stage=eval"], "stage=eval cannot be checked: its description has no `prepare`"),
-    (["recipe=quickstart"], "`check stage=NAME` for one stage"),
-    (["stage=sft", "seed=1,2", "-m"], "preflight is 'only' in a sweep"),
+    (["recipe=quickstart"], "recipe=NAME runs several stages or jobs, and a check is of one"),
+    (["stage=sft", "seed=1,2", "-m"], "-m runs several stages or jobs"),
     (["stage=ppo", "run=elsewhere"], "stage=ppo starts from an SFT model"),
 ])  # fmt: skip
 def test_check_refuses_what_it_cannot_check(

@@ -26,12 +26,15 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
+    ONLY_CHECKS,
     check_choices,
     check_stage,
+    completed_stages,
     options_last,
     parse_arguments,
     refuse_group_stage,
     refuse_other_stages,
+    refuse_several_checks,
 )
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
@@ -55,7 +58,7 @@ COMMANDS = {
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""
 CHECK = "check"
-"""First word of a command that composes one, checks it and trains nothing: preflight=only."""
+"""First word of a command that composes one and checks it, without training."""
 
 
 def main() -> None:
@@ -63,7 +66,7 @@ def main() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     words = sys.argv[1:]
     if words[:1] == [CHECK]:
-        words = [*words[1:], "preflight=only"]
+        words = [*words[1:], ONLY_CHECKS]
     if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
@@ -75,10 +78,7 @@ def main() -> None:
     try:
         given = parse_arguments(words)
         refuse_secrets(given)
-        if given.multirun and "preflight=only" in words:
-            raise ConfigError(
-                "preflight is 'only' in a sweep; allowed: to check one run, without -m"
-            )
+        refuse_several_checks(given)
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
@@ -108,15 +108,6 @@ def printed_safely(given: Namespace) -> Iterator[None]:
             yield
     finally:
         print(visible(without_printed(printed.getvalue(), given.overrides)), end="")
-
-
-def completed_stages(given: Namespace) -> list[str]:
-    """Return the completions of `stage=` if the shell asks for them; Hydra knows no choices."""
-    if not given.shell_completion or "COMP_LINE" not in os.environ:
-        return []
-    if not os.environ["COMP_LINE"].split(" ")[-1].startswith("stage="):
-        return []
-    return sorted(f"stage={path.stem}" for path in (CONF / "stages").glob("*.yaml"))
 
 
 def register_resolvers() -> None:
@@ -218,11 +209,6 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
         if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
-        if cfg.preflight == "only":
-            raise ConfigError(
-                f"preflight is 'only', and a stage of recipe={cfg.recipe} starts from what another "
-                "has trained; allowed: strict, warn, off, or `check stage=NAME` for one stage"
-            )
         from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
         from lightning_rlhf.stages.settings import folder_names, plain
 
