@@ -32,6 +32,9 @@ class Metric:
     """Stages that log the metric."""
     healthy: str
     """Healthy range or course of the metric."""
+    band: tuple[float | None, float | None] | None = None
+    """Lowest and highest healthy value, as `healthy` says it, for metrics with a fixed range; None
+    for an end that is open."""
 
 
 PPO: tuple[Stage, ...] = ("ppo",)
@@ -75,6 +78,7 @@ METRICS: dict[str, Metric] = {
         "rollout",
         PPO,
         "above 0; at 0 there is nothing to learn; a warning after three iterations",
+        band=(0.0, None),
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
@@ -134,6 +138,7 @@ METRICS: dict[str, Metric] = {
         "rollout",
         PPO,
         "above 0 after warm-up; below 0 the critic hurts",
+        band=(0.0, None),
     ),
     "update/policy_loss": Metric(
         "mean over minibatches of the clipped surrogate",
@@ -162,12 +167,23 @@ METRICS: dict[str, Metric] = {
         "update",
         PPO,
         "below 0.05; above if steps are too large",
+        band=(None, 0.05),
     ),
     "update/clip_fraction": Metric(
-        "share of tokens whose ratio left the clip range", "share", "update", PPO, "below 0.3"
+        "share of tokens whose ratio left the clip range",
+        "share",
+        "update",
+        PPO,
+        "below 0.3",
+        band=(None, 0.3),
     ),
     "update/value_clip_fraction": Metric(
-        "share of tokens whose value left its clip range", "share", "update", PPO, "below 0.5"
+        "share of tokens whose value left its clip range",
+        "share",
+        "update",
+        PPO,
+        "below 0.5",
+        band=(None, 0.5),
     ),
     "update/ratio_mean": Metric(
         "mean over minibatches of the mean probability ratio, policy now to policy at sampling",
@@ -175,6 +191,7 @@ METRICS: dict[str, Metric] = {
         "update",
         PPO,
         "within 0.01 of 1",
+        band=(0.99, 1.01),
     ),
     "update/ratio_max": Metric(
         "largest probability ratio of any token in any minibatch",
@@ -182,6 +199,7 @@ METRICS: dict[str, Metric] = {
         "update",
         PPO,
         "below 10",
+        band=(None, 10.0),
     ),
     "update/grad_norm": Metric(
         "gradient norm before clipping, of the logged step; in PPO the mean over minibatches",
@@ -240,6 +258,7 @@ METRICS: dict[str, Metric] = {
         "update",
         RM,
         "falls below log 2 = 0.693, the loss of guessing",
+        band=(None, 0.693),
     ),
     "update/accuracy": Metric(
         "share of the same pairs with chosen > rejected, a tie counting one half",
@@ -247,6 +266,7 @@ METRICS: dict[str, Metric] = {
         "update",
         RM,
         "above 0.5; near 1 the model has memorised the pairs",
+        band=(0.5, None),
     ),
     "update/reward_chosen": Metric("mean reward of chosen", "reward", "update", RM, "-"),
     "update/reward_rejected": Metric("mean reward of rejected", "reward", "update", RM, "-"),
@@ -267,6 +287,7 @@ METRICS: dict[str, Metric] = {
         "eval",
         RM,
         "below log 2 = 0.693; a rise is overfitting",
+        band=(None, 0.693),
     ),
     "eval/accuracy": Metric(
         "share of validation pairs with chosen > rejected, a tie counting one half",
@@ -274,10 +295,13 @@ METRICS: dict[str, Metric] = {
         "eval",
         RM,
         "0.6 to 0.85; limited by the noise of the labels",
+        band=(0.6, 0.85),
     ),
     "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
     "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
-    "eval/reward_margin": Metric("mean of chosen - rejected", "reward", "eval", RM, "positive"),
+    "eval/reward_margin": Metric(
+        "mean of chosen - rejected", "reward", "eval", RM, "positive", band=(0.0, None)
+    ),
     "fitness/<number>": Metric(
         "a number of the fitness report at the end of the stage, defined in final/report.md",
         "as there",

@@ -146,6 +146,7 @@ FILES: Mapping[str, Mapping[str, Edit]] = {
     "last_batch.parquet": {"folder": lambda path: path.mkdir()},
     "failed.txt": {"folder": lambda path: path.mkdir()},
     "curves.png": {"folder": folder, "dangling": dangling},
+    "report.html": {"folder": folder, "dangling": dangling},
     "wandb_id.txt": {"folder": lambda path: path.mkdir(), "bytes": says(b"\xff"),
                      "empty": says(""), "slash": says("a/b"), "long": says("a" * 999)},
     "rollouts": {"file": lambda path: path.touch()},

@@ -1,0 +1,54 @@
+"""Tables of evaluation.json, the evaluation of policies, for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.report.run_page import TextTable
+from lightning_rlhf.report.tables import LABELS
+from lightning_rlhf.stages.run_files import damage_named, optional_json
+
+
+def policy_tables(path: Path) -> list[TextTable]:
+    """Return the tables of an evaluation of policies; none without such a file."""
+    if (found := optional_json(path)) is None:
+        return []
+    with damage_named(path):
+        policies = found["policies"]
+        tables = []
+        for decoding in dict.fromkeys(d for by_decoding in policies.values() for d in by_decoding):
+            columns = [policies[name].get(decoding, {}) for name in policies]
+            rows = [
+                [label(name), *(number(column.get(name)) for column in columns)]
+                for name in dict.fromkeys(name for column in columns for name in column)
+            ]
+            title = f"Evaluation of policies, {decoding} responses"
+            tables.append(TextTable(title=title, heading=["", *policies], rows=rows))
+        rows = [
+            [
+                f"{one['policy']} - {one['other']}, {one['decoding']}",
+                str(one["number"]),
+                number(one["difference"]) + interval(one["interval"]),
+                number(one["win_rate"]) + interval(one["win_interval"]),
+                number(one["ties"]),
+            ]
+            for one in found["comparisons"]
+        ]
+        heading = ["policies", "number", "difference [95%]", "win rate [95%]", "ties"]
+        tables.append(TextTable(title="Paired differences", heading=heading, rows=rows))
+        return tables
+
+
+def label(metric: str) -> str:
+    """Return the label of a metric in a table."""
+    return LABELS.get(metric, metric.removeprefix(JUDGE).removeprefix(EVAL_PART))
+
+
+def number(found: float | None) -> str:
+    return "-" if found is None else f"{found:z.3f}"
+
+
+def interval(found: Sequence[float] | None) -> str:
+    return "" if found is None else f" [{found[0]:z.3f}, {found[1]:z.3f}]"
