@@ -14,7 +14,7 @@ from lightning_rlhf.report.curves import PALETTE
 from lightning_rlhf.report.scales import MOST_POINTS, Point, Scale, finite, thinned
 
 WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 36
+LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 36
 """Margins of the plotted area, in the units of WIDTH and HEIGHT."""
 HALF_MARGIN = 0.5
 """Half the range of an axis on which all values are equal."""
@@ -86,7 +86,8 @@ def draw(plot: Plot) -> Markup:
         return Markup(_figure(plot, '<p class="absent">not measured</p>'))
     if plot.reference is not None:
         ys.append(plot.reference[0])
-    x = Scale(*_ends(xs, None), LEFT, WIDTH - RIGHT, is_log=False)
+    is_whole = all(float(a).is_integer() for a in xs)
+    x = Scale(*_ends(xs), LEFT, WIDTH - RIGHT, is_whole=is_whole)
     low, high = _seen(ys, plot)
     y = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log=plot.is_log)
     parts = [*_axes(x, y, plot), *_healthy(y, plot)]
@@ -117,8 +118,8 @@ def color_class(color: str) -> str:
     return f"c{PALETTE.index(color)}"
 
 
-def _ends(values: Sequence[float], limits: tuple[float, float] | None) -> tuple[float, float]:
-    low, high = limits or (min(values), max(values))
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
     return (low, high) if high > low else (low - HALF_MARGIN, low + HALF_MARGIN)
 
 
@@ -223,7 +224,7 @@ def _path(points: Sequence[Point], x: Scale, y: Scale) -> str:
 
 def _figure(plot: Plot, body: str) -> str:
     keys = [(s.label, color_class(s.color)) for s in plot.series if s.label and s.points]
-    keys += [(area.label, f"{color_class(area.color)} soft") for area in plot.areas]
+    keys += [(area.label, f"{color_class(area.color)} soft") for area in plot.areas if area.label]
     legend = "".join(f'<span class="key {color}">{text(label)}</span>' for label, color in keys)
     if plot.healthy is not None:
         legend += '<span class="key band">healthy</span>'
@@ -232,7 +233,7 @@ def _figure(plot: Plot, body: str) -> str:
     if plot.mark is not None:
         legend += f'<span class="key knee">{text(plot.mark.label)}</span>'
     unit = f" <small>{text(plot.unit)}</small>" if plot.unit else ""
-    meaning = f'<p class="meaning">{text(plot.meaning)}</p>' if plot.meaning else ""
+    meaning = f'<p class="meaning">healthy: {text(plot.meaning)}</p>' if plot.meaning else ""
     return (
         f"<figure><figcaption>{text(plot.title)}{unit}</figcaption>"
         f'<div class="legend">{legend}</div>{body}{meaning}</figure>'

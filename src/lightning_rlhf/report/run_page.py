@@ -143,6 +143,7 @@ def environment() -> Environment:
     )
     found.globals |= {
         "draw": draw, "marks": MARKS, "change": change, "tokens": token_spans,
+        "token_rows": token_rows,
         "label_of": label_of, "shares": shares, "patch": patch, "color_class": color_class,
         "colors": {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE},
     }  # fmt: skip
@@ -197,9 +198,17 @@ def token_spans(samples: Sequence[TokenSample], index: int) -> list[tuple[str, s
             marked(token.text),
             f"--advantage: {colour(token.advantage / advantage, GREEN, RED)}; "
             f"--kl: {colour(token.kl / kl, ORANGE, BLUE)}",
-            f"{token.text!r}\nadvantage {signed(token.advantage)}\nKL {token.kl:+z.4f} nats",
+            "\n".join(map(" ".join, zip(("token", "advantage", "KL"), cells, strict=True))),
         )
-        for token in samples[index].tokens[:MOST_TOKENS]
+        for token, cells in zip(samples[index].tokens, token_rows(samples[index]), strict=False)
+    ]
+
+
+def token_rows(sample: TokenSample) -> list[tuple[str, str, str]]:
+    """Return text, advantage and KL of each token that is shown."""
+    return [
+        (repr(token.text), signed(token.advantage), f"{token.kl:+z.4f}")
+        for token in sample.tokens[:MOST_TOKENS]
     ]
 
 

@@ -21,7 +21,9 @@ class Scale:
     high: float
     start: float
     end: float
-    is_log: bool
+    is_log: bool = False
+    is_whole: bool = False
+    """Whether only whole numbers are ticks."""
 
     def __call__(self, value: float) -> float:
         low, high, value = map(self._scaled, (self.low, self.high, value))
@@ -34,7 +36,8 @@ class Scale:
         """Return round values between the ends."""
         from matplotlib.ticker import LogLocator, MaxNLocator
 
-        locator = LogLocator(subs=(1, 2, 5)) if self.is_log else MaxNLocator(nbins=5)
+        whole = MaxNLocator(nbins=5, integer=self.is_whole)
+        locator = LogLocator(subs=(1, 2, 5)) if self.is_log else whole
         slack = 1e-9 * (self.high - self.low)
         found = locator.tick_values(self.low, self.high)
         inside = [float(x) for x in found if self.low - slack <= x <= self.high + slack]

@@ -27,7 +27,7 @@ from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
-from lightning_rlhf.stages.measured import StageResult
+from lightning_rlhf.stages.measured import FITNESS_ACCURACY, StageResult
 from lightning_rlhf.stages.policy_tables import policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.stages.stage import Stage
@@ -120,6 +120,7 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     ends = {name: run.curves[name] for name in run.curves if name.startswith("eval/")}
     metrics = {name: values[-1] for name, (_, values) in ends.items()}
     metrics |= {f"start/{name}": v[0] for name, (_, v) in ends.items() if len(v) > 1}
+    metrics |= {n: v[-1] for n, (_, v) in run.curves.items() if n.startswith(FITNESS_ACCURACY)}
     metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
     with damage_named(run.folder / SAMPLES):
         result = StageResult.read(metrics, run.folder)
