@@ -53,7 +53,7 @@ COMMANDS = [
     line.split("#")[0].strip()
     for page in PAGES
     for line in re.findall(
-        r"(?:python train\.py|^lightning-rlhf) (?!replay|serve-reward|-m)[^\n`…]+",
+        r"(?:python train\.py|^lightning-rlhf) (?!compare|replay|report|serve-reward|-m)[^\n`…]+",
         page.read_text().replace("\\\n", ""),
         re.MULTILINE,
     )

@@ -113,3 +113,24 @@ def test_runs_that_differ_in_seed_alone_are_one_group(sweep: Workplace) -> None:
 def test_one_run_is_not_compared(sweep: Workplace) -> None:
     assert "at least 2" in sweep.call("compare", "s0").error
     assert "--out" in sweep.call("compare", "s0", "s1", "--out", "nowhere/c.html").error
+
+
+def test_an_evaluation_of_policies_is_a_page(workplace: Workplace) -> None:
+    """Its gain over the SFT model, 0.5 [0.4, 0.6], makes the verdict."""
+    folder = workplace.folder / "run/mini/eval_policy"
+    make_run(folder, 0, 0.1, [0.0])
+    (folder / METRICS).unlink()
+    (folder / "final").mkdir()
+    metrics = {"eval/reward_mean": 1.5, "eval/reward_gain": 0.5, "eval/reward_gain_low": 0.4,
+               "eval/reward_gain_high": 0.6, "eval/kl": 3.0}  # fmt: skip
+    compared = {"policy": "<ppo>", "other": "sft", "decoding": "sampled", "number": "reward",
+                "difference": 0.5, "interval": [0.4, 0.6], "win_rate": 0.75, "win_interval": None,
+                "ties": None}  # fmt: skip
+    numbers = {"sampled": {"eval/reward_mean": 1.5, "eval/distinct_1": None}}
+    found = {"metrics": metrics, "policies": {"<ppo>": numbers}, "comparisons": [compared]}
+    (folder / "final" / "evaluation.json").write_text(json.dumps(found))
+    workplace.call("report", str(folder)).succeeded  # noqa: B018
+    page = check((folder / "report.html").read_text())
+    assert "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1.5; the KL" in page.text
+    assert "<ppo> - sft, sampled" in page.text
+    assert "0.750" in page.text

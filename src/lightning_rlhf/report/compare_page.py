@@ -149,8 +149,9 @@ class Comparison:
             table = Table(title=found.title, title_justify="left",
                           caption=Text(found.note), caption_justify="left")  # fmt: skip
             for k, cell in enumerate(found.heading):
-                justify = "left" if k == 0 else "right"
-                table.add_column(Text(visible_line(cell)), justify=justify, overflow="fold")
+                table.add_column(
+                    Text(visible_line(cell)), justify="left" if k == 0 else "right", overflow="fold"
+                )
             for row in found.rows:
                 table.add_row(*(Text(visible_line(cell)) for cell in row))
             if found.rows or found.note:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rlhf.core.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.report.conclusion import Evaluated
 from lightning_rlhf.report.run_page import TextTable
+from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL
 from lightning_rlhf.report.tables import LABELS
 from lightning_rlhf.stages.run_files import damage_named, optional_json
 
@@ -39,6 +41,29 @@ def policy_tables(path: Path) -> list[TextTable]:
         heading = ["policies", "number", "difference [95%]", "win rate [95%]", "ties"]
         tables.append(TextTable(title="Paired differences", heading=heading, rows=rows))
         return tables
+
+
+def policy_evaluated(path: Path) -> list[Evaluated]:
+    """Return the metrics of the first policy, with its gain over the SFT model; [] without a file.
+
+    path: evaluation.json.
+    """
+    if (found := optional_json(path)) is None:
+        return []
+    with damage_named(path):
+        metrics: dict[str, float] = found["metrics"]
+        gain = metrics.get("eval/reward_gain")
+        low, high = (metrics.get(f"eval/reward_gain_{end}") for end in ("low", "high"))
+        reward = Evaluated(
+            metric=HELD_OUT,
+            value=metrics[HELD_OUT],
+            before=None if gain is None else metrics[HELD_OUT] - gain,
+            gain=gain,
+            gain_interval=None if low is None or high is None else (low, high),
+        )
+        has_kl = HELD_OUT_KL in metrics
+        kl = [Evaluated(metric=HELD_OUT_KL, value=metrics[HELD_OUT_KL])] if has_kl else []
+        return [reward, *kl]
 
 
 def label(metric: str) -> str:

@@ -13,7 +13,7 @@ from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import Manifest
-from lightning_rlhf.report.conclusion import Evaluated, Verdict, conclude
+from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
 from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
@@ -22,13 +22,13 @@ from lightning_rlhf.report.run_page import (
     TokenSample,
     write_page,
 )
-from lightning_rlhf.report.run_plots import curve_plots, fan_plot, frontier_plots
+from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
 from lightning_rlhf.stages.measured import FITNESS_ACCURACY, StageResult
-from lightning_rlhf.stages.policy_tables import policy_tables
+from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.stages.stage import Stage
 
@@ -75,7 +75,8 @@ def stage_report(run: RunFiles) -> StageReport:
     unit = "step" if stage is None else stage.unit
     diminishing = optional_json(run.folder / DIMINISHING)
     findings = optional_json(run.folder / DIAGNOSIS)
-    evaluated = evaluations(run)
+    evaluation = run.folder / FINAL / EVALUATION
+    evaluated = policy_evaluated(evaluation) or evaluations(run)
     with damage_named(run.folder / DIMINISHING):
         frontiers = frontier_plots(curves, diminishing)
         sentence = None if diminishing is None else str(diminishing["sentence"])
@@ -91,19 +92,21 @@ def stage_report(run: RunFiles) -> StageReport:
         title=run.stage if stage is None else stage.title,
         verdict=conclude(
             evaluated,
-            () if stage is None else stage.goal,
+            (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
             is_finished=run.is_finished,
             findings=len(found or ()),
             sentence=sentence,
             diverges=diverges,
             reward=reward_verdict(run.manifest),
         ),
-        curves=curve_plots(curves, stage and stage.panels, unit, HEALTHY) if curves else (),
+        curves=curve_plots(curves, stage.panels if stage else None, unit, HEALTHY)
+        if curves
+        else (),
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
         frontier_note=sentence or "",
         evaluated=evaluated,
-        tables=policy_tables(run.folder / FINAL / EVALUATION),
+        tables=policy_tables(evaluation),
         pairs=pairs(run.folder),
         samples=token_samples(train_samples(run.folder)),
         findings=found,
@@ -148,7 +151,7 @@ def reward_verdict(manifest: Manifest | None) -> Verdict | None:
     if manifest is None or manifest.stage not in manifest.verdicts:
         return None
     found = manifest.verdicts[manifest.stage]
-    level = "bad" if found["is_unfit"] else "doubtful" if found["reasons"] else "good"
+    level: Level = "bad" if found["is_unfit"] else "doubtful" if found["reasons"] else "good"
     return Verdict(level, found["words"])
 
 
