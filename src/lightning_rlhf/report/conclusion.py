@@ -82,7 +82,7 @@ def conclude(
         levels.append("doubtful")
         parts.insert(0, "the run has not finished")
     words = "; ".join(parts)
-    level = max(levels, key=LEVELS.index, default="unknown")
+    level: Level = max(levels, key=LEVELS.index, default="unknown")
     return Verdict(level, f"{words[:1].upper()}{words[1:]}.")
 
 

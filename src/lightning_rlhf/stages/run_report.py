@@ -72,7 +72,7 @@ def write(runs: Sequence[RunFiles], folder: Path) -> Path:
 def stage_report(run: RunFiles) -> StageReport:
     """Return what the page says about a run."""
     curves, stage = run.curves, run.definition
-    unit = "step" if stage is None else stage.unit
+    unit, panels = ("step", None) if stage is None else (stage.unit, stage.panels)
     diminishing = optional_json(run.folder / DIMINISHING)
     findings = optional_json(run.folder / DIAGNOSIS)
     evaluation = run.folder / FINAL / EVALUATION
@@ -99,9 +99,7 @@ def stage_report(run: RunFiles) -> StageReport:
             diverges=diverges,
             reward=reward_verdict(run.manifest),
         ),
-        curves=curve_plots(curves, stage.panels if stage else None, unit, HEALTHY)
-        if curves
-        else (),
+        curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
         frontier_note=sentence or "",
