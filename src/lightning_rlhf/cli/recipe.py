@@ -37,8 +37,9 @@ from lightning_rlhf.stages.folder.folders import (
 from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.measured import StageResult
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
-from lightning_rlhf.stages.promises import Promise, check_promises
+from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
 from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.reports import write_promises, write_report
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 
@@ -140,6 +141,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: StageResult.read(metrics[stage], folder_of(settings))
         for stage, settings in stages.items()
     }
+    if are_made(stages, written):
+        write_promises(folder_of(first).parent, promise_rows(recipe.promises, results))
+    say(f"report: {write_report(folder_of(first).parent)}")
     check_promises(recipe.title, recipe.promises, results, stages, written)
 
 
