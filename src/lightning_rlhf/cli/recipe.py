@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from rich import get_console
 from yaml import YAMLError
 
+from lightning_rlhf.callbacks.compute import PEAK, compute_line
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, stage_of
@@ -27,6 +28,7 @@ from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.diminishing import repeat_conclusion
 from lightning_rlhf.stages.folder.folders import (
     FINAL,
     State,
@@ -210,7 +212,9 @@ def own_configs() -> list[str]:
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Show metrics and samples before and after, and pictures; return each stage's metrics.
+    """Show metrics and samples before and after, pictures, and what PPO's compute bought.
+
+    Return each stage's metrics.
 
     ran: stages that were run in this call, whose results are already printed.
     """
@@ -241,4 +245,8 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
             raise CheckpointError(f"{final.path / MANIFEST} is damaged: it lacks time/stage_s")
     minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
     say(f"time: {minutes:.1f} minutes in all stages")
+    if "ppo" in stages:
+        repeat_conclusion(folder_of(stages["ppo"]))
+        if PEAK in metrics["ppo"]:
+            say(compute_line(metrics["ppo"]))
     return metrics

@@ -23,6 +23,7 @@ LABELS: Mapping[str, str] = {
     "eval/reward_mean": "reward",
     "eval/judge/gold": "gold score",
     "eval/kl": "KL to the SFT model, nats a response",
+    "eval/response_perplexity": "perplexity under the SFT model",
     "eval/response_tokens": "response length, tokens",
     "eval/ended": "ended in time",
     "eval/judge/correct": "correct",
