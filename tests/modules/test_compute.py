@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,23 @@ def test_the_formulas_count_what_torch_counts(
     assert (compute.generated_tokens, compute.scored_tokens, compute.trained_tokens) == (
         128, 196, 196,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("is_exact", "readings"), [(True, 1), (False, 2)])
+def test_the_policy_reads_what_its_sampler_gives_no_numbers_for(
+    make: Any, is_exact: bool, readings: int
+) -> None:
+    """4 rows of 49 tokens: the reference reads them, and the policy where it annotates."""
+    module = make(tiny, advantage="reinforce++")
+    own = SimpleNamespace(is_exact=is_exact, sample=module.collector.sampler.sample)
+    module.collector.sampler = own
+
+    def work() -> Compute:
+        batch, _, _ = module.collect(prompts())
+        compute: Compute = module.collector.compute(batch.experience, updates=1, policy_learns=True)
+        return compute
+
+    assert within_fit(module, work).scored_tokens == readings * 196
 
 
 @pytest.mark.parametrize(
