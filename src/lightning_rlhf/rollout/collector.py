@@ -72,7 +72,7 @@ class Collector:
         )
         self.sampler = sampler or build_sampler(config.rollout, roles, params, critic)
         self.annotated = not isinstance(self.sampler, NativeSampler)
-        """Whether the policy reads sampled responses for their log-probabilities."""
+        """Whether the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(
         self, prompts: Prompts, generator: torch.Generator, samples_per_prompt: int = 1
@@ -90,7 +90,9 @@ class Collector:
 
     def annotate(self, sampled: SampledResponses) -> Rollout:
         """Return the responses with the predictions that the sampler does not know."""
-        self.annotated = not self.sampler.is_exact or sampled.logprobs is None
+        on_trunk = self.critic is not None and self.critic.shares_trunk
+        given = [sampled.logprobs, *([sampled.values] if on_trunk else [])]
+        self.annotated = not self.sampler.is_exact or any(numbers is None for numbers in given)
         return self.microbatch.fitting(
             lambda rows: annotate(
                 sampled,

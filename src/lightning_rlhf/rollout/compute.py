@@ -65,7 +65,7 @@ def iteration_compute(
         updates: number of minibatches that were read.
         microbatch_size: number of rows in a forward pass.
         policy_learns: False during ppo.critic_warmup.
-        annotated: True where the policy read the sampled responses for their log-probabilities.
+        annotated: True where the policy read the sampled responses for log-probabilities or values.
     """
     lengths, responses = (
         mask.sum(dim=1).cpu() for mask in (experience.mask, experience.response_mask)
