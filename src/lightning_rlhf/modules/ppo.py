@@ -149,6 +149,8 @@ class PPOModule(L.LightningModule):
     def collect(self, prompts: Prompts) -> tuple[IterationBatch, float, float]:
         """Return the batch of an iteration, and the seconds of sampling and of scoring.
 
+        `make_experience` computes the KL-shaped rewards, the advantages and the returns.
+
         Raises: PolicyLogitsError where nothing can be sampled, RewardError where the reward gives
             no numbers; both name the iteration.
         """
@@ -262,7 +264,14 @@ class PPOModule(L.LightningModule):
     ) -> PPOTerms:
         """Return the loss and statistics of a micro-batch, as `ppo_terms`.
 
-        A subclass adds terms of its own to the loss here.
+        A subclass adds terms of its own to the loss here. With a critic apart it is called twice a
+        micro-batch: with `policy` alone, then with `values` alone.
+
+        Args:
+            weights: weight of each response token in the loss, as `token_weights`.
+            tokens: number of response tokens of the minibatch.
+            policy: log-probabilities and entropy of the N response tokens of the micro-batch.
+            values: values of the critic at the same tokens.
         """
         return ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy, values=values

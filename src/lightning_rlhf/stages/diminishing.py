@@ -39,7 +39,8 @@ def say_diminishing(folder: Path, title: str) -> bool:
 def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
     if not say_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
+        rows = [row for row in read_rows(folder / METRICS).values() if REWARD in row]
         raise CheckpointError(
-            f"{folder / METRICS} is not there, or has fewer than {FEWEST_POINTS} iterations of "
-            "stage=ppo"
+            f"{folder / METRICS} has {len(rows)} iterations of stage=ppo; allowed: at least "
+            f"{FEWEST_POINTS}"
         )

@@ -35,6 +35,7 @@ from lightning_rlhf.stages.folder.folders import CHECKPOINTS, claim, run_name
 from lightning_rlhf.stages.folder.resume import origin, resume_point
 from lightning_rlhf.stages.hand_over import hand_over as hand_over
 from lightning_rlhf.stages.objects import build_trainer, misconfigured
+from lightning_rlhf.stages.preflight.preflight import preflight
 from lightning_rlhf.stages.prepare import Prepared as Prepared
 from lightning_rlhf.stages.prepare import Training as Training
 from lightning_rlhf.stages.prepare import make_ready as make_ready
@@ -70,6 +71,7 @@ def fit(
     if resume_from is not None:
         check_longer(settings, resume_from, steps)
         check_state(resume_from, module, data)
+    preflight(ready, module, data, resumed=resume_from is not None)
     claim(settings, ready.parents)
     config = rhythm(settings, steps)
     loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
