@@ -173,7 +173,7 @@ def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> No
             composed(f"stage={stage}", f"data={data}", *given(reward), f"logger={logger}")
         )
         assert isinstance(settings.data.demonstrations, Split)
-        assert (settings.data.judge is not None) == (data == "quickstart")
+        assert (settings.data.judge is not None) == (data in ("course", "quickstart"))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -185,7 +185,7 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
         module.roles.recompute_layers()
     module.roles._kernel_choice = kernels  # type: ignore[assignment]
     module.roles._set_kernels()
-    object.__setattr__(module.sampler.params, "end_token_ids", ())
+    object.__setattr__(module.collector.sampler.params, "end_token_ids", ())
     found = plan_memory(module, data(PromptTokens([1] * PROMPT, 0)), CPU)
     used: dict[str, int] = {}
 

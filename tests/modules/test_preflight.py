@@ -111,7 +111,7 @@ def test_checks_change_no_weight_no_role_and_no_random_state(
     assert module.roles.heads[VALUE] is head
     assert module.roles._role == POLICY
     assert module.iteration == 0
-    assert module.sampler.params.max_response_tokens == ppo_config().max_response_tokens
+    assert module.collector.sampler.params.max_response_tokens == ppo_config().max_response_tokens
 
 
 def read_padding(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
@@ -146,7 +146,7 @@ def test_log_probabilities_of_another_temperature_fail(
     make_ppo: Callable[..., PPOModule], is_exact: bool, known: bool, failed: set[str]
 ) -> None:
     module = make_ppo(fresh=True)
-    module.sampler = Wrong(module.sampler, is_exact=is_exact, known=known)
+    module.collector.sampler = Wrong(module.collector.sampler, is_exact=is_exact, known=known)
     found = verdicts(module)
     assert {name for name, verdict in found.items() if verdict == "failed"} == failed
     assert (found["sampled log-probabilities"] == "not applicable") == (not failed)
@@ -283,7 +283,7 @@ def test_a_device_that_is_too_small_for_the_checks_fails_its_memory(
     def full(*arguments: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(module.sampler, "sample", full)
+    monkeypatch.setattr(module.collector.sampler, "sample", full)
     # All that is read of it is the device, the precision and that there is no earlier stage.
     ready: Any = SimpleNamespace(
         settings=SimpleNamespace(trainer=SimpleNamespace(precision="32-true")),

@@ -52,10 +52,12 @@ from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE
 
 COMMANDS = {
+    "compare": "lightning_rlhf.cli.compare:compare",
     "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
     "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
     "export": "lightning_rlhf.cli.export:export",
     "replay": "lightning_rlhf.cli.replay:replay",
+    "report": "lightning_rlhf.cli.report:report",
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.report.diminishing import REWARD
-from lightning_rlhf.report.diminishing_figure import PICTURE, write_diminishing
+from lightning_rlhf.report.diminishing_figure import NUMBERS, PICTURE, write_diminishing
 from lightning_rlhf.report.knee import FEWEST_POINTS
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
@@ -34,6 +36,22 @@ def say_diminishing(folder: Path, title: str) -> bool:
     found = write_diminishing(folder, title, curves)
     say(f"diminishing returns: {found.sentence} ({folder / PICTURE})")
     return True
+
+
+def repeat_conclusion(folder: Path) -> None:
+    """Print the conclusion that a run left in diminishing.json, if it left one.
+
+    Raises CheckpointError where the file is damaged.
+    """
+    if (file := folder / NUMBERS).is_file():
+        try:
+            sentence = json.loads(read_text(file))["sentence"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file} is damaged: it holds no sentence. `lightning-rlhf diminishing {folder}` "
+                "writes it again"
+            ) from error
+        say(f"diminishing returns: {sentence} ({folder / PICTURE})")
 
 
 def again(folder: Path) -> None:

@@ -40,6 +40,7 @@ from lightning_rlhf.stages.prepare import Prepared as Prepared
 from lightning_rlhf.stages.prepare import Training as Training
 from lightning_rlhf.stages.prepare import make_ready as make_ready
 from lightning_rlhf.stages.prepare import tokenised as tokenised
+from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 
 AtEnd = Callable[[Sequence[Logger], int], None]
@@ -94,6 +95,8 @@ def fit(
     finally:
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
+        if exit_code:
+            leave_report(ready.folder, stage)
     title = f"{stage.title}: {run_name(settings)}"
     say(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
     say_best(saver)

@@ -81,7 +81,7 @@ def padding_of_rewards(
     module: PPOModule, sampled: SampledResponses, limit: float
 ) -> Iterator[Check]:
     """Yield a check of each component of the reward; functions and servers are not called."""
-    decoded = decode_responses(sampled, module.prompts["train"], module.chat)
+    decoded = decode_responses(sampled, module.collector.prompts["train"], module.chat)
     numbered = replace(sampled, index=torch.arange(len(sampled), device=sampled.index.device))
     for term, source in zip(module.reward.terms, module.reward.sources, strict=True):
         if not isinstance(source, LearnedReward | TextReward):

@@ -12,9 +12,10 @@ from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.types import Prompts, Rollout, SampledResponses
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rollout.annotate import annotate, predict
+from lightning_rlhf.rollout.annotate import predict
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.policy_outputs import policy_outputs
 from lightning_rlhf.rollout.sampler import Sampler
 from lightning_rlhf.rollout.score import response_hidden
 from lightning_rlhf.stages.preflight.check import Check, at_most, not_applicable, rms
@@ -30,7 +31,9 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
     package samples up to ppo.max_response_tokens.
     """
     each = min(2, module.config.samples_per_prompt)
-    return shortened(module.sampler).sample(prompts, each, torch.Generator().manual_seed(0))
+    return shortened(module.collector.sampler).sample(
+        prompts, each, torch.Generator().manual_seed(0)
+    )
 
 
 def shortened(sampler: Sampler) -> Sampler:
@@ -49,15 +52,12 @@ def predictions(module: PPOModule, sampled: SampledResponses, limit: float) -> I
     name = "sampled log-probabilities"
     if sampled.logprobs is None:
         yield not_applicable(name, "the sampler returns none; those of the model are computed")
-    elif not module.sampler.is_exact:
+    elif not module.collector.sampler.is_exact:
         off = rms((sampled.logprobs - again)[mask])
         yield not_applicable(name, f"{off:.2g} nats, not used: the sampler is not exact")
     else:
         yield at_most(name, rms((sampled.logprobs - again)[mask]), limit, "nats")
-    rollout = annotate(
-        sampled, roles, None, is_exact=module.sampler.is_exact, temperature=config.temperature,
-        batch_size=len(sampled),
-    )  # fmt: skip
+    rollout = module.collector.annotate(sampled)
     yield at_most("ratio", rms(ratio(module, rollout) - 1), limit)
     name = "KL to the reference"
     if not starts_as_reference(roles):
@@ -75,7 +75,7 @@ def ratio(module: PPOModule, rollout: Rollout) -> torch.Tensor:
     ordered = rollout.select(by_length(rollout.mask))
     for micro_batch in ordered.split(module.guard.microbatch.rows):
         hidden = response_hidden(module.roles, micro_batch)
-        now = module.policy_outputs(hidden, micro_batch).logprobs  # type: ignore[arg-type]
+        now = policy_outputs(module.roles, hidden, micro_batch, module.config).logprobs  # type: ignore[arg-type]
         found.append((now - micro_batch.logprobs[micro_batch.response_mask]).exp())
     return torch.cat(found)
 
