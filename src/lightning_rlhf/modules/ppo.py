@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import NotFiniteError, RewardError, require
+from lightning_rlhf.core.errors import ConfigError, NotFiniteError, RewardError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import next_kl_coef
 from lightning_rlhf.core.losses import token_weights
@@ -278,7 +278,11 @@ class PPOModule(L.LightningModule):
         )
 
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
-        """Add the gradient of the terms' loss; return them without a graph."""
+        """Add the gradient of the terms' loss; return them without a graph.
+
+        Raises: ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
+        """
+        check_loss(terms, type(self).__name__)
         return replace(terms, loss=optim.backward(self, terms.loss))
 
     def values(
@@ -356,6 +360,27 @@ class PPOModule(L.LightningModule):
         self.moments = ScoreMoments.from_state_dict(checkpoint["moments"])
         if "annotation_rows" in checkpoint:  # older checkpoints have none
             self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
+
+
+def check_loss(terms: Any, name: str) -> None:
+    """Raise ConfigError unless the terms are PPOTerms whose loss is a number with a gradient.
+
+    name: name of the class whose `loss_terms` returned them.
+    """
+    loss = terms.loss if isinstance(terms, PPOTerms) else None
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return
+    found = f"an object of type {type(terms).__name__}"
+    if isinstance(terms, PPOTerms):
+        found = f"a loss of type {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        found = (
+            f"a loss of shape {[*loss.shape]} with{'' if loss.requires_grad else 'out'} gradient"
+        )
+    raise ConfigError(
+        f"{name}.loss_terms() returned {found}; allowed: PPOTerms whose loss is a tensor of shape "
+        "[] with gradient, such as that of PPOModule.loss_terms with terms added to it"
+    )
 
 
 def exceeds(found: Tensor, limit: float | None) -> bool:

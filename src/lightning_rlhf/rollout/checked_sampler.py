@@ -12,6 +12,9 @@ from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.io.user_code import FAULTS
 from lightning_rlhf.rollout.sampler import Sampler
 
+ROUNDING = 1e-3
+"""Nats by which rounding may bring the log-probability of a sure token above 0."""
+
 
 class CheckedSampler:
     """A user's sampler that raises SamplerError where it fails or breaks the protocol."""
@@ -19,9 +22,17 @@ class CheckedSampler:
     def __init__(
         self, sampler: Sampler, name: str, *, max_response_tokens: int, vocab_size: int
     ) -> None:
-        """Wrap a sampler; name: value of ppo.rollout, for the errors."""
+        """Wrap a sampler; name: value of ppo.rollout, for the errors.
+
+        Raises: SamplerError where `is_exact` is no bool.
+        """
         self.sampler = sampler
         self.is_exact = sampler.is_exact
+        if not isinstance(self.is_exact, bool):
+            raise SamplerError(
+                f"ppo.rollout is {name!r}, whose is_exact is {self.is_exact!r}; allowed: True or "
+                "False"
+            )
         self.name = name
         self.max_response_tokens = max_response_tokens
         self.vocab_size = vocab_size
@@ -118,6 +129,12 @@ def checked(
              "finite numbers")
             for field, numbers in (("logprobs", found.logprobs), ("values", found.values))
             if numbers is not None
+        ),
+        *(
+            [(((found.logprobs > ROUNDING) & mask).any(dim=1), "logprobs above 0",
+              "logarithms of probabilities, at most 0")]
+            if found.logprobs is not None
+            else []
         ),
     ):  # fmt: skip
         if wrong.any():

@@ -111,7 +111,7 @@ def rhythm(settings: Settings, steps: int) -> StageConfig:
     val_every = config.validation_interval(steps)
     if val_every != config.val_every:
         say(
-            f"validating every {val_every} of the {steps} steps, a tenth: "
+            f"validating every {val_every} of the {steps} steps, a tenth of them rounded up: "
             f"{settings.stage}.val_every is {config.val_every}, more than the run has"
         )
     return replace(config, val_every=val_every)
