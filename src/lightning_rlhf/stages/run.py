@@ -25,17 +25,17 @@ def run_in_folder(settings: Settings) -> Path:
     quiet_libraries()
     check_accelerator(settings)
     say_device(settings)
-    with computing(settings), advising():
+    with computing(settings), advising(settings.stage):
         return settings.definition.run(settings, settings.config)
 
 
 @contextmanager
-def advising() -> Iterator[None]:
-    """Add advice to a TrainingError raised inside."""
+def advising(stage: str) -> Iterator[None]:
+    """Add advice to a TrainingError raised inside; stage: name of the section of its keys."""
     try:
         yield
     except TrainingError as error:
-        advise(error)
+        advise(error, stage)
         raise
 
 
