@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import tempfile
@@ -164,12 +165,16 @@ def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
     assert step_of(run.checkpoints / "best.ckpt") == 2
 
 
-def evaluated(saver: Checkpoints, step: int, **metrics: float) -> None:
-    """Let the evaluation after `step` give eval/NAME for each of `metrics`."""
+def evaluated(saver: Checkpoints, step: int, checking: bool = False, **metrics: float) -> None:
+    """Let the evaluation after `step` give eval/NAME for each of `metrics`.
+
+    checking: it is the evaluation of all validation data before the first step.
+    """
     (saver.folder / f"{step:06d}.ckpt").write_text(str(step))
     batches = SimpleNamespace(total=SimpleNamespace(processed=step))
     trainer: Any = SimpleNamespace(
-        sanity_checking=False,
+        sanity_checking=checking,
+        num_sanity_val_steps=math.inf,
         global_step=step,
         callback_metrics={f"eval/{name}": torch.tensor(x) for name, x in metrics.items()},
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches)),
@@ -230,13 +235,29 @@ def test_a_goal_metric_that_was_not_logged_is_named_and_the_evaluation_not_done(
     tmp_path: Path,
 ) -> None:
     saver = saver_of("rm", tmp_path)
-    told = (
-        r"^goal metric of stage=rm is 'eval/rm_loss', which was not logged; allowed: "
-        r"eval/accuracy, eval/loss$"
-    )
+    told = r"^rm\.best\.metric is 'eval/rm_loss'; allowed: eval/accuracy, eval/loss$"
     with pytest.raises(ConfigError, match=told):
         evaluated(saver, 1, loss=2.0, accuracy=0.5)
     assert (saver.evaluated, saver.best_step) == (None, None)
+
+
+def test_the_evaluation_before_the_first_step_needs_the_goal_metrics_and_is_not_the_best(
+    tmp_path: Path,
+) -> None:
+    saver = saver_of("rm", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^rm\.best\.metric is 'eval/rm_loss'; allowed: eval/acc"
+    ):
+        evaluated(saver, 0, checking=True, accuracy=0.5)
+    evaluated(saver, 0, checking=True, accuracy=0.5, rm_loss=0.7)
+    assert (saver.evaluated, saver.best_step) == (None, None)
+
+
+def test_without_a_goal_no_evaluation_is_the_best(tmp_path: Path) -> None:
+    saver = Checkpoints(tmp_path, config(), ORIGIN, Stop(), ())
+    evaluated(saver, 1, loss=2.0)
+    assert (saver.evaluated, saver.best_step) == (1, None)
+    assert not (tmp_path / "best.ckpt").exists()
 
 
 class Remembers(Callback):

@@ -25,7 +25,7 @@ def trainer(step: int, fn: TrainerFn = TrainerFn.FITTING, **metrics: float) -> A
     loop = SimpleNamespace(batch_progress=SimpleNamespace(total=total))
     return SimpleNamespace(
         state=SimpleNamespace(fn=fn), fit_loop=SimpleNamespace(epoch_loop=loop),
-        sanity_checking=False, should_stop=False,
+        sanity_checking=False, num_sanity_val_steps=math.inf, should_stop=False,
         callback_metrics={name.replace("__", "/"): x for name, x in metrics.items()},
     )  # fmt: skip
 
@@ -88,6 +88,10 @@ def test_evaluations_outside_of_the_training_do_not_count() -> None:
 def test_a_metric_that_is_not_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sft.stop.metric is 'eval/x'; allowed: eval/y$"):
         patient(1).on_validation_end(trainer(1, eval__y=1.0, update__y=2.0), None)  # type: ignore
+    before = trainer(0, eval__y=1.0)
+    before.sanity_checking = True
+    with pytest.raises(ConfigError, match=r"sft.stop.metric is 'eval/x'; allowed: eval/y$"):
+        patient(1).on_validation_end(before, None)  # type: ignore[arg-type]
 
 
 def test_the_first_iteration_above_the_bound_of_the_kl_ends_the_run() -> None:

@@ -74,6 +74,7 @@ def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: E
     assert evaluated.numbers["sources"][SAME].endswith("mini/sft/final")
     assert f"ppo, {LAST}, {EARLIER}, {SAME} and the SFT model on 4 held-out" in evaluated.out
     assert all(f" {policy} " in evaluated.out for policy in policies)
+    assert "was trained with" not in evaluated.out
     assert "| policy | greedy response | reward | judge |" in evaluated.page
 
 

@@ -229,6 +229,8 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
         ("final=newest", "ppo.final is 'newest'; allowed: last, best, the number of a step"),
         ("final=4 ppo.stop.max_kl=9", "allowed where a rule may end the run: last, best"),
         ("ppo.best.metric=eval/reward", "ppo.best.metric is 'eval/reward'; allowed: eval/reward_"),
+        ("ppo.best.metric=eval/reward/nonsense ppo.best.mode=max",
+         "ppo.best.metric is 'eval/reward/nonsense'; allowed: eval/reward_mean, "),
         ("ppo.stop.metric=eval/response_tokens", "ppo.stop.mode is None; allowed for eval/resp"),
         ("ppo.best.mode=min", "ppo.best.mode is 'min'; allowed: null, unless the metric is"),
         ("ppo.stop.patience=0", "ppo.stop.patience is 0; allowed: a whole number and >= 1"),
@@ -238,6 +240,19 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
 def test_what_is_refused(place: Workplace, words: str, told: str) -> None:
     assert told in ppo(place, "refused", *words.split()).error
     assert not folder(place, "refused").exists()
+
+
+def test_a_part_that_the_judge_does_not_give_is_refused_before_the_first_iteration(
+    place: Workplace,
+) -> None:
+    judge = "def judge(row, response, ended):\n    return {'even': float(len(response) % 2 == 0)}\n"
+    (place.folder / "judge.py").write_text(judge)
+    keys = ["ppo.best.metric=eval/judge/nonsense", "ppo.best.mode=max"]
+    outcome = ppo(place, "nonsense", "data.judge=judge.py:judge", *keys)
+    told = "ppo.best.metric is 'eval/judge/nonsense'; allowed: eval/distinct_1, "
+    assert told in outcome.error
+    assert "eval/judge/even" in outcome.error
+    assert {row["step"] for row in rows(folder(place, "nonsense"))} <= {"0"}
 
 
 def test_exports_that_are_refused(place: Workplace, tmp_path: Path) -> None:

@@ -164,6 +164,23 @@ def test_its_mistakes_are_told_as_those_of_the_other_stages(
     assert not place.stage("dpo").exists()
 
 
+def test_a_stage_without_a_goal_hands_over_its_last_step(place: Workplace) -> None:
+    file = place.folder / "mine" / "dpo.py"
+    file.write_text(file.read_text().replace(', goal=(("eval/dpo_loss", "min"),)', ""))
+    error = dpo(place, "final=best").error
+    assert error == (
+        "dpo.final is 'best', and stage=dpo names no metric of its evaluations (Stage.goal); "
+        "allowed with a metric in dpo.best.metric"
+    )
+    assert "dpo.stop.patience is 2, and " in dpo(place, "dpo.stop.patience=2").error
+    assert not place.stage("dpo").exists()
+    dpo(place).succeeded  # noqa: B018
+    folder = place.stage("dpo")
+    ending = json.loads((folder / "ending.json").read_text())
+    assert (ending["step"], ending["last_step"], ending["metrics"]) == (6, 6, {})
+    assert not (folder / "checkpoints" / "best.ckpt").exists()
+
+
 def test_a_stage_of_the_package_is_not_defined_anew(place: Workplace) -> None:
     error = place.mini("stage=sft", "++sft.definition=mine/dpo.py:STAGE").error
     assert error == (

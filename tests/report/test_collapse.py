@@ -26,3 +26,9 @@ def test_far_from_the_reference_or_sure_of_every_token(
 ) -> None:
     found = collapsed(WELL | change)
     assert found is None if told is None else told in str(found)
+
+
+def test_the_keys_are_those_of_the_stage() -> None:
+    assert "a smaller own.lr, or a larger own.kl_coef" in str(
+        collapsed(WELL | {"entropy": 0}, "own")
+    )

@@ -162,14 +162,17 @@ def test_errors_that_have_a_meaning_of_their_own_stay(error: BaseException) -> N
 def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     roles: Any = MagicMock(vocab_size=10)
     params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
-    load: Callable[..., Any] = lambda name: lambda roles, params: Server(None)  # noqa: E731
+    load: Callable[..., Any] = lambda *_: lambda roles, params: Server(None)  # noqa: E731
     monkeypatch.setattr(building, "load_sampler", load)
     for name in building.OURS:
         assert not isinstance(build_sampler(name, roles, params, None), CheckedSampler)
     sampler = build_sampler(NAME, roles, params, None)
-    assert sampler.is_exact is False
-    with pytest.raises(RLHFError, match=NAME):
+    assert not sampler.is_exact
+    with pytest.raises(RLHFError, match=f"^ppo.rollout is '{NAME}'"):
         sampler.sample(PROMPTS, 1, torch.Generator())
+    own = build_sampler(NAME, roles, params, None, key="own.rollout")
+    with pytest.raises(RLHFError, match=f"^own.rollout is '{NAME}'"):
+        own.sample(PROMPTS, 1, torch.Generator())
 
 
 def test_rounding_above_0_is_taken() -> None:
@@ -194,7 +197,10 @@ class Raises(Server):
 def test_an_is_exact_that_is_no_bool_is_refused(
     monkeypatch: pytest.MonkeyPatch, kind: type[Server], told: str
 ) -> None:
-    monkeypatch.setattr(building, "load_sampler", lambda name: lambda roles, params: kind(None))
+    load = lambda name, key: lambda roles, params: kind(None)  # noqa: E731
+    monkeypatch.setattr(building, "load_sampler", load)
+        building, "load_sampler", lambda name, key: lambda roles, params: kind(None)
+    )
     params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
     with pytest.raises(RLHFError) as caught:
         build_sampler(NAME, MagicMock(vocab_size=10), params, None)

@@ -4,7 +4,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_rlhf.stages.measured import Measured, StageResult, bootstrap
+from lightning_rlhf.report.estimates import Interval
+from lightning_rlhf.stages.folder.ending import Ending, write_ending
+from lightning_rlhf.stages.measured import (
+    Measured,
+    StageResult,
+    by_prompt,
+    evaluations,
+    interval_of,
+)
 
 
 def sample(index: int, gold: float | None, kl: float = 0.0) -> dict[str, object]:
@@ -41,29 +49,76 @@ def test_gains_are_differences_between_responses_to_the_same_prompt(tmp_path: Pa
     assert low < 4.5 < high
 
 
-def test_the_interval_is_that_of_whole_prompts() -> None:
-    """Two prompts of values 0 and 1: both resampled alike has probability 1/4 each."""
-    samples = [sample(index, 0.0) for index in (0, 0, 0, 1, 1, 1)]
-    values = np.array([0.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-    assert bootstrap(values, samples) == (0.0, 1.0)
+def interval(gold: list[float | None], prompts: list[int]) -> Interval | None:
+    samples = [sample(index, g) for index, g in zip(prompts, gold, strict=True)]
+    return interval_of(by_prompt(samples, "eval/judge/gold"))
+
+
+def test_the_interval_is_the_studentised_one_of_the_prompts_means() -> None:
+    """Of 0, 0 and 3: mean 1, standard error sqrt((1 + 1 + 4) / 3 / 2) = 1.
+
+    A resample has the 3 k times. k = 0: its se is 0, for which that of all counts: (0 - 1) / 1.
+    k = 1: 0. k = 2: (2 - 1) / sqrt((4 + 1 + 1) / 3 / 2) = 1. k = 3: (3 - 1) / 1 = 2. Their
+    probabilities are 8, 12, 6 and 1 of 27, so the quantiles are -1 and 2: 1 - 2 to 1 + 1.
+    The percentiles of the means would be 0 and 3.
+    """
+    expected = pytest.approx((-1.0, 2.0), abs=1e-12)
+    assert interval([0.0, 0.0, 3.0], [0, 1, 2]) == expected
+    # Prompts count alike, whatever the number of their samples, in any order.
+    assert interval([2.0, 0.0, 4.0, 0.0, 0.0], [2, 0, 2, 1, 1]) == expected
     # 200 prompts of a fair coin: 0.5 +- 1.96 * 0.5 / sqrt(200) = 0.5 +- 0.069
-    samples = [sample(index, 0.0) for index in range(200)]
-    found = bootstrap(np.arange(200) % 2.0, samples)
-    assert found == pytest.approx((0.431, 0.569), abs=0.011)
+    coins = interval([i % 2.0 for i in range(200)], list(range(200)))
+    assert coins == pytest.approx((0.431, 0.569), abs=0.011)
 
 
 def test_responses_without_the_part_do_not_count() -> None:
-    samples = [sample(index, 0.0) for index in range(4)]
-    assert bootstrap(np.array([1.0, np.nan, 1.0, np.nan]), samples) == (1.0, 1.0)
-    assert bootstrap(np.array([1.0, np.nan, np.nan, np.nan]), samples) is None
+    assert interval([1.0, None, 1.0, None], [0, 1, 2, 3]) == (1.0, 1.0)
+    assert interval([1.0, None, 5.0, 1.0], [0, 0, 1, 1]) == pytest.approx((1.0, 3.0))
+    assert interval([1.0, None, None, None], [0, 1, 2, 3]) is None
+    assert interval([], []) is None
+
+
+def test_numbers_of_a_sample_go_by_the_names_of_their_metrics() -> None:
+    samples = [sample(0, 1.0, kl=3.0), sample(1, 1.0, kl=5.0)]
+    for name, values in {
+        "eval/reward_mean": [0.0, 0.0],
+        "eval/kl": [3.0, 5.0],
+        "eval/response_tokens": [1.0, 1.0],
+        "eval/ended": [1.0, 1.0],
+        "eval/reward/helpful": [2.0, 2.0],
+        "eval/judge/gold": [1.0, 1.0],
+    }.items():
+        assert by_prompt(samples, name).tolist() == values
+    assert np.isnan(by_prompt(samples, "eval/distinct_1")).all()
+
+
+def test_the_samples_are_those_of_the_step_that_became_final(tmp_path: Path) -> None:
+    for iteration, gold in enumerate([0.0, 5.0, 9.0]):
+        write(tmp_path, iteration, [gold] * 4)
+    name = "eval/judge/gold"
+    metrics = {name: 5.0, f"start/{name}": 0.0}
+    last = StageResult.read(metrics, tmp_path)  # of a run without ending.json
+    assert last.gain(name) == Measured(5.0, (9.0, 9.0))
+    ending = Ending(final="1", step=1, last_step=2, metrics={}, stopped=None)
+    write_ending(tmp_path, ending)
+    samples = tmp_path / "samples"
+    chosen = samples / "eval_000001.jsonl"
+    assert evaluations(tmp_path) == (samples / "eval_000000.jsonl", chosen)
+    result = StageResult.read(metrics, tmp_path)
+    assert result.gain(name) == Measured(5.0, (5.0, 5.0))
+    assert result.metric(name) == Measured(5.0, (5.0, 5.0))
+    chosen.unlink()
+    assert evaluations(tmp_path) is None
+    assert StageResult.read(metrics, tmp_path).gain(name) == Measured(5.0, None)
 
 
 def test_the_accuracy_has_the_interval_of_the_fitness_report(tmp_path: Path) -> None:
-    ends = {"fitness/accuracy_low": 0.7, "fitness/accuracy_high": 0.78}
-    found = StageResult.read({"eval/accuracy": 0.74} | ends, tmp_path).metric("eval/accuracy")
-    assert found == Measured(0.74, (0.7, 0.78))
     bare = StageResult.read({"eval/accuracy": 0.74}, tmp_path)
     assert bare.metric("eval/accuracy") == Measured(0.74, None)
+    header = "step,eval/accuracy,fitness/accuracy_low,fitness/accuracy_high"
+    (tmp_path / "metrics.csv").write_text(f"{header}\n1,0.6,,\n2,0.74,0.7,0.78\n")
+    found = StageResult.read({"eval/accuracy": 0.74}, tmp_path).metric("eval/accuracy")
+    assert found == Measured(0.74, (0.7, 0.78))
     assert str(bare.metric("eval/accuracy")) == "0.740"
     assert bare.metric("eval/loss") is None
     assert bare.gain("eval/accuracy") is None

@@ -22,11 +22,10 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     path_of,
     stamp,
 )
-from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.contract import is_evaluation, position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
-from lightning_rlhf.callbacks.goal import SIGNS, Goal, signed
+from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
 from lightning_rlhf.callbacks.loadable import check_contents, check_states, state_of
-from lightning_rlhf.callbacks.monitors import require_logged
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.terminal import say
@@ -65,6 +64,7 @@ class Checkpoints(Callback):
         """Set up the callback.
 
         config: section of the stage; the checkpoint of its `final` is kept where that is a step.
+        goal: empty where no evaluation is better than another; there is no `best.ckpt` then.
         steps: number of steps of the whole run; where it is larger than the one that a checkpoint
             was written with, the run goes on. None is that of the checkpoint.
         """
@@ -161,17 +161,18 @@ class Checkpoints(Callback):
         self.stop.obey()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.sanity_checking:
+        if not is_evaluation(trainer):
             return
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        require_metrics(f"{self.origin.stage}.best.metric", self.goal, metrics)
+        if trainer.sanity_checking:
+            return
         step = trained(trainer)
-        for name, _ in self.goal:
-            require_logged(f"goal metric of stage={self.origin.stage}", name, metrics)
         # Raised before the evaluation counts as done, so that a resumed run raises it again.
         require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
         self.evaluated = self.measured = step
         found = tuple(metrics[name] for name, _ in self.goal)
-        if self.best is None or self.signed(found) > self.signed(self.best):
+        if self.goal and (self.best is None or self.signed(found) > self.signed(self.best)):
             self.best, self.best_step = found, step
             link_best(self.folder, step)
 

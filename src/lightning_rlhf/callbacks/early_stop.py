@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.callbacks.checkpoints import trained
+from lightning_rlhf.callbacks.contract import is_evaluation
 from lightning_rlhf.callbacks.goal import SIGNS, require_metrics, signed
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.core.config import Mode, StopConfig
@@ -28,15 +29,15 @@ class EarlyStop(Callback):
     evaluation it is the checkpoint before it that remains, and the evaluation is repeated.
     """
 
-    def __init__(self, section: str, config: StopConfig, metric: tuple[str, Mode]) -> None:
+    def __init__(self, section: str, config: StopConfig, metric: tuple[str, Mode] | None) -> None:
         """Set up the rules.
 
         section: name of the stage, for the reason.
-        metric: name and direction of the metric that has to gain.
+        metric: name and direction of the metric that has to gain; None without `patience`.
         """
         self.section = section
         self.config = config
-        self.metric, self.mode = metric
+        self.metric = metric
         self.best = -math.inf
         """Value at the last gain, with the sign by which the largest is the best."""
         self.best_step: int | None = None
@@ -76,11 +77,14 @@ class EarlyStop(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_over = self.config.patience is None or self.reason is not None
-        if is_over or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if is_over or self.metric is None or not is_evaluation(trainer):
             return
+        name, mode = self.metric
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        require_metrics(f"{self.section}.stop.metric", [(self.metric, self.mode)], metrics)
-        value = signed(metrics[self.metric], self.mode)
+        require_metrics(f"{self.section}.stop.metric", [self.metric], metrics)
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        value = signed(metrics[name], mode)
         if value > self.best + self.config.min_gain:
             self.best, self.best_step, self.without = value, trained(trainer), 0
             return
@@ -89,13 +93,11 @@ class EarlyStop(Callback):
             since = (
                 ""
                 if self.best_step is None
-                else (
-                    f" since {number_text(SIGNS[self.mode] * self.best)} at step {self.best_step}"
-                )
+                else (f" since {number_text(SIGNS[mode] * self.best)} at step {self.best_step}")
             )
             self.end(
                 trainer,
-                f"{self.metric} has not gained more than {self.config.min_gain:g}{since}, in "
+                f"{name} has not gained more than {self.config.min_gain:g}{since}, in "
                 f"{self.without} evaluations ({self.section}.stop.patience)",
             )
 

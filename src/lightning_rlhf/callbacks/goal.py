@@ -26,4 +26,4 @@ def require_metrics(key: str, goal: Goal, metrics: Mapping[str, float]) -> None:
     """Raise ConfigError naming `key` where an evaluation lacks a metric of `goal`."""
     measured = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
     for name, _ in goal:
-        require(name in metrics, key, name, measured)
+        require(name in metrics, key, name, measured or "none, as no metric was logged")

@@ -122,14 +122,13 @@ def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         found, own = state[name], parameters[name]
         if (found.shape, found.dtype) != (own.shape, own.dtype):
             raise CheckpointError(
-                f"the checkpoint cannot be resumed: its {name} is {list(found.shape)} of "
-                f"{found.dtype}, the model's {list(own.shape)} of {own.dtype}. Start anew with "
-                "overwrite=true"
+                f"the checkpoint does not fit the model: its {name} is {list(found.shape)} of "
+                f"{found.dtype}, the model's {list(own.shape)} of {own.dtype}"
             )
     if held != trained:
         raise CheckpointError(
-            f"the checkpoint cannot be resumed: it lacks {len(trained - held)} of the trained "
-            f"parameters and has {len(held - trained)} others. Start anew with overwrite=true"
+            f"the checkpoint does not fit the model: it lacks {len(trained - held)} of the trained "
+            f"parameters and has {len(held - trained)} others"
         )
 
 

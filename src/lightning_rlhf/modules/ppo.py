@@ -67,6 +67,7 @@ class PPOModule(L.LightningModule):
         seed: int,
         microbatch: MicrobatchSize | None = None,
         sampler: Sampler | None = None,
+        stage: str = "ppo",
     ) -> None:
         """Build the module before its first iteration.
 
@@ -74,12 +75,13 @@ class PPOModule(L.LightningModule):
             critic: one for advantage=gae, None for the others.
             prompts: split ("train", "val") -> rows of the data.
             microbatch: size of the micro-batches, shared with the reward's model and halved for
-                both at once; None makes one from ppo.microbatch_size.
-            sampler: sampler of the responses; None builds the one that ppo.rollout names.
+                both at once; None makes one from `config.microbatch_size`.
+            sampler: sampler of the responses; None builds the one that `config.rollout` names.
+            stage: name of the section that holds `config`, for the keys in messages.
         """
         super().__init__()
         require((critic is not None) == config.has_critic, "the critic", critic,
-                f"one for ppo.advantage=gae, else None; it is {config.advantage}")  # fmt: skip
+                f"one for {stage}.advantage=gae, else None; it is {config.advantage}")  # fmt: skip
         self.automatic_optimization = False
         self.strict_loading = False
         self.roles = roles
@@ -88,10 +90,10 @@ class PPOModule(L.LightningModule):
         if critic is not None:
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.seed = seed
-        self.guard = UpdateGuard("ppo", config, microbatch)
+        self.guard = UpdateGuard(stage, config, microbatch)
         self.collector = Collector(
             roles, reward, config, critic=critic, chat=chat, prompts=prompts,
-            microbatch=self.guard.microbatch, sampler=sampler,
+            microbatch=self.guard.microbatch, sampler=sampler, stage=stage,
         )  # fmt: skip
         self.iteration = 0
         """Number of finished iterations, over all resumes."""

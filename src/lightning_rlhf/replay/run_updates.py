@@ -158,7 +158,7 @@ def run_once_more(plan: Plan) -> Replayed:
         try:
             trainer.fit(module, Recordings(plan), ckpt_path=plan.checkpoint, weights_only=True)
         except TrainingError as error:
-            ended = str(advise(error))
+            ended = str(advise(error, settings.stage))
     else:
         made = updates_before(plan.weights)
         weights = load_file(plan.weights)

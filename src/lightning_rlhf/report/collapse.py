@@ -12,8 +12,10 @@ SURE = 0.01
 token."""
 
 
-def collapsed(row: Mapping[str, float]) -> str | None:
+def collapsed(row: Mapping[str, float], stage: str = "ppo") -> str | None:
     """Return a description of the collapse that the last iteration's metrics show, or None.
+
+    stage: name of the section whose keys the description names.
 
     A policy has collapsed if kl_divergence / response_tokens > FAR (or NaN), or entropy < SURE.
     """
@@ -27,5 +29,5 @@ def collapsed(row: Mapping[str, float]) -> str | None:
         return None
     return (
         f"the policy has collapsed: {' and '.join(found)} in the last iteration. Look at samples/; "
-        "a smaller ppo.lr, or a larger ppo.kl_coef, keeps it near the SFT model"
+        f"a smaller {stage}.lr, or a larger {stage}.kl_coef, keeps it near the SFT model"
     )

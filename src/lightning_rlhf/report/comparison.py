@@ -133,17 +133,25 @@ def ends(found: tuple[ndarray, ndarray]) -> Interval:
 
 
 def values(samples: Sequence[Sample], number: str, prompts: int) -> Float[ndarray, "N n"]:
-    """Return a number of every sample, one row a prompt; NaN where the judge gives None."""
+    """Return a number of every sample, one row a prompt; NaN where a sample has none."""
+    return column(samples, number).reshape(prompts, -1)
+
+
+def column(samples: Sequence[Sample], number: str) -> Float[ndarray, " S"]:
+    """Return a number of every sample; NaN where a sample has none.
+
+    number: name as in `Comparison`, or another key of a sample.
+    """
     kind, _, part = number.partition("/")
     if number == REWARD:
         found = [s["score"] for s in samples]
     elif kind == REWARD:
-        found = [s["parts"][part] for s in samples]
+        found = [s["parts"].get(part) for s in samples]
     elif kind == "judge":
         found = [s["judge"].get(part) for s in samples]
     else:
-        found = [s[number] for s in samples]
-    return np.array([np.nan if x is None else x for x in found], float).reshape(prompts, -1)
+        found = [s.get(number) for s in samples]
+    return np.array([np.nan if x is None else x for x in found], float)
 
 
 def row_means(x: Float[ndarray, "N n"]) -> Float[ndarray, " N"]:

@@ -14,15 +14,23 @@ from lightning_rlhf.rollout.sampler import Sampler
 
 ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a sure token above 0."""
+KEY = "ppo.rollout"
+"""Configuration key that names the sampler of stage=ppo."""
 
 
 class CheckedSampler:
     """A user's sampler that raises SamplerError where it fails or breaks the protocol."""
 
     def __init__(
-        self, sampler: Sampler, name: str, *, max_response_tokens: int, vocab_size: int
+        self,
+        sampler: Sampler,
+        name: str,
+        *,
+        max_response_tokens: int,
+        vocab_size: int,
+        key: str = KEY,
     ) -> None:
-        """Wrap a sampler; name: value of ppo.rollout, for the errors.
+        """Wrap a sampler; name: value of the configuration key `key`, for the errors.
 
         Raises: SamplerError where `is_exact` is no bool.
         """
@@ -30,10 +38,10 @@ class CheckedSampler:
         self.is_exact = sampler.is_exact
         if not isinstance(self.is_exact, bool):
             raise SamplerError(
-                f"ppo.rollout is {name!r}, whose is_exact is {self.is_exact!r}; allowed: True or "
-                "False"
+                f"{key} is {name!r}, whose is_exact is {self.is_exact!r}; allowed: True or False"
             )
         self.name = name
+        self.key = key
         self.max_response_tokens = max_response_tokens
         self.vocab_size = vocab_size
 
@@ -52,26 +60,33 @@ class CheckedSampler:
             raise
         except FAULTS as error:
             shown = " ".join(f"{type(error).__name__}: {error}".split())
-            raise SamplerError(
-                f"ppo.rollout is {self.name!r}, whose sample() raised {shown}"
-            ) from (error)
+            raise SamplerError(f"{self.key} is {self.name!r}, whose sample() raised {shown}") from (
+                error
+            )
         return checked(
             found,
             prompts.repeat(samples_per_prompt),
             self.name,
             max_response_tokens=self.max_response_tokens,
             vocab_size=self.vocab_size,
+            key=self.key,
         )
 
 
 def checked(
-    found: Any, prompts: Prompts, name: str, *, max_response_tokens: int, vocab_size: int
+    found: Any,
+    prompts: Prompts,
+    name: str,
+    *,
+    max_response_tokens: int,
+    vocab_size: int,
+    key: str = KEY,
 ) -> SampledResponses:
     """Return what a user's sampler gave, unless it breaks the protocol.
 
     Args:
         prompts: prompt of each response, in the order of the responses.
-        name: value of ppo.rollout.
+        name: value of the configuration key `key`.
         vocab_size: number of token ids of the model.
 
     Raises: SamplerError, which names the class, the field, what was found and what is allowed.
@@ -80,7 +95,7 @@ def checked(
     def require(holds: bool, what: str, allowed: str) -> None:
         if not holds:
             raise SamplerError(
-                f"ppo.rollout is {name!r}, whose sample() returned {what}; allowed: {allowed}"
+                f"{key} is {name!r}, whose sample() returned {what}; allowed: {allowed}"
             )
 
     require(isinstance(found, SampledResponses), f"an object of type {type(found).__name__}",

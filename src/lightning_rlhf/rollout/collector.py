@@ -50,6 +50,7 @@ class Collector:
         prompts: Mapping[str, Sequence[dict[str, Any]]],
         microbatch: MicrobatchSize,
         sampler: Sampler | None,
+        stage: str = "ppo",
     ) -> None:
         """Make the collector; the arguments are those of `PPOModule`."""
         self.roles = roles
@@ -70,7 +71,9 @@ class Collector:
             end_token_ids=chat.end_token_ids,
             stop=chat.stop_at(config.stop_strings),
         )
-        self.sampler = sampler or build_sampler(config.rollout, roles, params, critic)
+        self.sampler = sampler or build_sampler(
+            config.rollout, roles, params, critic, key=f"{stage}.rollout"
+        )
         self.annotated = not isinstance(self.sampler, NativeSampler)
         """Whether the policy read the latest responses for log-probabilities or values."""
 

@@ -12,21 +12,24 @@ from lightning_rlhf.core.errors import (
 )
 
 
-def advise(error: TrainingError) -> TrainingError:
-    """Return the error with advice from its facts; existing advice is kept."""
+def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
+    """Return the error with advice from its facts; existing advice is kept.
+
+    stage: name of the section whose keys the advice names.
+    """
     if error.advice is None:
-        error.advice = advice(error)
+        error.advice = advice(error, stage)
     return error
 
 
-def advice(error: TrainingError) -> str | None:
+def advice(error: TrainingError, stage: str = "ppo") -> str | None:
     """Return what to do about an error; None where its message already states it."""
     match error:
         case NotFiniteError(rewards_overflow=True):
             return (
                 "The rewards were infinite, or their squares were, before the first update of the "
-                "iteration: the reward is too large. ppo.score_clip bounds it, and so does the "
-                "clip of a reward's component. Start anew (overwrite=true or job=NAME) with one"
+                f"iteration: the reward is too large. {stage}.score_clip bounds it, and so does "
+                "the clip of a reward's component. Start anew (overwrite=true or job=NAME) with one"
             )
         case NotFiniteError():
             return smaller_lr(error.stage, error.made)
@@ -34,13 +37,13 @@ def advice(error: TrainingError) -> str | None:
             return "No update was made yet: so is the model that the run starts from"
         case PolicyLogitsError():
             return (
-                f"{_not_made(error.nonfinite)}A smaller ppo.lr may hold the model: start anew "
+                f"{_not_made(error.nonfinite)}A smaller {stage}.lr may hold the model: start anew "
                 "(overwrite=true or job=NAME) with one, since a resumed run keeps its numbers"
             )
         case LogitsError():
             return "Where it was trained until here, a smaller learning rate may hold it"
         case SamplingMemoryError():
-            return "A smaller ppo.rollout_batch_size or ppo.max_response_tokens needs less"
+            return f"A smaller {stage}.rollout_batch_size or {stage}.max_response_tokens needs less"
         case _:
             return None
 

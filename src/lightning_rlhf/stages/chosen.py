@@ -9,6 +9,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from torch import nn
 
 from lightning_rlhf.callbacks.checkpoint_files import (
     BEST,
@@ -25,6 +26,7 @@ from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, require
+from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.final import goal_of
@@ -99,20 +101,26 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
     )
 
 
-def load_weights(module: L.LightningModule, path: Path, origin: Origin) -> None:
+def load_weights(module: nn.Module, path: Path, origin: Origin, prefix: str | None = None) -> None:
     """Load the trained parameters of a checkpoint into the module.
+
+    prefix: beginning of the names of the module's parameters in the checkpoint of a larger module,
+        of which nothing else is read; None where `module` is the whole one.
 
     Raises CheckpointError where the file is damaged, of another run, or does not fit.
     """
-    content = check_checkpoint(path, origin)
+    state = check_checkpoint(path, origin)["state_dict"]
+    if prefix is not None:
+        names = [name for name in trainable_names(module) if prefix + name in state]
+        state = {name: state[prefix + name] for name in names}
     try:
-        check_parameters(module, content)
+        check_parameters(module, {"state_dict": state})
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    spoiled = [name for name, x in content["state_dict"].items() if not torch.isfinite(x).all()]
+    spoiled = [name for name, x in state.items() if not torch.isfinite(x).all()]
     if spoiled:
         raise CheckpointError(f"{path} holds numbers that are NaN or infinite, in {spoiled[0]}")
-    module.load_state_dict(content["state_dict"], strict=False)
+    module.load_state_dict(state, strict=False)
 
 
 def measured_at(folder: Path, step: int) -> dict[str, float]:

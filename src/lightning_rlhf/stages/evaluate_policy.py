@@ -38,7 +38,7 @@ from lightning_rlhf.rollout.score import score
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
-from lightning_rlhf.stages.policies import find_policies
+from lightning_rlhf.stages.policies import find_policies, other_decoding
 from lightning_rlhf.stages.policy_answers import Task, answer, load_policy
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.reward.reward_formats import check_formats
@@ -75,6 +75,8 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         f"{', '.join(policies)} and the SFT model on {len(task.prompts)} held-out prompts, "
         f"{config.samples_per_prompt} sampled responses and a greedy one to each"
     )
+    if (differing := other_decoding(settings, policies)) is not None:
+        say(differing, "yellow")
     answers = {}
     for name, policy in policies.items():
         roles, role = load_policy(task, policy)

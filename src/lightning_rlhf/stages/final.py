@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.errors import ConfigError, require
-from lightning_rlhf.rewards.prefixes import JUDGE
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
 from lightning_rlhf.stages.stage import Settings
 
 Goal = tuple[tuple[str, Mode], ...]
@@ -14,6 +14,7 @@ Goal = tuple[tuple[str, Mode], ...]
 def goal_of(settings: Settings) -> Goal:
     """Return the metrics that tell which evaluation is the best: those of `best`, or the stage's.
 
+    Empty where neither names one.
     Raises ConfigError as `metric_of`.
     """
     config: StageConfig = settings.config
@@ -22,11 +23,14 @@ def goal_of(settings: Settings) -> Goal:
     return (metric_of(settings, "best", config.best.metric, config.best.mode),)
 
 
-def stop_metric(settings: Settings) -> tuple[str, Mode]:
-    """Return the metric that has to gain. Raises ConfigError as `metric_of`."""
+def stop_metric(settings: Settings) -> tuple[str, Mode] | None:
+    """Return the metric that has to gain; None where neither the keys nor the stage name one.
+
+    Raises ConfigError as `metric_of`.
+    """
     config: StageConfig = settings.config
     if config.stop.metric is None:
-        return goal_of(settings)[0]
+        return next(iter(goal_of(settings)), None)
     return metric_of(settings, "stop", config.stop.metric, config.stop.mode)
 
 
@@ -37,12 +41,15 @@ def metric_of(settings: Settings, section: str, name: str, mode: Mode | None) ->
     """
     key, stage = f"{settings.stage}.{section}", settings.definition
     has_judge = stage.reads_judge and settings.data.judge is not None
+    # The components of a reward that is a sum have metrics of their own.
+    parts = [EVAL_PART + part for part in settings.reward] if len(settings.reward) > 1 else []
     measured = {
         name: found.better
-        for name, found in METRICS.items()
+        for pattern, found in METRICS.items()
         if stage.name in found.stages
-        and name.startswith("eval/")
-        and (has_judge or not name.startswith(JUDGE))
+        and pattern.startswith("eval/")
+        and (has_judge or not pattern.startswith(JUDGE))
+        for name in (parts if pattern.startswith(EVAL_PART) else [pattern])
     }
     known = measured | dict(stage.goal)
     pattern = next((x for x in known if "<" in x and name.startswith(x.partition("<")[0])), name)
@@ -60,14 +67,18 @@ def check_final(settings: Settings, steps: int | None) -> None:
     steps: number of steps of the run; None where it is not known yet.
     """
     config: StageConfig = settings.config
-    goal_of(settings)
-    stop_metric(settings)
-    key, step = f"{settings.stage}.final", config.final
+    stage, step = settings.stage, config.final
+    key = f"{stage}.final"
+    if not goal_of(settings) and step == "best":
+        raise ConfigError(f"{key} is 'best', and {_no_goal(settings, 'best')}")
+    if stop_metric(settings) is None and config.stop.patience is not None:
+        found = config.stop.patience
+        raise ConfigError(f"{stage}.stop.patience is {found}, and {_no_goal(settings, 'stop')}")
     if not isinstance(step, int):
         return
     if config.stop.is_on:
         raise ConfigError(
-            f"{key} is {step}, and {settings.stage}.stop may end the run before that step; allowed "
+            f"{key} is {step}, and {stage}.stop may end the run before that step; allowed "
             "where a rule may end the run: last, best"
         )
     if steps is None:
@@ -76,3 +87,11 @@ def check_final(settings: Settings, steps: int | None) -> None:
     is_evaluated = step <= steps and (step % every == 0 or step == steps)
     require(is_evaluated, key, step, f"last, best, or a step at which the run evaluates: a multiple"
             f" of {every} up to {steps}, or {steps}")  # fmt: skip
+
+
+def _no_goal(settings: Settings, section: str) -> str:
+    """Return that no metric tells which evaluation is better, and the key that names one."""
+    return (
+        f"stage={settings.stage} names no metric of its evaluations (Stage.goal); allowed with a "
+        f"metric in {settings.stage}.{section}.metric"
+    )

@@ -201,6 +201,11 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: StageData[Any
     found = load(checkpoint)
     try:
         data.load_state_dict(found[type(data).__qualname__])
-        module.on_load_checkpoint(found)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint}: {error}") from error
+    try:
+        module.on_load_checkpoint(found)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be resumed: {error}. Start anew with overwrite=true"
+        ) from error

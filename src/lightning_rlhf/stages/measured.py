@@ -9,19 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from lightning_rlhf.callbacks.samples import SAMPLES
+from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.io.reading import json_lines
-from lightning_rlhf.report.estimates import Interval, interval95, resampled_means
-from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.report.comparison import REWARD, column, ends
+from lightning_rlhf.report.estimates import Interval, mean_interval
+from lightning_rlhf.stages.folder.ending import read_ending
+from lightning_rlhf.stages.folder.folders import METRICS
 
-ACCURACY, FITNESS_ACCURACY = "eval/accuracy", "fitness/accuracy"
-COLUMNS = {
-    "eval/reward_mean": "score",
-    "eval/kl": "kl",
-    "eval/response_tokens": "tokens",
-    "eval/ended": "ended",
-}
-"""Metric that is a mean over evaluation samples -> its key in a sample."""
+ACCURACY, LOWEST, HIGHEST = "eval/accuracy", "fitness/accuracy_low", "fitness/accuracy_high"
+"""Accuracy of a reward model, and the ends of its interval, of the same pairs, in metrics.csv."""
+NUMBERS = {"eval/reward_mean": REWARD, "eval/response_tokens": "tokens"}
+"""Metric that is a mean over evaluation samples -> its number, where it is not named after it."""
 SEED = 0
 """Seed of the bootstrap, so that the same run has the same intervals."""
 
@@ -34,8 +33,8 @@ class Measured:
 
     value: float
     interval: Interval | None
-    """95% interval by a bootstrap over prompts; None where the stage keeps no rows of the metric,
-    or has a single prompt."""
+    """95% interval by a studentised bootstrap over prompts; None where the stage keeps no rows of
+    the metric, or has a single prompt."""
 
     def __str__(self) -> str:
         if self.interval is None:
@@ -53,15 +52,23 @@ class StageResult:
     first: Samples
     """Samples of the first evaluation; empty where the stage keeps none."""
     last: Samples
-    """Samples of the last evaluation, of the same prompts; empty where the stage keeps none."""
+    """Samples of the evaluation of the step that became `final/`, of the same prompts; empty where
+    the stage keeps none."""
 
     @classmethod
     def read(cls, metrics: Mapping[str, float], folder: Path) -> StageResult:
-        """Read the samples in a stage's folder. Raises CheckpointError for a damaged file."""
-        files = sorted((folder / SAMPLES).glob("eval_*.jsonl"))
-        ends = [[sample for _, sample in json_lines(file)] for file in (files[:1] + files[-1:])]
-        first, last = ends or ([], [])
-        return cls(metrics, first, last)
+        """Read the samples and metrics.csv of a stage. Raises CheckpointError for a damaged file."""
+        files = evaluations(folder) or ()
+        read = [[sample for _, sample in json_lines(file)] for file in files]
+        first, last = read or ([], [])
+        rows = read_rows(folder / METRICS).values()
+        fitness = {
+            name: float(cell)
+            for row in rows
+            for name, cell in row.items()
+            if name in (LOWEST, HIGHEST)
+        }
+        return cls({**fitness, **metrics}, first, last)
 
     def metric(self, name: str) -> Measured | None:
         """Return a metric; None where it was not measured."""
@@ -77,40 +84,49 @@ class StageResult:
         start = f"start/{name}"
         if not {name, start} <= self.metrics.keys():
             return None
-        before, after = (column(samples, name) for samples in (self.first, self.last))
+        before, after = (by_prompt(samples, name) for samples in (self.first, self.last))
         paired = len(before) == len(after)
-        interval = bootstrap(after - before, self.last) if paired else None
+        interval = interval_of(after - before) if paired else None
         return Measured(self.metrics[name] - self.metrics[start], interval)
 
     def _interval(self, name: str) -> Interval | None:
-        low, high = (self.metrics.get(f"{FITNESS_ACCURACY}_{end}") for end in ("low", "high"))
-        if name == ACCURACY and low is not None and high is not None:
-            return low, high
-        return bootstrap(column(self.last, name), self.last)
+        if name == ACCURACY and {LOWEST, HIGHEST} <= self.metrics.keys():
+            return self.metrics[LOWEST], self.metrics[HIGHEST]
+        return interval_of(by_prompt(self.last, name))
 
 
-def column(samples: Samples, name: str) -> np.ndarray:
-    """Return a metric's number of each sample, NaN where a sample has none."""
+def evaluations(folder: Path) -> tuple[Path, Path] | None:
+    """Return the files of the samples of the first evaluation and of the one that became `final/`.
 
-    def number(sample: Mapping[str, Any]) -> Any:
-        if name.startswith(JUDGE):
-            return sample["judge"].get(name.removeprefix(JUDGE))
-        if name.startswith(EVAL_PART):
-            return sample["parts"].get(name.removeprefix(EVAL_PART))
-        return sample[COLUMNS[name]] if name in COLUMNS else None
-
-    return np.array([number(sample) for sample in samples], dtype=float)
-
-
-def bootstrap(values: np.ndarray, samples: Samples) -> Interval | None:
-    """Return the 95% interval of the mean of the values that are not NaN.
-
-    Whole prompts are drawn, with all their samples. None with fewer than two prompts.
+    That is the last one where the run has no ending.json. None for a stage without samples.
+    Raises CheckpointError for a damaged ending.json.
     """
-    known = np.isfinite(values)
-    prompts = np.array([sample["index"] for sample in samples], dtype=int)[known]
-    _, clusters = np.unique(prompts, return_inverse=True)
-    if clusters.size == 0 or clusters.max() == 0:
-        return None
-    groups = np.zeros(len(clusters), dtype=int)
-    return interval95(resampled_means(values[known], groups, clusters, SEED)[:, 0])
+    files = sorted((folder / SAMPLES).glob("eval_*.jsonl"))
+    ending = read_ending(folder)
+    if ending is None:
+        return (files[0], files[-1]) if files else None
+    chosen = eval_samples(folder, ending.step)
+    return (files[0], chosen) if chosen in files else None
+
+
+def by_prompt(samples: Samples, name: str) -> np.ndarray:
+    """Return a metric's mean over the samples of each prompt, in the order of the prompts.
+
+    It is NaN for a prompt without the metric in any sample.
+    """
+    values = column(samples, NUMBERS.get(name, name.removeprefix("eval/")))
+    _, prompts = np.unique([sample["index"] for sample in samples], return_inverse=True)
+    known = ~np.isnan(values)
+    sums, counts = (
+        np.bincount(prompts[known], weights, len(set(prompts))) for weights in (values[known], None)
+    )
+    return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+
+
+def interval_of(values: np.ndarray) -> Interval | None:
+    """Return the 95% interval of the mean over prompts, of those that are not NaN.
+
+    None with fewer than two of them.
+    """
+    known = values[~np.isnan(values)]
+    return ends(mean_interval(known, SEED)) if len(known) > 1 else None

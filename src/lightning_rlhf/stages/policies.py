@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, load, run_of
+from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, Origin, read_run
 from lightning_rlhf.core.config import PolicyEvalConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
@@ -15,10 +15,13 @@ from lightning_rlhf.models.config import SFT, LoRASettings
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, PARENTS, earlier, folder_of
+from lightning_rlhf.stages.folder.resume import run_id
 from lightning_rlhf.stages.sections import section
 from lightning_rlhf.stages.stage import Settings
 
 KEY = "eval_policy.policies"
+DECODING = ("temperature", "max_response_tokens", "stop_strings")
+"""Keys of sampling that the sections of this stage and of PPO have."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,18 @@ class Kept:
     def run(self) -> Path:
         """Return the folder of its run."""
         return self.path.parent.parent
+
+    def origin(self) -> Origin:
+        """Return the run in whose folder the checkpoint is, as its checkpoints record it.
+
+        The version and the model are those of the file. Raises CheckpointError where the folder is
+        none of a run.
+        """
+        stamp = read_run(self.path)
+        return Origin(
+            stage=stamp["stage"], model=stamp["model"], version=stamp["version"],
+            run=run_id(self.run),
+        )  # fmt: skip
 
     def lora(self) -> LoRASettings:
         """Return the settings of the policy's adapter. Raises an RLHFError where there are none."""
@@ -87,6 +102,29 @@ def policy_folders(settings: Settings) -> dict[str, Final]:
     return {f"policy {name}": one for name, one in found.items() if isinstance(one, Final)}
 
 
+def other_decoding(settings: Settings, policies: Mapping[str, Source]) -> str | None:
+    """Return which keys of sampling differ from those that the policies were trained with.
+
+    None where none differs, or no policy comes with the configuration of its run.
+    """
+    found = []
+    for name, policy in policies.items():
+        if isinstance(policy, Kept):
+            stage, tree = policy.origin().stage, read_config(policy.run / CONFIG, "it is needed")
+        elif policy.manifest is not None:
+            stage, tree = policy.manifest.stage, policy.manifest.config
+        else:
+            continue
+        then = tree.get(stage) or {}
+        found += [
+            f"{name} was trained with {stage}.{key} {then[key]!r}, is sampled with {now!r}"
+            for key in DECODING
+            if key in then and then[key] != (now := settings.tree[settings.stage][key])
+        ]
+    keys = f"{settings.stage}.{', '.join(DECODING)}"
+    return f"{'; '.join(found)} (keys of this stage: {keys})" if found else None
+
+
 def short_names(sources: Sequence[str]) -> list[str]:
     """Return the end of each path, as short as keeps it apart from the others and from "sft"."""
     paths = [PurePath(source.removesuffix(SUFFIX)) for source in sources]
@@ -137,7 +175,7 @@ def base_of(manifest: Manifest) -> str:
 
 def check_kept(policy: Kept, sft: Final | None) -> None:
     """Raise CheckpointError unless the file is a checkpoint of PPO from this SFT model."""
-    stage = run_of(policy.path, load(policy.path))["stage"]
+    stage = policy.origin().stage
     if stage != "ppo":
         raise CheckpointError(
             f"{KEY}: {policy.path} is a checkpoint of stage={stage}; allowed: one of stage=ppo, or "

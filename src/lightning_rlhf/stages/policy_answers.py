@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from lightning_rlhf.callbacks.checkpoint_files import load
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import PolicyEvalConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError
+from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.core.types import Rollout
 from lightning_rlhf.data.collate import collate_prompts
@@ -31,6 +30,7 @@ from lightning_rlhf.rollout.decoded import as_responses
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.policies import Kept, Source
 
@@ -66,6 +66,7 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
     """Return the models with the policy and the role that is the policy, on the device.
 
     policy: None is the base model.
+    Raises CheckpointError where a checkpoint of PPO is damaged or does not fit the model.
     """
     ready, config = task.ready, task.config
     settings = ready.settings
@@ -73,7 +74,8 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
         start = ready.parents.get(SFT) if isinstance(policy, Kept) else policy
         roles = start_from(settings.model, start, trainable=False, seed=settings.seed)
         if isinstance(policy, Kept):
-            load_adapter(roles, policy, settings.seed)
+            roles.add_adapter(POLICY, policy.lora(), settings.seed)
+            load_weights(roles, policy.path, policy.origin(), prefix="roles.")
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(example.prompt) for example in task.prompts)
     check_positions(
@@ -87,24 +89,6 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
         config.max_response_tokens, f"{settings.stage}.max_response_tokens", ready.device,
     )  # fmt: skip
     return roles.to(ready.device), POLICY if isinstance(policy, Kept) else REFERENCE
-
-
-def load_adapter(roles: Roles, policy: Kept, seed: int) -> None:
-    """Add the policy's adapter from a checkpoint of PPO.
-
-    Raises CheckpointError where it does not fit the model.
-    """
-    roles.add_adapter(POLICY, policy.lora(), seed)
-    state = load(policy.path)["state_dict"]
-    for name, parameter in roles.named_parameters():
-        if parameter.requires_grad:
-            found = state.get(f"roles.{name}")
-            if found is None or found.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{policy.path} does not fit the model: it has no {name} of the shape "
-                    f"{list(parameter.shape)}"
-                )
-            parameter.data.copy_(found)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def run_in_folder(settings: Settings) -> Path:
     quiet_libraries()
     check_accelerator(settings)
     say_device(settings)
-    with computing(settings), advising():
+    with computing(settings), advising(settings.stage):
         return settings.definition.run(settings, settings.config)
 
 
@@ -38,18 +38,18 @@ def check_in_memory(settings: Settings) -> None:
     say_device(settings)
     prepare = settings.definition.prepare
     assert prepare is not None
-    with computing(settings), advising():
+    with computing(settings), advising(settings.stage):
         training: Training = prepare(settings, settings.config)
         preflight(training.ready, training.module, training.data)
 
 
 @contextmanager
-def advising() -> Iterator[None]:
-    """Add advice to a TrainingError raised inside."""
+def advising(stage: str) -> Iterator[None]:
+    """Add advice to a TrainingError raised inside; stage: name of the section of its keys."""
     try:
         yield
     except TrainingError as error:
-        advise(error)
+        advise(error, stage)
         raise
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.logger_config import LoggerConfig
-from lightning_rlhf.core.config import DType
+from lightning_rlhf.core.config import DType, StageConfig
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
@@ -126,8 +126,8 @@ class Stage:
     before Lightning and torch are imported."""
     goal: tuple[tuple[str, Literal["min", "max"]], ...] = ()
     """Metrics of an evaluation that select the best checkpoint, each with its direction; a later
-    metric decides where the earlier ones are equal. Empty for a stage that does not train and
-    writes no checkpoints."""
+    metric decides where the earlier ones are equal. Empty for a stage that does not train, or whose
+    evaluations are neither better nor worse: `best` of its section names a metric then."""
     unit: str = "optimizer step"
     """Unit in which steps are counted: the label of the x-axis of the curves."""
     validates_first: bool = False
@@ -161,7 +161,7 @@ class Stage:
     @property
     def trains(self) -> bool:
         """Return whether the stage has optimizer steps, and so checkpoints."""
-        return bool(self.goal)
+        return issubclass(self.config, StageConfig)
 
     @property
     def unread(self) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ def run_ppo(
     is_last = ending is None or ending.step == ending.last_step
     first, last = evaluation.first, evaluation.last if is_last else found
     get_console().print(before_after_table(first, last, training.verdicts))
-    say_collapse(folder)
+    say_collapse(folder, settings.stage)
     say_diminishing(folder, run_name(settings))
     computed = last_compute(folder)
     say(compute_line(computed))
@@ -120,7 +120,7 @@ def prepare_ppo(
     wherever that is possible.
     """
     parents = find_parents(settings)
-    check_sampler(config.rollout)
+    check_sampler(config.rollout, f"{settings.stage}.rollout")
     with Working("reading the data"):
         rows = load_prompts(settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
@@ -135,17 +135,17 @@ def prepare_ppo(
         roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
+    key = f"{settings.stage}.max_response_tokens"
     check_positions(
         roles, longest + config.max_response_tokens,
-        f"the longest prompt ({longest} tokens) with ppo.max_response_tokens "
-        f"({config.max_response_tokens})",
-        lower="ppo.max_response_tokens or data.max_prompt_tokens",
+        f"the longest prompt ({longest} tokens) with {key} ({config.max_response_tokens})",
+        lower=f"{key} or data.max_prompt_tokens",
     )  # fmt: skip
     check_room(
         roles, config.rollout_batch_size, longest, config.max_response_tokens,
-        "ppo.max_response_tokens", ready.device,
+        key, ready.device,
     )  # fmt: skip
-    microbatch = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
+    microbatch = MicrobatchSize(f"{settings.stage}.microbatch_size", config.microbatch_size)
     reward = build_reward(ready, roles, light, microbatch)
     roles.to(ready.device)
     check_formats(ready, reward)
@@ -192,6 +192,7 @@ def build_module(
         prompts=prompts,
         seed=settings.seed,
         microbatch=microbatch,
+        stage=settings.stage,
     )
 
 
@@ -217,12 +218,12 @@ def last_compute(folder: Path) -> dict[str, float]:
     return {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
 
 
-def say_collapse(folder: Path) -> None:
+def say_collapse(folder: Path, stage: str) -> None:
     """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
     rows = read_rows(folder / METRICS)
     trained = [row for row in rows.values() if {"kl_divergence", "entropy"} <= row.keys()]
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
-    if last is not None and (why := collapsed(last)) is not None:
+    if last is not None and (why := collapsed(last, stage)) is not None:
         say(f"warning: {why}", "yellow")
 
 

@@ -229,12 +229,17 @@ def check_resumable(path: Path, settings: Settings) -> None:
 
 def origin(settings: Settings) -> Origin:
     """Return the origin that the run's checkpoints record."""
-    version = lightning_rlhf.__version__
-    file = folder_of(settings) / RUN_ID
+    version, run = lightning_rlhf.__version__, run_id(folder_of(settings))
+    return Origin(stage=settings.stage, model=settings.model.name, version=version, run=run)
+
+
+def run_id(folder: Path) -> str:
+    """Return the identifier of the run in `folder`, which its checkpoints record."""
+    file = folder / RUN_ID
     run = read_text(file)
     if re.fullmatch("[0-9a-f]{16}", run) is None:
         raise CheckpointError(
             f"{file} is damaged: found {run[:40]!r}; allowed: the 16 digits that stand in the "
             "run's checkpoints"
         )
-    return Origin(stage=settings.stage, model=settings.model.name, version=version, run=run)
+    return run

@@ -1,0 +1,50 @@
+"""Keys that name a metric or the way of sampling, compared with the rest of the configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.stages.final import metric_of
+from lightning_rlhf.stages.policies import other_decoding
+from lightning_rlhf.stages.registry import STAGES
+
+
+def of_reward(*components: str) -> Any:
+    return SimpleNamespace(
+        stage="ppo", definition=STAGES["ppo"], data=SimpleNamespace(judge=None),
+        reward=dict.fromkeys(components),
+    )  # fmt: skip
+
+
+def test_a_component_is_one_of_the_reward() -> None:
+    name = "eval/reward/liked"
+    assert metric_of(of_reward("liked", "short"), "best", name, "max") == (name, "max")
+    for components in (("short", "steady"), ("liked",)):  # a single one has no metric of its own
+        with pytest.raises(
+            ConfigError, match=r"^ppo\.best\.metric is 'eval/reward/liked'; allowed"
+        ):
+            metric_of(of_reward(*components), "best", name, "max")
+    with pytest.raises(ConfigError, match=r"allowed: .*eval/reward/short, eval/reward/steady"):
+        metric_of(of_reward("short", "steady"), "stop", "eval/reward/", "max")
+
+
+def test_policies_trained_with_other_sampling_are_named() -> None:
+    now = {"temperature": 1.0, "max_response_tokens": 8, "stop_strings": []}
+    settings: Any = SimpleNamespace(stage="eval_policy", tree={"eval_policy": now})
+
+    def policy(stage: str, **then: Any) -> Any:
+        return SimpleNamespace(manifest=SimpleNamespace(stage=stage, config={stage: then}))
+
+    policies = {"sft": policy("sft", lr=1.0), "same": policy("ppo", **now)}
+    assert other_decoding(settings, policies | {"hub": SimpleNamespace(manifest=None)}) is None
+    policies["warm"] = policy("ppo", **now | {"temperature": 0.7})
+    policies["own"] = policy("own", **now | {"stop_strings": ["."]})
+    assert other_decoding(settings, policies) == (
+        "warm was trained with ppo.temperature 0.7, is sampled with 1.0; own was trained with "
+        "own.stop_strings ['.'], is sampled with [] (keys of this stage: eval_policy.temperature, "
+        "max_response_tokens, stop_strings)"
+    )
