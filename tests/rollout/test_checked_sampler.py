@@ -199,8 +199,6 @@ def test_an_is_exact_that_is_no_bool_is_refused(
 ) -> None:
     load = lambda name, key: lambda roles, params: kind(None)  # noqa: E731
     monkeypatch.setattr(building, "load_sampler", load)
-        building, "load_sampler", lambda name, key: lambda roles, params: kind(None)
-    )
     params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
     with pytest.raises(RLHFError) as caught:
         build_sampler(NAME, MagicMock(vocab_size=10), params, None)

@@ -57,7 +57,7 @@ class StageResult:
 
     @classmethod
     def read(cls, metrics: Mapping[str, float], folder: Path) -> StageResult:
-        """Read the samples and metrics.csv of a stage. Raises CheckpointError for a damaged file."""
+        """Read samples and metrics.csv of a stage. Raises CheckpointError for a damaged file."""
         files = evaluations(folder) or ()
         read = [[sample for _, sample in json_lines(file)] for file in files]
         first, last = read or ([], [])

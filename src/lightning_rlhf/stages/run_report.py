@@ -27,7 +27,8 @@ from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
-from lightning_rlhf.stages.measured import FITNESS_ACCURACY, StageResult
+from lightning_rlhf.stages.measured import StageResult
+from lightning_rlhf.stages.measured import evaluations as evaluation_files
 from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.stages.stage import Stage
@@ -121,7 +122,6 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     ends = {name: run.curves[name] for name in run.curves if name.startswith("eval/")}
     metrics = {name: values[-1] for name, (_, values) in ends.items()}
     metrics |= {f"start/{name}": v[0] for name, (_, v) in ends.items() if len(v) > 1}
-    metrics |= {n: v[-1] for n, (_, v) in run.curves.items() if n.startswith(FITNESS_ACCURACY)}
     metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
     with damage_named(run.folder / SAMPLES):
         result = StageResult.read(metrics, run.folder)
@@ -154,9 +154,9 @@ def reward_verdict(manifest: Manifest | None) -> Verdict | None:
 
 
 def pairs(folder: Path) -> list[PairedSample]:
-    """Return responses of the first and the last evaluation to the same prompts."""
-    files = sorted((folder / SAMPLES).glob("eval_*.jsonl"))
-    if len(files) < 2:
+    """Return responses of the first evaluation, and of that of `final/`, to the same prompts."""
+    files = evaluation_files(folder)
+    if files is None or files[0] == files[1]:
         return []
     return [
         PairedSample(
