@@ -6,7 +6,7 @@ PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test soak malformed parity bench lint types lock clean
+.PHONY: help quickstart test soak malformed parity bench browser lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -29,6 +29,9 @@ parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchr
 bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
 	for name in ppo_vs_trl rollout update memory reward_memory scaling limits; do \
 		$(PEERS)/bin/python benchmarks/$$name.py $(ARGS) || exit 1; done
+
+browser: $(BIN)/.installed  ## pictures of the reports in outputs/, light, dark, on a phone and printed, if a Chromium is installed
+	$(BIN)/python benchmarks/browser.py $(ARGS)
 
 lint: $(BIN)/.installed-dev  ## style and the floors of the architecture
 	$(BIN)/ruff check .

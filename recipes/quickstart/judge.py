@@ -43,7 +43,8 @@ def judge(row: dict[str, Any], response: str, ended: bool) -> dict[str, float | 
     """Score ``response`` to ``row["prompt"]``; higher is better, 1.5 is the best (story 1.75).
 
     Args:
-        row: A data row; only ``"prompt"``, one of the world's prompts, is read.
+        row: A data row; only its question is read, one of the world's prompts: the last of
+            ``"messages"`` if it has any, else ``"prompt"``.
         response: The reply's text without chat markers.
         ended: True if the reply ended with the end-of-sequence token.
 
@@ -54,12 +55,13 @@ def judge(row: dict[str, Any], response: str, ended: bool) -> dict[str, float | 
         any unreadable sentence, or no text), ``filler`` (filler sentences) and ``words`` (counts).
 
     Raises:
-        ValueError: If the prompt is not one of the world's.
+        ValueError: If the question is not one of the world's.
     """
-    prompt = PROMPT_BY_TEXT.get(row["prompt"])
+    question = row["messages"][-1]["content"] if "messages" in row else row["prompt"]
+    prompt = PROMPT_BY_TEXT.get(question)
     if prompt is None:
         raise ValueError(
-            f"the judge knows only the quickstart's prompts, found {row['prompt']!r}; "
+            f"the judge knows only the quickstart's prompts, found {question!r}; "
             "for other data choose another judge"
         )
     item = prompt.item

@@ -24,10 +24,10 @@ from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.stages.folder.folders import claim
 from lightning_rlhf.stages.folder.resume import resume_point
 from lightning_rlhf.stages.paths import CONF
-from lightning_rlhf.stages.registry import STAGES, stage_names
+from lightning_rlhf.stages.registry import stage_names
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
-from lightning_rlhf.stages.start import check_inputs
+from lightning_rlhf.stages.start import check_inputs, require_buildable
 
 if TYPE_CHECKING:
     from lightning_rlhf.stages.launch import Training
@@ -93,12 +93,8 @@ def build(settings: Settings) -> Training:
     from lightning_rlhf.stages.accelerator import check_accelerator  # which imports torch
 
     prepare, resume = settings.definition.prepare, settings.resume
-    if prepare is None:
-        allowed = ", ".join(name for name, stage in STAGES.items() if stage.prepare is not None)
-        raise ConfigError(
-            f"stage={settings.stage} cannot be built: its description has no `prepare`; allowed: "
-            f"{allowed}, or a stage of your own that has it"
-        )
+    require_buildable(settings, "built")
+    assert prepare is not None
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     resume_point(settings)
     check_inputs(settings)

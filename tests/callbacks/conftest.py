@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,9 @@ UPDATES = 2
 
 class Chat:
     def decode_response(self, tokens: list[int]) -> str:
+        return " ".join(f"t{token}" for token in tokens)
+
+    def show(self, tokens: Sequence[int]) -> str:
         return " ".join(f"t{token}" for token in tokens)
 
 

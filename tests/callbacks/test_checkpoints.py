@@ -287,6 +287,19 @@ def test_a_state_from_which_no_run_can_resume_is_refused_when_it_is_saved(run: R
     assert run.steps == [1]
 
 
+def test_a_callback_without_a_state_to_save_is_named(run: Run) -> None:
+    class Fails(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"length": self.length}  # type: ignore[attr-defined]
+
+    told = (
+        r"^Fails\.state_dict\(\) raised AttributeError: 'Fails' object has no attribute 'length', "
+    )
+    with pytest.raises(CheckpointError, match=told):
+        run.train(Fails(), checkpoint_every=1)
+    assert run.steps == []
+
+
 def test_what_a_callback_adds_to_a_checkpoint_is_checked_too(run: Run) -> None:
     told = r"^checkpoint\['mine'\]\[0\] is an object of type PosixPath, from which no run"
     with pytest.raises(CheckpointError, match=told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 from .conftest import FakePPO, Fit, make_experience
 from .test_metric_callbacks import SaveAt
 
+DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 CONSTANT = "warning: all responses of an iteration got the same reward, 3 iterations in a row"
 FAR = "warning: kl_divergence is "
 
@@ -213,3 +215,45 @@ def test_a_rule_of_the_users_own_is_applied(fit: Fit) -> None:
     ]
     with pytest.raises(ConfigError, match="has no rule 'other', it has"):
         OwnRule("own.py:other")
+
+
+EVALUATES: dict[str, Any] = {"num_sanity_val_steps": -1, "val_check_interval": 1}
+
+
+def test_the_rule_in_the_docs_is_applied_from_the_first_evaluation_on(fit: Fit) -> None:
+    """Responses of 2, 5, 6 and 7 tokens: above 3 times the first in the last two iterations."""
+
+    class Lengthens(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            tokens = {1: 2.0, 2: 5.0, 3: 6.0, 4: 7.0}[pl_module.iteration]
+            publish(trainer, pl_module, {"rollout/response_tokens": tokens})
+
+    [text] = re.findall(
+        r"<!-- file: drift.py -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL
+    )
+    Path("drift.py").write_text(text)
+    diagnosis = Diagnosis(SimpleNamespace(), Path(), rules=[])  # type: ignore[arg-type]
+    own = OwnRule("drift.py:drift")
+    fit(FakePPO(), [Lengthens(), diagnosis, own], [], batches=4, **EVALUATES)
+    assert [(f["rule"], f["iteration"], f["symptom"]) for f in findings()] == [
+        ("drift", 4, "7 tokens a response, 2 before")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "shown"),
+    [("history.rows[-1]", "IndexError: list index out of range"), ("exit(0)", "SystemExit: 0")],
+)
+def test_a_rule_that_fails_is_one_line(fit: Fit, fault: str, shown: str) -> None:
+    Path("faulty.py").write_text(
+        "from lightning_rlhf.callbacks.history import rule\n"
+        "@rule(when='always', cause='none', remedy='none')\n"
+        f"def faulty(history):\n    {fault}\n"
+    )
+    diagnosis = Diagnosis(SimpleNamespace(), Path(), rules=[])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        fit(FakePPO(), [diagnosis, OwnRule("faulty.py:faulty")], [], batches=1, **EVALUATES)
+    assert str(caught.value) == (
+        f"the rule 'faulty' of the diagnosis raised {shown} on 0 iterations and 1 evaluations; "
+        "allowed: to return the symptom as text, or None"
+    )

@@ -41,3 +41,18 @@ def test_the_table_has_a_row_for_each_metric_and_six_cells_in_each_row() -> None
     lines = metrics_table().splitlines()
     assert len(lines) == 2 + len(METRICS)
     assert {line.count("|") for line in lines} == {7}
+
+
+def test_a_band_repeats_numbers_of_the_text_on_the_healthy_range() -> None:
+    """1 +- 0.01 and log 2 are written as words; "positive" is 0."""
+    said = {"update/ratio_mean": "within 0.01 of 1", "eval/reward_margin": "positive"}
+    banded = {name: metric for name, metric in METRICS.items() if metric.band is not None}
+    assert {"update/clip_fraction", "update/approx_kl", "eval/accuracy"} <= banded.keys()
+    for name, metric in banded.items():
+        assert metric.band is not None
+        if name in said:
+            assert metric.healthy == said[name]
+            continue
+        ends = [f"{end:g}" for end in metric.band if end is not None]
+        assert ends
+        assert all(end in metric.healthy for end in ends), name

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.history import History
+from lightning_rlhf.callbacks.history import History, Rule
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.callbacks.rules import RULES, rules_table
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -324,8 +324,8 @@ def test_reward_against_gold(rewards: list[float], golds: list[float], names: li
 )
 def test_reward_against_perplexity(reward: float, perplexity: float, names: list[str]) -> None:
     rows = [
-        {"eval/reward_mean": 0.0, "eval/perplexity": 5.0},
-        {"eval/reward_mean": reward, "eval/perplexity": perplexity},
+        {"eval/reward_mean": 0.0, "eval/response_perplexity": 5.0},
+        {"eval/reward_mean": reward, "eval/response_perplexity": perplexity},
     ]
     assert found(evaluations=rows) == names
 
@@ -364,6 +364,31 @@ def test_names_keys_and_metrics_of_the_rules_exist() -> None:
             assert metric in known, (rule.name, metric)
         assert rule.find.__doc__ is None
         assert not text.endswith(".")
+
+
+class Notes(dict[str, float]):
+    """A row that has every metric, all 1, and keeps the names of those that are read."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> float:
+        self[name] = 1.0
+        return 1.0
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_metric_that_a_rule_reads_is_logged_by_ppo(rule: Rule) -> None:
+    iteration, evaluation = Notes(), Notes()
+    config: Any = SimpleNamespace(**CONFIG | {"advantage": "grpo", "kl_warning": 0.5})
+    rule.find(
+        History(
+            rows=[iteration] * 100, evaluations=[evaluation] * 100, config=config, prompts_cut=1.0
+        )
+    )
+    names = {*iteration, *evaluation} - {"step", "eval/judge/gold"}
+    assert names or rule.name == "prompts_cut"
+    assert names <= {name for name, metric in METRICS.items() if "ppo" in metric.stages}
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "2"])

@@ -30,6 +30,9 @@ def test_samples_are_printed_and_kept_every_few_iterations(
     assert first == {
         "iteration": 2, "prompt": "train question 1 [b]?", "response": "t1 t2 t3", "score": 4.0,
         "ended": True,
+        "per_token": {
+            "text": ["t1", "t2", "t3"], "kl": [0.1, 0.2, 0.3], "advantage": [1.0, 0.0, -1.0],
+        },
     }  # fmt: skip
     assert capsys.readouterr().out.count("samples of iteration") == 2
 

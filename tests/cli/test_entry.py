@@ -32,7 +32,7 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
     recipes = sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
     for line in (
         f"recipe: {', '.join(recipes)}",
-        "data: files, hh, quickstart",
+        "data: course, files, hh, quickstart",
         "logger: csv, tensorboard, wandb",
         "reward: composite, function, head, http, model, random, sum",
         "trainer: auto, cpu, gpu",

@@ -170,7 +170,7 @@ def test_a_recipe_may_stand_in_a_folder_of_ones_own(workplace: Workplace) -> Non
     assert workplace.mini("recipe=mine").error.startswith("seed is -1")
     (folder / "recipe.yaml").unlink()
     error = workplace.mini("recipe=./mine").error
-    assert error.startswith("recipe=./mine is not known; allowed: bandit, composite_reward, quick")
+    assert error.startswith("recipe=./mine is not known; allowed: bandit, composite_reward, course")
 
 
 def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(

@@ -19,6 +19,7 @@ from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
+from lightning_rlhf.report.knee import FEWEST_POINTS
 from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.process import run_command
 from lightning_rlhf.stages.settings import read_settings
@@ -145,6 +146,16 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     assert out.count("On held-out prompts") == 1
     assert "overwrite=true" in out
     assert [weights(done.folder(stage)) for stage in STAGES] == before
+
+
+def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
+    file = done.folder("ppo") / "diminishing.json"  # a run of so few iterations writes none
+    file.write_text('{"sentence": "after iteration 7 a further 10% bought nothing"}')
+    summary = done.cook().succeeded.out.split("minutes in all stages")[1]
+    assert "diminishing returns: after iteration 7 a further 10% bought nothing (" in summary
+    assert "compute: tokens " in summary
+    file.write_text("{}")
+    assert "diminishing.json is damaged" in done.cook().error
 
 
 def test_overwrite_does_it_all_again(done: Kitchen) -> None:
@@ -506,7 +517,7 @@ def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
     assert outcome.out.count(" done ") == 2
 
 
-@pytest.mark.parametrize("name", ["quickstart", "composite_reward"])
+@pytest.mark.parametrize("name", ["quickstart", "composite_reward", "course"])
 def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
     recipe = read_recipe(paths.RECIPES / name)
     assert recipe.stages == STAGES
@@ -519,7 +530,7 @@ def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
         }
     assert all(found.model.name == "tiny" for found in settings.values())
     components = list(settings["ppo"].reward)
-    assert components == {"quickstart": ["head"], "composite_reward": ["helpful", "brief"]}[name]
+    assert components == (["helpful", "brief"] if name == "composite_reward" else ["head"])
     data = paths.RECIPES / "quickstart" / "data"
     judge = load_judge(f"{paths.RECIPES / 'quickstart' / 'judge.py'}:judge")
     rows = [json.loads(line) for line in (data / "prompts_val.jsonl").read_text().splitlines()]
@@ -534,6 +545,27 @@ def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
         assert promise.metric in known, promise
         bounds = [promise.at_least, promise.at_most, promise.gain]
         assert sum(bound is not None for bound in bounds) == 1, promise
+
+
+def test_the_course_runs_at_true_size() -> None:
+    recipe = read_recipe(paths.RECIPES / "course")
+    given = ("model=qwen2b", "data=hh", "trainer=gpu")
+    main.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+        for stage in recipe.stages:
+            cfg = compose("config", list(stage_overrides(recipe, stage, given, None)))
+            settings = read_settings(cfg)
+            assert settings.model.name_or_path == "Qwen/Qwen3.5-2B-Base"
+            assert settings.data.preferences.train == "Anthropic/hh-rlhf:train"
+            assert settings.trainer.accelerator == "gpu"
+            own = yaml.safe_load((paths.CONF / "stages" / f"{stage}.yaml").read_text())
+            # Numbers of model=tiny are not those of a larger model.
+            assert (cfg[stage].lr, cfg[stage].microbatch_size) == (
+                own["lr"],
+                own["microbatch_size"],
+            )
+        assert cfg.ppo.iterations // cfg.ppo.val_every >= FEWEST_POINTS
 
 
 @pytest.mark.slow

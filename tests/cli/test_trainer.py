@@ -370,6 +370,27 @@ def test_what_cannot_be_built_is_named(
     assert told in workplace.mini("stage=sft", *overrides).error
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("trainer.profiler=smple", "trainer: When passing string value for the `profiler`"),
+        ("trainer.profiler={name: simple}", "trainer.profiler is {'name': 'simple'}; allowed: a "),
+        (
+            "callbacks.x._target_=nosuch.Longest",
+            "callbacks.x: Error loading 'nosuch.Longest': No module named 'nosuch'",
+        ),
+    ],
+)
+def test_what_the_trainer_refuses_costs_no_finished_run(
+    own: Workplace, given: str, told: str
+) -> None:
+    final = own.stage("sft") / "final"
+    final.mkdir(parents=True)
+    (final / "kept").touch()
+    assert own.mini("stage=sft", "overwrite=true", given).error.startswith(told)
+    assert (final / "kept").exists()
+
+
 def test_a_run_ends_with_a_checkpoint_when_its_time_is_over(workplace: Workplace) -> None:
     outcome = workplace.mini("stage=sft", "trainer.max_time=00:00:00:00")
     assert outcome.status == 143

@@ -24,7 +24,8 @@ def test_a_run_shorter_than_val_every_validates_at_tenths_and_learns_the_same(
     parents = {"sft": [], "rm": given(finished)[:1], "ppo": given(finished)}[stage]
     command = [f"stage={stage}", "run=short", *parents, f"{stage}.val_every=1000"]
     outcome = finished.mini(*command).succeeded
-    said = f"validating every 1 of the {STEPS[stage]} steps, a tenth: {stage}.val_every is 1000, mo"
+    steps = f"{STEPS[stage]} steps, a tenth of them rounded up"
+    said = f"validating every 1 of the {steps}: {stage}.val_every is 1000, more than the run has"
     assert said in outcome.out
     short, default = finished.stage(stage, "short"), finished.stage(stage)
     names = [name for name in weights(default) if "fingerprint" not in name]

@@ -152,7 +152,7 @@ def test_a_source_is_text(value: Any, make_config: MakeConfig) -> None:
         make_config(prompts={"train": None, "val": value})
 
 
-@pytest.mark.parametrize("name", ["quickstart", "files", "hh"])
+@pytest.mark.parametrize("name", ["quickstart", "course", "files", "hh"])
 def test_the_shipped_configurations(name: str) -> None:
     OmegaConf.register_new_resolver("recipes", lambda path: f"recipes/{path}", replace=True)
     loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)

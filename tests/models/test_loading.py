@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from lightning_rlhf.models import loading
 from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
-from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer
+from lightning_rlhf.models.loading import check_kernels, load_causal_lm, load_tokenizer
 from lightning_rlhf.models.roles import BASE, POLICY, Roles, trainable_names
 
 ABSENT = "nobody-at-all/no-such-model"
@@ -406,11 +407,29 @@ def test_the_multimodal_checkpoint_loads_as_text(
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path)
-    loaded = load_causal_lm(make_config(name_or_path=str(tmp_path)), trainable=False, seed=0)
+    config = make_config(name_or_path=str(tmp_path))
+    check_kernels(tmp_path, config, str(tmp_path))  # which has fast layers
+    loaded = load_causal_lm(config, trainable=False, seed=0)
     assert type(loaded) is type(text)
     expected = text.state_dict()
     assert set(loaded.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[n]) for n, tensor in loaded.state_dict().items())
+
+
+def test_a_family_without_fast_layers_is_refused_before_its_weights_load(
+    tmp_path: Path, make_model: Make, make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("gpt2").save_pretrained(tmp_path)
+
+    def loads(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the weights load")
+
+    monkeypatch.setattr(loading, "read_weights", loads)
+    config = make_config(name_or_path=str(tmp_path), kernels="fast")
+    with pytest.raises(ConfigError, match=r"model\.kernels is 'fast', but gpt2 .*Qwen3"):
+        load_causal_lm(config, trainable=False, seed=0)
+    with pytest.raises(AssertionError, match="the weights load"):
+        load_causal_lm(replace(config, kernels="auto"), trainable=False, seed=0)
 
 
 def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:

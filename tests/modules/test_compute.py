@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.results import Compute
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.flops import Attention, DeltaRule, Flops, Matrix, Rows
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.modules.ppo import PPOModule
@@ -160,6 +161,30 @@ def test_the_formulas_count_what_torch_counts(
     assert (compute.generated_tokens, compute.scored_tokens, compute.trained_tokens) == (
         128, 196, 196,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "missing", "readings"),
+    [(True, [], 1), (True, ["values"], 2), (True, ["logprobs", "values"], 2), (False, [], 2)],
+)
+def test_the_policy_reads_what_its_sampler_gives_no_numbers_for(
+    make: Any, is_exact: bool, missing: list[str], readings: int
+) -> None:
+    """4 rows of 49 tokens: the reference reads them, and the policy where it annotates."""
+    module = make(tiny)  # with a critic on the policy's trunk
+    native = module.collector.sampler
+
+    def sample(*given: Any) -> SampledResponses:
+        return replace(native.sample(*given), **dict.fromkeys(missing))
+
+    module.collector.sampler = SimpleNamespace(is_exact=is_exact, sample=sample)
+
+    def work() -> Compute:
+        batch, _, _ = module.collect(prompts())
+        compute: Compute = module.collector.compute(batch.experience, updates=1, policy_learns=True)
+        return compute
+
+    assert within_fit(module, work).scored_tokens == readings * 196
 
 
 @pytest.mark.parametrize(

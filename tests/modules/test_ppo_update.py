@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.types import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.kernels import packing
 from lightning_rlhf.kernels.layers import FastLayer
@@ -246,3 +247,23 @@ def test_a_subclass_adds_to_the_loss(make_ppo: Make) -> None:
     assert found.loss == 2 * expected.loss
     assert found.grad_norm == 2 * expected.grad_norm
     assert found.policy_loss == expected.policy_loss
+
+
+@pytest.mark.parametrize(("spoil", "found"), [
+    (lambda terms: None, "an object of type NoneType"),
+    (lambda terms: terms.loss, "an object of type Tensor"),
+    (lambda terms: replace(terms, loss=1.0), "a loss of type float"),
+    (lambda terms: replace(terms, loss=terms.loss.detach()), "a loss of shape [] without gradient"),
+    (lambda terms: replace(terms, loss=terms.loss[None]), "a loss of shape [1] with gradient"),
+])  # fmt: skip
+def test_a_subclass_without_a_loss_is_named(make_ppo: Make, spoil: Any, found: str) -> None:
+    class Spoiled(PPOModule):
+        def loss_terms(self, *args: Any, **outputs: Any) -> PPOTerms:
+            terms: PPOTerms = spoil(super().loss_terms(*args, **outputs))
+            return terms
+
+    module = make_ppo("qwen3")
+    module.__class__ = Spoiled
+    with pytest.raises(ConfigError) as caught:
+        updated(module, off_policy(module))
+    assert str(caught.value).startswith(f"Spoiled.loss_terms() returned {found}; allowed: PPOTerms")

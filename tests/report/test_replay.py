@@ -20,12 +20,10 @@ from lightning_rlhf.replay.replayed import (
     ReplayedResponse,
     cells,
     heading,
-    marked,
     most_changed,
-    scale,
-    signed,
 )
 from lightning_rlhf.replay.table import on_terminal
+from lightning_rlhf.report.token_text import marked, scale, signed
 
 WORDS = {1: "<script>", 2: ' "quoted" ', 3: "&amp;", 4: "\x1b[31m", 5: "[bold]"}
 REF, OLD = math.log(0.5), math.log(0.2)

@@ -125,6 +125,8 @@ def test_responses_that_fit_are_returned_as_they_are(answer: SampledResponses) -
     (changed("tokens", 1, 4, to=-1), "token id -1 for response 1", "0 to 9, on padding too"),
     (changed("logprobs", 2, 1, to=float("-inf")), "logprobs that are not finite for response 2",
      "finite numbers"),
+    (changed("logprobs", 2, 1, to=0.002), "logprobs above 0 for response 2",
+     "logarithms of probabilities, at most 0"),
     (changed("values", 0, 2, to=float("nan")), "values that are not finite for response 0",
      "finite numbers"),
 ])  # fmt: skip
@@ -165,9 +167,38 @@ def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.Monkey
     for name in building.OURS:
         assert not isinstance(build_sampler(name, roles, params, None), CheckedSampler)
     sampler = build_sampler(NAME, roles, params, None)
-    assert not sampler.is_exact
+    assert sampler.is_exact is False
     with pytest.raises(RLHFError, match=f"^ppo.rollout is '{NAME}'"):
         sampler.sample(PROMPTS, 1, torch.Generator())
     own = build_sampler(NAME, roles, params, None, key="own.rollout")
     with pytest.raises(RLHFError, match=f"^own.rollout is '{NAME}'"):
         own.sample(PROMPTS, 1, torch.Generator())
+
+
+def test_rounding_above_0_is_taken() -> None:
+    answer = changed("logprobs", 2, 1, to=0.0009)
+    assert sample(answer) is answer
+
+
+class Says(Server):
+    is_exact = "no"  # type: ignore[assignment]
+
+
+class Raises(Server):
+    @property
+    def is_exact(self) -> bool:  # type: ignore[override]
+        raise OSError("no answer")
+
+
+@pytest.mark.parametrize(("kind", "told"), [
+    (Says, "ppo.rollout is 'server.py:Server', whose is_exact is 'no'; allowed: True or False"),
+    (Raises, "ppo.rollout is 'server.py:Server', which cannot be built: OSError('no answer')"),
+])  # fmt: skip
+def test_an_is_exact_that_is_no_bool_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Server], told: str
+) -> None:
+    monkeypatch.setattr(building, "load_sampler", lambda *_: lambda roles, params: kind(None))
+    params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
+    with pytest.raises(RLHFError) as caught:
+        build_sampler(NAME, MagicMock(vocab_size=10), params, None)
+    assert str(caught.value) == told

@@ -50,7 +50,7 @@ def generate() -> dict[str, bytes]:
     }
 
 
-def _take(prompts: Sequence[Prompt], count: int, rng: random.Random) -> list[Prompt]:
+def take(prompts: Sequence[Prompt], count: int, rng: random.Random) -> list[Prompt]:
     """Return ``count`` prompts in random order, with frequencies that differ by at most one."""
     taken: list[Prompt] = []
     while len(taken) < count:
@@ -62,16 +62,16 @@ def _demonstrations(prompts: Sequence[Prompt], count: int, seed: int) -> list[di
     rng = random.Random(seed)
     return [
         {"prompt": prompt.text, "response": demonstrate(prompt, rng)}
-        for prompt in _take(prompts, count, rng)
+        for prompt in take(prompts, count, rng)
     ]
 
 
 def _preferences(prompts: Sequence[Prompt], count: int, seed: int) -> list[dict[str, str]]:
     rng = random.Random(seed)
-    return [_pair(prompt, rng) for prompt in _take(prompts, count, rng)]
+    return [pair(prompt, rng) for prompt in take(prompts, count, rng)]
 
 
-def _pair(prompt: Prompt, rng: random.Random) -> dict[str, str]:
+def pair(prompt: Prompt, rng: random.Random) -> dict[str, str]:
     """Return one labelled pair; pairs of replies with equal scores are redrawn."""
     source = rng.choices(list(PAIR_SHARES), weights=list(PAIR_SHARES.values()))[0]
     while True:

@@ -25,7 +25,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 from lightning_rlhf.callbacks.contract import is_evaluation, position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
 from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
-from lightning_rlhf.callbacks.loadable import check_contents, check_states
+from lightning_rlhf.callbacks.loadable import check_contents, check_states, state_of
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.terminal import say
@@ -205,6 +205,8 @@ class Checkpoints(Callback):
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), trained(trainer)
         path = path_of(self.folder, step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            state_of(callback)  # Lightning's own call would raise what the callback raises
         trainer.save_checkpoint(path)
         keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
         self._saved, self._since = (step, self.evaluated), monotonic()

@@ -16,6 +16,8 @@ class Chat(Protocol):
 
     def decode_response(self, tokens: list[int]) -> str: ...
 
+    def show(self, tokens: Sequence[int]) -> str: ...
+
 
 class Reward(Protocol):
     """The reward that the policy is trained on."""

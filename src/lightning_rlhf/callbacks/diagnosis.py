@@ -14,9 +14,10 @@ from lightning_rlhf.callbacks.history import History, Row, Rule
 from lightning_rlhf.callbacks.rules import RULES
 from lightning_rlhf.callbacks.terminal import say
 from lightning_rlhf.callbacks.wandb_logger import RunWandb
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.io.user_code import load_object
+from lightning_rlhf.io.user_code import FAULTS, load_object
 
 DIAGNOSIS = "diagnosis.json"
 """Name of the file of findings in the folder of a run."""
@@ -112,7 +113,7 @@ class Diagnosis(Callback):
             prompts_cut=self.prompts_cut,
         )
         for rule in self.rules:
-            if rule.name in self.told or (symptom := rule.find(history)) is None:
+            if rule.name in self.told or (symptom := applied(rule, history)) is None:
                 continue
             self.told.append(rule.name)
             self.findings.append(
@@ -135,6 +136,19 @@ class Diagnosis(Callback):
         """Write all findings to the file."""
         with written_whole(self.path) as beside:
             beside.write_text(json.dumps(self.findings, indent=2) + "\n", encoding="utf-8")
+
+
+def applied(rule: Rule, history: History) -> str | None:
+    """Return the symptom that a rule finds, or None; raises ConfigError where the rule fails."""
+    try:
+        return rule.find(history)
+    except FAULTS as error:
+        shown = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"the rule {rule.name!r} of the diagnosis raised {shown} on {len(history.rows)} "
+            f"iterations and {len(history.evaluations)} evaluations; allowed: to return the "
+            "symptom as text, or None"
+        ) from error
 
 
 class OwnRule(Callback):

@@ -1,4 +1,4 @@
-"""What a rule of the diagnosis is, and the history of metrics that it reads."""
+"""The rules of the diagnosis, and the history of metrics that they read."""
 
 from __future__ import annotations
 

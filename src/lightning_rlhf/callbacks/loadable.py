@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.io.user_code import FAULTS
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, torch.nn.Parameter)
 """Types that every checkpoint may hold."""
@@ -25,10 +26,23 @@ def check_states(callbacks: Iterable[Callback]) -> None:
     """Raise CheckpointError where the state of a callback cannot be loaded again."""
     for callback in callbacks:
         try:
-            state = callback.state_dict()
-        except Exception:  # a state that exists only after the start is checked when it is saved
+            state = state_of(callback)
+        except CheckpointError:  # a state that exists only after the start is saved later
             continue
         require_loadable(f"{type(callback).__name__}.state_dict()", state)
+
+
+def state_of(callback: Callback) -> dict[str, Any]:
+    """Return the state of a callback; raises CheckpointError where its `state_dict` fails."""
+    try:
+        return callback.state_dict()
+    except FAULTS as error:
+        shown = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"{type(callback).__name__}.state_dict() raised {shown}, so that no checkpoint can be "
+            "written; allowed: a dictionary of tensors, numbers, texts, None, and dictionaries and "
+            "lists of them"
+        ) from error
 
 
 def check_contents(checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:

@@ -38,6 +38,9 @@ class Metric:
     better: Mode | None = None
     """Direction of a metric of an evaluation: whether the lowest or the highest value is the best;
     None where neither is."""
+    band: tuple[float | None, float | None] | None = None
+    """Lowest and highest healthy value, as `healthy` says it, for metrics with a fixed range; None
+    for an end that is open."""
 
 
 PPO: tuple[Stage, ...] = ("ppo",)
@@ -83,6 +86,7 @@ METRICS: dict[str, Metric] = {
         "rollout",
         PPO,
         "above 0; at 0 there is nothing to learn; a warning after three iterations",
+        band=(0.0, None),
     ),
     "rollout/reward_min": Metric("smallest score of the batch", "score", "rollout", PPO, "-"),
     "rollout/reward_max": Metric("largest score of the batch", "score", "rollout", PPO, "-"),
@@ -195,6 +199,7 @@ METRICS: dict[str, Metric] = {
         "rollout",
         PPO,
         "above 0 after warm-up; below 0 the critic hurts",
+        band=(0.0, None),
     ),
     "update/policy_loss": Metric(
         "mean over minibatches of the clipped surrogate",
@@ -223,12 +228,23 @@ METRICS: dict[str, Metric] = {
         "update",
         PPO,
         "below 0.05; above if steps are too large",
+        band=(None, 0.05),
     ),
     "update/clip_fraction": Metric(
-        "share of tokens whose ratio left the clip range", "share", "update", PPO, "below 0.3"
+        "share of tokens whose ratio left the clip range",
+        "share",
+        "update",
+        PPO,
+        "below 0.3",
+        band=(None, 0.3),
     ),
     "update/value_clip_fraction": Metric(
-        "share of tokens whose value left its clip range", "share", "update", PPO, "below 0.5"
+        "share of tokens whose value left its clip range",
+        "share",
+        "update",
+        PPO,
+        "below 0.5",
+        band=(None, 0.5),
     ),
     "update/ratio_mean": Metric(
         "mean over minibatches of the mean probability ratio, policy now to policy at sampling",
@@ -236,6 +252,7 @@ METRICS: dict[str, Metric] = {
         "update",
         PPO,
         "within 0.01 of 1",
+        band=(0.99, 1.01),
     ),
     "update/ratio_max": Metric(
         "largest probability ratio of any token in any minibatch",
@@ -243,6 +260,7 @@ METRICS: dict[str, Metric] = {
         "update",
         PPO,
         "below 10",
+        band=(None, 10.0),
     ),
     "update/grad_norm": Metric(
         "gradient norm before clipping, of the logged step; in PPO the mean over minibatches",
@@ -301,6 +319,7 @@ METRICS: dict[str, Metric] = {
         "update",
         RM,
         "falls below log 2 = 0.693, the loss of guessing",
+        band=(None, 0.693),
     ),
     "update/accuracy": Metric(
         "share of the same pairs with chosen > rejected, a tie counting one half",
@@ -308,6 +327,7 @@ METRICS: dict[str, Metric] = {
         "update",
         RM,
         "above 0.5; near 1 the model has memorised the pairs",
+        band=(0.5, None),
     ),
     "update/reward_chosen": Metric("mean reward of chosen", "reward", "update", RM, "-"),
     "update/reward_rejected": Metric("mean reward of rejected", "reward", "update", RM, "-"),
@@ -337,6 +357,7 @@ METRICS: dict[str, Metric] = {
         RM,
         "below log 2 = 0.693; a rise is overfitting",
         better="min",
+        band=(None, 0.693),
     ),
     "eval/accuracy": Metric(
         "share of validation pairs with chosen > rejected, a tie counting one half",
@@ -345,11 +366,18 @@ METRICS: dict[str, Metric] = {
         RM,
         "0.6 to 0.85; limited by the noise of the labels",
         better="max",
+        band=(0.6, 0.85),
     ),
     "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
     "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
     "eval/reward_margin": Metric(
-        "mean of chosen - rejected", "reward", "eval", RM, "positive", better="max"
+        "mean of chosen - rejected",
+        "reward",
+        "eval",
+        RM,
+        "positive",
+        better="max",
+        band=(0.0, None),
     ),
     "fitness/<number>": Metric(
         "a number of the fitness report at the end of the stage, defined in final/report.md",

@@ -23,7 +23,7 @@ PERPLEXITY = 10.0
     cause="the policy does not learn what the reward pays for: the steps are too small, kl_coef is "
     "too large, or the reward is noise",
     remedy="a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise; "
-    "stage=eval tells whether the reward is fit to be maximised",
+    "stage=eval_reward tells whether the reward is fit to be maximised",
 )
 def reward_flat(history: History) -> str | None:
     rows = [row for row in history.rows if row["step"] > history.config.critic_warmup]
@@ -70,13 +70,13 @@ def reward_against_gold(history: History) -> str | None:
 
 
 @rule(
-    when=f"eval/perplexity is more than {PERPLEXITY:g} times that of the first evaluation, while "
-    "eval/reward_mean is higher",
+    when=f"eval/response_perplexity is more than {PERPLEXITY:g} times that of the first "
+    "evaluation, while eval/reward_mean is higher",
     cause="the policy has left the language of the data for what the reward pays",
     remedy="look at samples/eval_*.jsonl; a larger ppo.kl_coef, fewer ppo.iterations",
 )
 def reward_against_perplexity(history: History) -> str | None:
-    name = "eval/perplexity"
+    name = "eval/response_perplexity"
     rows = [row for row in history.evaluations if name in row]
     if not rows:
         return None

@@ -37,7 +37,9 @@ SAMPLES = "samples"
 COUNT = 4
 """Responses that are kept of an iteration."""
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
-"""Keys of a sample; kl in nats, summed over the response."""
+"""Keys of a sample that are shown in tables; kl in nats, summed over the response."""
+DECIMALS = 4
+"""Number of decimals of the numbers of a token in a file of samples."""
 
 
 class Samples(Callback):
@@ -116,10 +118,22 @@ def eval_samples(run_dir: Path, iteration: int) -> Path:
 
 
 def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
-    """Return the responses of an experience as text, with their prompts and numbers."""
+    """Return the responses of an experience as text, with their prompts and numbers.
+
+    Beside COLUMNS, a sample has `per_token`: for each token of the response its `text`, its `kl` to
+    the reference in nats and its `advantage`, rounded to DECIMALS.
+    """
     mask = experience.response_mask
     prompts = module.prompt_rows("train")
     kl = torch.where(mask, experience.kl, 0.0).sum(dim=1)
+    numbers = {"kl": experience.kl, "advantage": experience.advantages}
+    columns = {
+        name: [
+            [round(number, DECIMALS) for number in row[real].tolist()]
+            for row, real in zip(found, mask, strict=True)
+        ]
+        for name, found in numbers.items()
+    }
     return [
         {
             "iteration": module.iteration,
@@ -128,14 +142,18 @@ def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
             "score": score,
             "kl": kl_sum,
             "ended": ended,
+            "per_token": {"text": [module.chat.show([token]) for token in response]}
+            | {name: rows[row] for name, rows in columns.items()},
         }
-        for response, index, score, kl_sum, ended in zip(
-            real_tokens(experience.responses, mask),
-            experience.index.tolist(),
-            experience.score.tolist(),
-            kl.tolist(),
-            experience.ended.tolist(),
-            strict=True,
+        for row, (response, index, score, kl_sum, ended) in enumerate(
+            zip(
+                real_tokens(experience.responses, mask),
+                experience.index.tolist(),
+                experience.score.tolist(),
+                kl.tolist(),
+                experience.ended.tolist(),
+                strict=True,
+            )
         )
     ]
 

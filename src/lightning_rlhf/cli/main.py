@@ -26,12 +26,15 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
+    ONLY_CHECKS,
     check_choices,
     check_stage,
+    completed_stages,
     options_last,
     parse_arguments,
     refuse_group_stage,
     refuse_other_stages,
+    refuse_several_checks,
 )
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
@@ -49,19 +52,25 @@ from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE
 
 COMMANDS = {
+    "compare": "lightning_rlhf.cli.compare:compare",
     "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
     "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
     "export": "lightning_rlhf.cli.export:export",
     "replay": "lightning_rlhf.cli.replay:replay",
+    "report": "lightning_rlhf.cli.report:report",
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""
+CHECK = "check"
+"""First word of a command that composes one and checks it, without training."""
 
 
 def main() -> None:
     """Run train.py or the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     words = sys.argv[1:]
+    if words[:1] == [CHECK]:
+        words = [*words[1:], ONLY_CHECKS]
     if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
@@ -73,6 +82,7 @@ def main() -> None:
     try:
         given = parse_arguments(words)
         refuse_secrets(given)
+        refuse_several_checks(given)
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
@@ -102,15 +112,6 @@ def printed_safely(given: Namespace) -> Iterator[None]:
             yield
     finally:
         print(visible(without_printed(printed.getvalue(), given.overrides)), end="")
-
-
-def completed_stages(given: Namespace) -> list[str]:
-    """Return the completions of `stage=` if the shell asks for them; Hydra knows no choices."""
-    if not given.shell_completion or "COMP_LINE" not in os.environ:
-        return []
-    if not os.environ["COMP_LINE"].split(" ")[-1].startswith("stage="):
-        return []
-    return sorted(f"stage={path.stem}" for path in (CONF / "stages").glob("*.yaml"))
 
 
 def register_resolvers() -> None:
@@ -239,8 +240,11 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)
     from lightning_rlhf.stages.folder.folders import state_of
-    from lightning_rlhf.stages.start import run_stage
+    from lightning_rlhf.stages.start import check_run, run_stage
 
+    if settings.preflight == "only":
+        check_run(settings)
+        return
     if in_sweep and not settings.overwrite:
         state = state_of(settings)
         if state == "done":

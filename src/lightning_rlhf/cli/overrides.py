@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantag
 """Groups of conf/ from which one file each is chosen."""
 CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
 """Pattern of the name of a file in a group of conf/, or in a folder below it."""
+ONLY_CHECKS = "preflight=only"
+"""Override with which a stage is checked and not trained."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
 
@@ -87,6 +90,28 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
             if key in READ_BY and not (CONF / "stages" / f"{stage}.yaml").is_file():
                 told += f"; a stage of your own built on {owner} takes {key}@{stage}=NAME"
             raise ConfigError(told)
+
+
+def completed_stages(given: Namespace) -> list[str]:
+    """Return the completions of `stage=` if the shell asks for them; Hydra knows no choices."""
+    if not given.shell_completion or "COMP_LINE" not in os.environ:
+        return []
+    if not os.environ["COMP_LINE"].split(" ")[-1].startswith("stage="):
+        return []
+    return sorted(f"stage={path.stem}" for path in (CONF / "stages").glob("*.yaml"))
+
+
+def refuse_several_checks(given: Namespace) -> None:
+    """Raise ConfigError where the checks alone are wanted of a sweep or of a recipe.
+
+    Stages of a recipe start from what the stages before them have trained.
+    """
+    is_recipe = any(key_of(word) == "recipe" for word in given.overrides)
+    if ONLY_CHECKS in given.overrides and (given.multirun or is_recipe):
+        raise ConfigError(
+            f"{'recipe=NAME' if is_recipe else '-m'} runs several stages or jobs, and a check is "
+            "of one; allowed: check stage=NAME"
+        )
 
 
 def check_stage(stage: Any, tree: Mapping[Any, Any], sources: Iterable[Any]) -> None:

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from rich import get_console
 from yaml import YAMLError
 
+from lightning_rlhf.callbacks.compute import PEAK, compute_line
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, stage_of
@@ -27,6 +28,7 @@ from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.diminishing import repeat_conclusion
 from lightning_rlhf.stages.folder.folders import (
     FINAL,
     State,
@@ -35,10 +37,11 @@ from lightning_rlhf.stages.folder.folders import (
     state_of,
 )
 from lightning_rlhf.stages.folder.resume import held
-from lightning_rlhf.stages.measured import StageResult, evaluations
+from lightning_rlhf.stages.measured import StageResult, evaluation_files
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
-from lightning_rlhf.stages.promises import Promise, check_promises
+from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
 from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.reports import write_promises, write_report
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 
@@ -140,6 +143,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: StageResult.read(metrics[stage], folder_of(settings))
         for stage, settings in stages.items()
     }
+    if are_made(stages, written):
+        write_promises(folder_of(first).parent, promise_rows(recipe.promises, results))
+    say(f"report: {write_report(folder_of(first).parent)}")
     check_promises(recipe.title, recipe.promises, results, stages, written)
 
 
@@ -206,7 +212,9 @@ def own_configs() -> list[str]:
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Show metrics and samples before and after, and pictures; return each stage's metrics.
+    """Show metrics and samples before and after, pictures, and what PPO's compute bought.
+
+    Return each stage's metrics.
 
     ran: stages that were run in this call, whose results are already printed.
     """
@@ -223,7 +231,7 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
             said = finals["ppo"].require_manifest("ppo").verdicts
             verdicts = {name: Verdict(**verdict) for name, verdict in said.items()}
             console.print(before_after_table(before, after, verdicts))
-        samples = evaluations(folder)
+        samples = evaluation_files(folder)
         if samples is None:
             raise CheckpointError(
                 f"{folder / 'samples'} holds no eval_*.jsonl of the step in final/, which a "
@@ -237,4 +245,8 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
             raise CheckpointError(f"{final.path / MANIFEST} is damaged: it lacks time/stage_s")
     minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
     say(f"time: {minutes:.1f} minutes in all stages")
+    if "ppo" in stages:
+        repeat_conclusion(folder_of(stages["ppo"]))
+        if PEAK in metrics["ppo"]:
+            say(compute_line(metrics["ppo"]))
     return metrics

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,6 +23,36 @@ def total_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the memory of the device that new tensors of this process can take, in bytes.
+
+    On a GPU it includes what torch holds and does not use. On a CPU it is what Linux calls
+    available, within the limit of the process's control group; elsewhere the machine's memory.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held
+    if device.type == "mps":
+        return total_memory(device) - int(torch.mps.current_allocated_memory())
+    found, info = total_memory(device), Path("/proc/meminfo")
+    if info.exists() and (line := re.search(r"MemAvailable: +(\d+) kB", info.read_text())):
+        found = int(line[1]) * 1024
+    return min(found, left_in_group(Path("/sys/fs/cgroup"), found))
+
+
+def left_in_group(group: Path, found: int) -> int:
+    """Return the bytes that the limit of a control group (version 2) leaves; `found` without one.
+
+    Cached files that were not read lately count as free, as the system drops them first.
+    """
+    limit = group / "memory.max"
+    if not limit.exists() or (bound := limit.read_text().strip()) == "max":
+        return found
+    files = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+    used = int((group / "memory.current").read_text()) - (int(files[1]) if files else 0)
+    return int(bound) - used
 
 
 class MicrobatchSize:

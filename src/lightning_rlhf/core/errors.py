@@ -104,6 +104,10 @@ class NotFiniteError(TrainingError):
         """Whether the rewards of PPO are so large that their squares are not finite."""
 
 
+class PreflightError(RLHFError):
+    """A check before the first update failed, and the run is not to start then."""
+
+
 class RewardError(RLHFError):
     """A reward source returns no number for a response, or does not answer any more."""
 

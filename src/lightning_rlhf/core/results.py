@@ -51,7 +51,7 @@ class Compute:
     scored_tokens: int
     """Tokens of prompts and responses that were read without a gradient, once for each model that
     read them: reference, reward models, a critic apart from the policy, and the policy itself where
-    the sampler does not know its log-probabilities."""
+    log-probabilities, or values of a critic on its trunk, are not taken from the sampler."""
     trained_tokens: int
     """Tokens of prompts and responses that were read with a gradient, once for each epoch."""
     rollout_flops: float

@@ -184,7 +184,7 @@ def check_room(
     prompt, response: largest numbers of tokens; `key` is the configuration key of the latter.
     """
     config, there = roles.causal_lm.config.get_text_config(), total_memory(device)
-    a_token = rows * SAMPLING_BYTES + _cache_bytes(config, roles.causal_lm.dtype)
+    a_token = rows * SAMPLING_BYTES + cache_bytes(config, roles.causal_lm.dtype)
     need = (prompt + response) * a_token
     if need > there:
         raise ConfigError(
@@ -194,7 +194,7 @@ def check_room(
         )
 
 
-def _cache_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+def cache_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a token's keys and values in all layers of full attention; 0 without
     any."""
     heads = getattr(config, "num_attention_heads", None)

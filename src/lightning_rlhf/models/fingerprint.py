@@ -38,11 +38,17 @@ def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
     if expected is None:
         return True
     found = roles.probe(role)
-    # A quantised model may be used with a checkpoint of full precision; a different model deviates
-    # by more than this tolerance.
+    return found.shape == expected.shape and same_logits(found, expected, tolerance(roles))
+
+
+def tolerance(roles: Roles) -> float:
+    """Return the largest relative difference between a model's logits and its fingerprint.
+
+    A quantised model may be used with a checkpoint of full precision; a different model deviates by
+    more than that.
+    """
     quantised = getattr(roles.causal_lm, "is_quantized", False)
-    tolerance = 0.5 if quantised else rounding(roles.causal_lm)
-    return found.shape == expected.shape and same_logits(found, expected, tolerance)
+    return 0.5 if quantised else rounding(roles.causal_lm)
 
 
 def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:

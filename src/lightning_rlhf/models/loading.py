@@ -29,6 +29,7 @@ from lightning_rlhf.core.device_memory import total_memory
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
 from lightning_rlhf.kernels.compiled import check_compiler
 from lightning_rlhf.kernels.decoder import compile_layers
+from lightning_rlhf.kernels.patch import choose
 from lightning_rlhf.kernels.products import fp32_by_onednn
 from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import ModelConfig
@@ -105,6 +106,8 @@ def load_causal_lm(
         source = weights or str(config.name_or_path)
         folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
         check_weights(folder)
+        if config.kernels == "fast":
+            check_kernels(folder, config, source)
         model = read_weights(
             AutoModelForCausalLM, folder, config, dtype, source, "model.name_or_path"
         )
@@ -114,6 +117,16 @@ def load_causal_lm(
         compile_layers(model)
         warnings.warn(f"model.compile=true: {_what_is_compiled(dtype)}", stacklevel=2)
     return model.eval().requires_grad_(trainable)
+
+
+def check_kernels(folder: Path, config: ModelConfig, source: str) -> None:
+    """Raise ConfigError where the model in `folder` can have no fast layers; reads no weights."""
+    with naming(source, "model.name_or_path"), torch.device("meta"):
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        empty = AutoModelForCausalLM.from_config(
+            described, trust_remote_code=config.trust_remote_code
+        )
+    choose("fast", empty)
 
 
 def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import NotFiniteError, RewardError, require
+from lightning_rlhf.core.errors import ConfigError, NotFiniteError, RewardError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import next_kl_coef
 from lightning_rlhf.core.losses import token_weights
@@ -151,6 +151,8 @@ class PPOModule(L.LightningModule):
     def collect(self, prompts: Prompts) -> tuple[IterationBatch, float, float]:
         """Return the batch of an iteration, and the seconds of sampling and of scoring.
 
+        `make_experience` computes the KL-shaped rewards, the advantages and the returns.
+
         Raises: PolicyLogitsError where nothing can be sampled, RewardError where the reward gives
             no numbers; both name the iteration.
         """
@@ -264,14 +266,25 @@ class PPOModule(L.LightningModule):
     ) -> PPOTerms:
         """Return the loss and statistics of a micro-batch, as `ppo_terms`.
 
-        A subclass adds terms of its own to the loss here.
+        A subclass adds terms of its own to the loss here. With a critic apart it is called twice a
+        micro-batch: with `policy` alone, then with `values` alone.
+
+        Args:
+            weights: weight of each response token in the loss, as `token_weights`.
+            tokens: number of response tokens of the minibatch.
+            policy: log-probabilities and entropy of the N response tokens of the micro-batch.
+            values: values of the critic at the same tokens.
         """
         return ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy, values=values
         )
 
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
-        """Add the gradient of the terms' loss; return them without a graph."""
+        """Add the gradient of the terms' loss; return them without a graph.
+
+        Raises: ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
+        """
+        check_loss(terms, type(self).__name__)
         return replace(terms, loss=optim.backward(self, terms.loss))
 
     def values(
@@ -349,6 +362,27 @@ class PPOModule(L.LightningModule):
         self.moments = ScoreMoments.from_state_dict(checkpoint["moments"])
         if "annotation_rows" in checkpoint:  # older checkpoints have none
             self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
+
+
+def check_loss(terms: Any, name: str) -> None:
+    """Raise ConfigError unless the terms are PPOTerms whose loss is a number with a gradient.
+
+    name: name of the class whose `loss_terms` returned them.
+    """
+    loss = terms.loss if isinstance(terms, PPOTerms) else None
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return
+    found = f"an object of type {type(terms).__name__}"
+    if isinstance(terms, PPOTerms):
+        found = f"a loss of type {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        found = (
+            f"a loss of shape {[*loss.shape]} with{'' if loss.requires_grad else 'out'} gradient"
+        )
+    raise ConfigError(
+        f"{name}.loss_terms() returned {found}; allowed: PPOTerms whose loss is a tensor of shape "
+        "[] with gradient, such as that of PPOModule.loss_terms with terms added to it"
+    )
 
 
 def exceeds(found: Tensor, limit: float | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -13,10 +12,9 @@ from lightning_rlhf.replay.replayed import (
     cells,
     heading,
     legend,
-    marked,
     order,
-    scale,
 )
+from lightning_rlhf.report.token_text import BLUE, GREEN, ORANGE, RED, colour, marked, scale
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -36,7 +34,6 @@ dd { margin: 0; }
 td, th { padding: .1rem .6rem; text-align: right; }
 td:first-child, th:first-child { text-align: left; font-family: ui-monospace, monospace; }
 """
-GREEN, RED, ORANGE, BLUE = "0 160 80", "225 45 45", "225 125 0", "50 120 235"
 
 
 def replay_page(title: str, verdict: str, responses: Sequence[ReplayedResponse], batch: int) -> str:
@@ -97,8 +94,8 @@ def _span(token: ReplayedToken, advantage: float, kl: float) -> str:
     shown = cells(token)
     title = "\n".join(f"{name}: {cell}" for name, cell in zip(COLUMNS, shown, strict=False) if cell)
     colours = (
-        f"--advantage: {_colour(token.advantage / advantage, GREEN, RED)}; "
-        f"--kl: {_colour((token.kl_after - token.kl) / kl, ORANGE, BLUE)}"
+        f"--advantage: {colour(token.advantage / advantage, GREEN, RED)}; "
+        f"--kl: {colour((token.kl_after - token.kl) / kl, ORANGE, BLUE)}"
     )
     marks = ["below"] * (token.advantage < 0) + ["clipped"] * token.clipped
     kind = f' class="{" ".join(marks)}"' if marks else ""
@@ -113,12 +110,6 @@ def _table(response: ReplayedResponse) -> str:
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in shown
     )
     return f"<table><tr>{head}</tr>{rows}</table>"
-
-
-def _colour(share: float, above: str, below: str) -> str:
-    """Return a translucent colour, readable on a light and on a dark page."""
-    strength = min(1.0, abs(share)) if math.isfinite(share) else 0.0
-    return f"rgb({above if share > 0 else below} / {0.55 * strength:.3f})"
 
 
 def _patch(colour: str, mark: str = "") -> str:

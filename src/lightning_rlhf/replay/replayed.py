@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.data.rollouts import Recorded
-from lightning_rlhf.io.visible import visible
+from lightning_rlhf.report.token_text import signed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,19 +180,3 @@ def order(shown: int, batch: int) -> str:
         f"{shown} of {batch} responses: first those with a number that is not finite, then from "
         "the largest mean |log ratio| down"
     )
-
-
-def marked(text: str) -> str:
-    """Return the visible text with its line breaks marked and kept."""
-    return visible(text).replace("\n", "⏎\n")
-
-
-def signed(number: float) -> str:
-    """Return a number with its sign: three decimals, or six digits from a million on."""
-    is_large = math.isfinite(number) and abs(number) >= 1e6
-    return f"{number:+g}" if is_large else f"{number:+z.3f}"
-
-
-def scale(numbers: Sequence[float]) -> float:
-    """Return the largest finite absolute value; 1 where all are 0."""
-    return max((abs(x) for x in numbers if math.isfinite(x)), default=0.0) or 1.0

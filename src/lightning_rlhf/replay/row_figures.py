@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS, LastBatch
-from lightning_rlhf.replay.replayed import marked, scale, signed
+from lightning_rlhf.report.token_text import marked, scale, signed
 
 LEGEND: Mapping[str, Mapping[str, str]] = {
     "sft": {

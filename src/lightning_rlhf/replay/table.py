@@ -16,10 +16,9 @@ from lightning_rlhf.replay.replayed import (
     cells,
     heading,
     legend,
-    marked,
     order,
-    scale,
 )
+from lightning_rlhf.report.token_text import marked, scale
 
 LOOKS = (
     "a token is green where its advantage is above 0, red below, bold from half of the largest on; "

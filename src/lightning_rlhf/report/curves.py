@@ -164,7 +164,14 @@ _PPO_PANELS = (
             ),
         ),
     ),
-    Panel("Entropy of the policy", Axis("nats a token", (Line("entropy", "training", BLUE),))),
+    Panel(
+        "Entropy and perplexity of the policy",
+        Axis("nats a token", (Line("entropy", "entropy", BLUE),)),
+        Axis(
+            "tokens",
+            (Line("eval/response_perplexity", "under the SFT model (right)", ORANGE, sparse=True),),
+        ),
+    ),
     Panel(
         "Loss (no sign of progress)",
         Axis(

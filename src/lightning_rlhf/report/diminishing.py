@@ -105,7 +105,7 @@ class Frontier:
 
 @dataclass(frozen=True)
 class Diminishing:
-    """What further compute bought in a run of PPO."""
+    """The gain from further compute in a run of PPO."""
 
     reward: Frontier
     by_kl: Frontier | None

@@ -23,6 +23,7 @@ LABELS: Mapping[str, str] = {
     "eval/reward_mean": "reward",
     "eval/judge/gold": "gold score",
     "eval/kl": "KL to the SFT model, nats a response",
+    "eval/response_perplexity": "perplexity under the SFT model",
     "eval/response_tokens": "response length, tokens",
     "eval/ended": "ended in time",
     "eval/judge/correct": "correct",
@@ -76,6 +77,23 @@ def before_after_table(
 def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
     """Return a table of `n` held-out prompts with the SFT model's and PPO's responses.
 
+    Raises CheckpointError if a file is damaged.
+    """
+    table = Table(title="The same prompts", title_justify="left", show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    for before, after in paired_samples(before_jsonl, after_jsonl, n):
+        table.add_section()
+        table.add_row("prompt", Text(visible(before["prompt"]), style="bold"), "")
+        table.add_row("SFT", Text(visible(before["response"])), score_text(before))
+        table.add_row("PPO", Text(visible(after["response"])), score_text(after))
+    return table
+
+
+def paired_samples(before_jsonl: Path, after_jsonl: Path, n: int) -> list[tuple[Sample, Sample]]:
+    """Return the samples of two evaluations on `n` of the prompts.
+
     The choice depends on the two files alone: the prompts are spread evenly over those whose
     responses differ, or over all if none do; of several responses to a prompt it is the first that
     differs.
@@ -89,17 +107,7 @@ def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
         )
     pairs = list(zip(before, after, strict=True))
     differing = [pair for pair in pairs if pair[0]["response"] != pair[1]["response"]]
-    chosen = spread(_one_a_prompt(differing), n) or spread(_one_a_prompt(pairs), n)
-    table = Table(title="The same prompts", title_justify="left", show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    for before, after in chosen:
-        table.add_section()
-        table.add_row("prompt", Text(visible(before["prompt"]), style="bold"), "")
-        table.add_row("SFT", Text(visible(before["response"])), _numbers(before))
-        table.add_row("PPO", Text(visible(after["response"])), _numbers(after))
-    return table
+    return spread(_one_a_prompt(differing), n) or spread(_one_a_prompt(pairs), n)
 
 
 def _one_a_prompt(pairs: Sequence[tuple[Sample, Sample]]) -> list[tuple[Sample, Sample]]:
@@ -168,7 +176,8 @@ def _is_sample(found: Sample) -> bool:
     return False
 
 
-def _numbers(sample: Sample) -> str:
+def score_text(sample: Sample) -> str:
+    """Return the reward of a sample, after its gold score if it has one."""
     parts = sample["judge"]
     is_judged = "gold" in parts and parts["gold"] is not None
     gold = f"gold {parts['gold']:+z.2f}, " if is_judged else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
@@ -40,6 +40,8 @@ class LearnedReward:
     """Number of rows that are read at once; rows of similar lengths are read together."""
     flops: Flops | None = None
     """Operations of the reward model; None where they are not counted."""
+    module: nn.Module | None = None
+    """Model that `rewards` computes with; None where it is not known."""
 
     @torch.no_grad()
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:

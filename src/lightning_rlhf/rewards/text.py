@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import DecodedResponses
@@ -40,6 +40,8 @@ class TextModel:
     models read."""
     flops: Flops | None = None
     """Operations of the model; None where they are not counted."""
+    module: nn.Module | None = None
+    """Model that `read` computes with; None where it is not known."""
 
 
 @dataclass(frozen=True)

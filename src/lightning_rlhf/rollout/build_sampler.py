@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.io.user_code import FAULTS, load_class
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.checked_sampler import KEY, CheckedSampler
@@ -34,18 +34,17 @@ def build_sampler(
     if name == "hf":
         return HFSampler(roles, params)
     try:
-        sampler: Sampler = load_sampler(name, key)(roles, params)
+        return CheckedSampler(
+            load_sampler(name, key)(roles, params),
+            name,
+            max_response_tokens=params.max_response_tokens,
+            vocab_size=roles.vocab_size,
+            key=key,
+        )
     except FAULTS as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, RLHFError):
             raise
         raise ConfigError(f"{key} is {name!r}, which cannot be built: {error!r}") from error
-    return CheckedSampler(
-        sampler,
-        name,
-        max_response_tokens=params.max_response_tokens,
-        vocab_size=roles.vocab_size,
-        key=key,
-    )
 
 
 def check_sampler(name: str, key: str = KEY) -> None:

@@ -14,6 +14,8 @@ from lightning_rlhf.rollout.sampler import Sampler
 
 KEY = "ppo.rollout"
 """Configuration key that names the sampler of stage=ppo."""
+ROUNDING = 1e-3
+"""Nats by which rounding may bring the log-probability of a sure token above 0."""
 
 
 class CheckedSampler:
@@ -28,9 +30,16 @@ class CheckedSampler:
         vocab_size: int,
         key: str = KEY,
     ) -> None:
-        """Wrap a sampler; name: value of the configuration key `key`, for the errors."""
+        """Wrap a sampler; name: value of the configuration key `key`, for the errors.
+
+        Raises: SamplerError where `is_exact` is no bool.
+        """
         self.sampler = sampler
         self.is_exact = sampler.is_exact
+        if not isinstance(self.is_exact, bool):
+            raise SamplerError(
+                f"{key} is {name!r}, whose is_exact is {self.is_exact!r}; allowed: True or False"
+            )
         self.name = name
         self.key = key
         self.max_response_tokens = max_response_tokens
@@ -135,6 +144,12 @@ def checked(
              "finite numbers")
             for field, numbers in (("logprobs", found.logprobs), ("values", found.values))
             if numbers is not None
+        ),
+        *(
+            [(((found.logprobs > ROUNDING) & mask).any(dim=1), "logprobs above 0",
+              "logarithms of probabilities, at most 0")]
+            if found.logprobs is not None
+            else []
         ),
     ):  # fmt: skip
         if wrong.any():

@@ -28,6 +28,7 @@ from lightning_rlhf.rollout.build_sampler import build_sampler
 from lightning_rlhf.rollout.compute import RoleFlops, iteration_compute
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.decoded import decode_responses
+from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import Sampler, SamplingParams
 from lightning_rlhf.rollout.score import score
 
@@ -73,6 +74,8 @@ class Collector:
         self.sampler = sampler or build_sampler(
             config.rollout, roles, params, critic, key=f"{stage}.rollout"
         )
+        self.annotated = not isinstance(self.sampler, NativeSampler)
+        """Whether the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(
         self, prompts: Prompts, generator: torch.Generator, samples_per_prompt: int = 1
@@ -90,6 +93,9 @@ class Collector:
 
     def annotate(self, sampled: SampledResponses) -> Rollout:
         """Return the responses with the predictions that the sampler does not know."""
+        on_trunk = self.critic is not None and self.critic.shares_trunk
+        given = [sampled.logprobs, *([sampled.values] if on_trunk else [])]
+        self.annotated = not self.sampler.is_exact or any(numbers is None for numbers in given)
         return self.microbatch.fitting(
             lambda rows: annotate(
                 sampled,
@@ -145,6 +151,7 @@ class Collector:
             updates=updates,
             microbatch_size=self.microbatch.rows,
             policy_learns=policy_learns,
+            annotated=self.annotated,
         )
 
     @cached_property

@@ -47,6 +47,7 @@ def iteration_compute(
     updates: int,
     microbatch_size: int,
     policy_learns: bool,
+    annotated: bool,
 ) -> Compute:
     """Return the tokens and operations of an iteration, by the formulas of `models/flops.py`.
 
@@ -58,12 +59,13 @@ def iteration_compute(
     kl_estimator=full adds a forward pass of the policy to the score, or of the reference to the
     update. A reward model with a tokenizer of its own is taken to read as many tokens as the
     policy, and a reward on another machine costs nothing. Every sampler is taken to compute with a
-    cache, and the responses of all but the native one to be annotated.
+    cache, and all but the native one to read a prompt once for each response to it.
 
     Args:
         updates: number of minibatches that were read.
         microbatch_size: number of rows in a forward pass.
         policy_learns: False during ppo.critic_warmup.
+        annotated: True where the policy read the sampled responses for log-probabilities or values.
     """
     lengths, responses = (
         mask.sum(dim=1).cpu() for mask in (experience.mask, experience.response_mask)
@@ -77,7 +79,7 @@ def iteration_compute(
     rollout = policy.sampling(
         lengths - responses, responses, config.samples_per_prompt if is_native else 1
     )
-    if not is_native:
+    if annotated:
         rollout += policy.forward(Rows(lengths - 1, wanted)) + head
     if models.critic is not None:
         rollout += models.critic.forward(read)
@@ -103,7 +105,7 @@ def iteration_compute(
     if models.critic is not None:
         update += models.critic.forward(epoch) + models.critic.backward(epoch)
     readings = (
-        1 + len(reward.reading) + (models.critic is not None) + (not is_native)
+        1 + len(reward.reading) + (models.critic is not None) + annotated
         + (over_vocabulary and config.kl_in == "reward")
     )  # fmt: skip
     return Compute(

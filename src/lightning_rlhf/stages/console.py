@@ -56,7 +56,8 @@ def say_lengths(
     notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
     notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
     if count < FEW:
-        few = "measure with (data.val_fraction, or a file of their own, gives more)"
+        more = "data.max_val_rows, data.val_fraction, or a file of their own, gives more"
+        few = f"measure with ({more})"
         notes.append(f"too few to {few if to_validate else 'learn much from'}")
     say(", ".join([counted, *notes]))
 

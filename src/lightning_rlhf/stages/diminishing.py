@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.report.diminishing import REWARD
-from lightning_rlhf.report.diminishing_figure import PICTURE, write_diminishing
+from lightning_rlhf.report.diminishing_figure import NUMBERS, PICTURE, write_diminishing
 from lightning_rlhf.report.knee import FEWEST_POINTS
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
@@ -36,10 +38,27 @@ def say_diminishing(folder: Path, title: str) -> bool:
     return True
 
 
+def repeat_conclusion(folder: Path) -> None:
+    """Print the conclusion that a run left in diminishing.json, if it left one.
+
+    Raises CheckpointError where the file is damaged.
+    """
+    if (file := folder / NUMBERS).is_file():
+        try:
+            sentence = json.loads(read_text(file))["sentence"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{file} is damaged: it holds no sentence. `lightning-rlhf diminishing {folder}` "
+                "writes it again"
+            ) from error
+        say(f"diminishing returns: {sentence} ({folder / PICTURE})")
+
+
 def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
     if not say_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
+        rows = [row for row in read_rows(folder / METRICS).values() if REWARD in row]
         raise CheckpointError(
-            f"{folder / METRICS} is not there, or has fewer than {FEWEST_POINTS} iterations of "
-            "stage=ppo"
+            f"{folder / METRICS} has {len(rows)} iterations of stage=ppo; allowed: at least "
+            f"{FEWEST_POINTS}"
         )

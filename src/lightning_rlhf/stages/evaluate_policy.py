@@ -178,13 +178,16 @@ def hand_over_report(task: Task, report: PolicyReport) -> Path:
     for shown in report.tables():
         get_console().print(shown)
     loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
-    for logger in loggers:
-        logger.log_metrics(report.metrics, step=0)
-    for name, (columns, rows) in report.logged().items():
-        log_table(loggers, name, columns, rows, 0)
-    with Working("closing the loggers"):
-        close_loggers(loggers, 0)
-    final = folder / FINAL
+    final, exit_code = folder / FINAL, 1
+    try:
+        for logger in loggers:
+            logger.log_metrics(report.metrics, step=0)
+        for name, (columns, rows) in report.logged().items():
+            log_table(loggers, name, columns, rows, 0)
+        exit_code = 0
+    finally:
+        with Working("closing the loggers"):
+            close_loggers(loggers, exit_code)
     with written_whole(final) as whole:
         whole.mkdir()
         report.write(whole, task.config.shown)

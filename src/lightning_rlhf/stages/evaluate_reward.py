@@ -113,10 +113,13 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         )
         folder = claim(settings, parents)
         loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
-        log_fitness(page, numbers, loggers, 0)
-        with Working("closing the loggers"):
-            close_loggers(loggers, 0)
-        final = folder / FINAL
+        final, exit_code = folder / FINAL, 1
+        try:
+            log_fitness(page, numbers, loggers, 0)
+            exit_code = 0
+        finally:
+            with Working("closing the loggers"):
+                close_loggers(loggers, exit_code)
         with written_whole(final) as whole:
             shutil.copytree(beside, whole)
     say(f"{settings.stage} finished: {final / page.page.name}")

@@ -24,6 +24,7 @@ from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.ending import read_ending
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.prepare import Prepared
+from lightning_rlhf.stages.run_report import leave_report
 
 
 def hand_over(
@@ -74,5 +75,7 @@ def hand_over(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "
             "them again, other programs cannot; sft.finetune=full writes whole weights"
         )
+    if export is None:
+        leave_report(ready.folder, settings.definition)
     say(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder

@@ -35,10 +35,12 @@ from lightning_rlhf.stages.folder.folders import CHECKPOINTS, claim, run_name
 from lightning_rlhf.stages.folder.resume import origin, resume_point
 from lightning_rlhf.stages.hand_over import hand_over as hand_over
 from lightning_rlhf.stages.objects import build_trainer, misconfigured
+from lightning_rlhf.stages.preflight.preflight import preflight
 from lightning_rlhf.stages.prepare import Prepared as Prepared
 from lightning_rlhf.stages.prepare import Training as Training
 from lightning_rlhf.stages.prepare import make_ready as make_ready
 from lightning_rlhf.stages.prepare import tokenised as tokenised
+from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 
 AtEnd = Callable[[Sequence[Logger], int], None]
@@ -70,6 +72,7 @@ def fit(
     if resume_from is not None:
         check_longer(settings, resume_from, steps)
         check_state(resume_from, module, data)
+    preflight(ready, module, data, resumed=resume_from is not None)
     claim(settings, ready.parents)
     config = rhythm(settings, steps)
     loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
@@ -92,6 +95,8 @@ def fit(
     finally:
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
+        if exit_code:
+            leave_report(ready.folder, stage)
     title = f"{stage.title}: {run_name(settings)}"
     say(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
     say_best(saver)
@@ -106,7 +111,7 @@ def rhythm(settings: Settings, steps: int) -> StageConfig:
     val_every = config.validation_interval(steps)
     if val_every != config.val_every:
         say(
-            f"validating every {val_every} of the {steps} steps, a tenth: "
+            f"validating every {val_every} of the {steps} steps, a tenth of them rounded up: "
             f"{settings.stage}.val_every is {config.val_every}, more than the run has"
         )
     return replace(config, val_every=val_every)

@@ -83,6 +83,9 @@ def own_arguments(settings: Settings) -> dict[str, Any]:
     skipped = ("_target_", "callbacks")
     options = {key: x for key, x in settings.trainer.options.items() if key not in skipped}
     found: dict[str, Any] = instantiated(options, "trainer")
+    for key, value in found.items():
+        require(not isinstance(value, Mapping), f"trainer.{key}", value,
+                "a value that lightning.Trainer takes, or a mapping with _target_")  # fmt: skip
     for plugin in listed(found, "plugins"):
         refuse_owned("trainer.plugins", plugin)
     for strategy in listed(found, "strategy"):
@@ -100,6 +103,16 @@ def refuse_owned(key: str, found: Any) -> None:
         if isinstance(found, kind):
             name = type(found).__name__
             raise ConfigError(f"{key} is a {name}, which is not to be set: {reason}")
+
+
+def check_trainer(config: TrainerConfig, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError where Lightning refuses an argument of the Trainer.
+
+    A Trainer is built and thrown away, before a run deletes or writes anything.
+    options: as of `own_arguments`.
+    """
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    build_trainer(config, options, Stop(), (), (), **quiet)
 
 
 def build_trainer(
@@ -185,4 +198,6 @@ def reason(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, InstantiationException) and isinstance(cause, Exception):
         return reason(cause)
+    if isinstance(error, ImportError) and isinstance(cause, Exception):
+        return f"{first_line(error).rstrip(':')}: {reason(cause)}"
     return f"{first_line(error)} ({type(error).__name__})"

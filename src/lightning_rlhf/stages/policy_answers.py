@@ -1,4 +1,4 @@
-"""What the policies of stage=eval_policy respond, one model in memory at a time."""
+"""The responses of the policies of stage=eval_policy, one model in memory at a time."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.stages.console import say_lengths
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import find_parents, folder_of
-from lightning_rlhf.stages.objects import own_arguments, own_callbacks, own_loggers
+from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks, own_loggers
 from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
@@ -99,15 +99,18 @@ def make_ready(settings: Settings, parents: Mapping[str, Final] | None = None) -
     sft = parents.get(SFT)
     tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
     chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
+    callbacks, loggers = own_callbacks(settings), own_loggers(settings)
+    arguments = own_arguments(settings)
+    check_trainer(settings.trainer, arguments)
     return Prepared(
         settings,
         tokenizer,
         chat,
         parents,
         started=time.perf_counter(),
-        callbacks=own_callbacks(settings),
-        loggers=own_loggers(settings),
-        arguments=own_arguments(settings),
+        callbacks=callbacks,
+        loggers=loggers,
+        arguments=arguments,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from pydantic.dataclasses import dataclass
 from rich import get_console
@@ -12,15 +11,16 @@ from rich.table import Table
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
+from lightning_rlhf.report.run_page import Kept, PromiseRow
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import VOLATILE, differing_keys, volatile
 from lightning_rlhf.stages.measured import Measured, StageResult
 from lightning_rlhf.stages.settings import Settings
 
-Verdict = Literal["kept", "within noise", "broken"]
-STYLES: dict[Verdict, str] = {"kept": "green", "within noise": "yellow", "broken": "red"}
+STYLES: dict[Kept, str] = {"kept": "green", "within noise": "yellow", "broken": "red"}
 ANY = ("seed", *VOLATILE)
 """Keys that may be changed without releasing the recipe from its promises."""
+NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -43,7 +43,7 @@ class Promise:
         """Return what is compared with the bound; None where it was not measured."""
         return result.metric(self.metric) if self.gain is None else result.gain(self.metric)
 
-    def verdict(self, measured: Measured) -> Verdict:
+    def verdict(self, measured: Measured) -> Kept:
         """Return whether the bound holds, or lies within the 95% interval, or is missed."""
         if self._allows(measured.value):
             return "kept"
@@ -79,10 +79,8 @@ def check_promises(
 
     Raises RLHFError where a promise is broken and the recipe was run unchanged.
     """
-    for stage, settings in stages.items():
-        own = written[stage]
-        if (settings.model.name, settings.data) != (own.model.name, own.data):
-            return
+    if not are_made(stages, written):
+        return
     changed = changed_keys(stages, written)
     broken = show_promises(title, promises, results)
     if broken and changed:
@@ -92,6 +90,14 @@ def check_promises(
         )
     elif broken:
         raise RLHFError(f"{title} did not keep its promises: {'; '.join(broken)}")
+
+
+def are_made(stages: Mapping[str, Settings], written: Mapping[str, Settings]) -> bool:
+    """Return whether the recipe's own model was trained on its own data, as it promises for."""
+    return all(
+        (settings.model.name, settings.data) == (written[stage].model.name, written[stage].data)
+        for stage, settings in stages.items()
+    )
 
 
 def changed_keys(stages: Mapping[str, Settings], written: Mapping[str, Settings]) -> list[str]:
@@ -111,16 +117,33 @@ def show_promises(
     for name in ("stage", "metric", "promised", "measured [95% interval]", ""):
         table.add_column(name)
     broken = []
-    for promise in promises:
-        measured = promise.measure(results[promise.stage])
-        if measured is None:
-            table.add_row(promise.stage, promise.metric, str(promise), "not measured", "")
-            broken.append(f"{promise.metric} was not measured")
-            continue
-        verdict = promise.verdict(measured)
-        cells = promise.stage, promise.metric, str(promise), str(measured)
-        table.add_row(*map(escape, cells), f"[{STYLES[verdict]}]{verdict}[/]")
-        if verdict == "broken":
-            broken.append(f"{promise.metric} is {measured}, promised: {promise}")
+    for row in promise_rows(promises, results):
+        table.add_row(
+            *map(escape, (row.stage, row.metric, row.promised, row.measured)),
+            f"[{STYLES[row.verdict]}]{row.verdict}[/]",
+        )
+        if row.measured == NOT_MEASURED:
+            broken.append(f"{row.metric} was not measured")
+        elif row.verdict == "broken":
+            broken.append(f"{row.metric} is {row.measured}, promised: {row.promised}")
     get_console().print(table)
     return broken
+
+
+def promise_rows(
+    promises: Sequence[Promise], results: Mapping[str, StageResult]
+) -> list[PromiseRow]:
+    """Return each promise beside its measured number; one that was not measured is broken."""
+    rows = []
+    for promise in promises:
+        measured = promise.measure(results[promise.stage])
+        rows.append(
+            PromiseRow(
+                stage=promise.stage,
+                metric=promise.metric,
+                promised=str(promise),
+                measured=NOT_MEASURED if measured is None else str(measured),
+                verdict="broken" if measured is None else promise.verdict(measured),
+            )
+        )
+    return rows

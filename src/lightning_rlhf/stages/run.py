@@ -13,6 +13,8 @@ from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.stages.accelerator import check_accelerator, say_device
 from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.console import quiet_libraries
+from lightning_rlhf.stages.preflight.preflight import preflight
+from lightning_rlhf.stages.prepare import Training
 from lightning_rlhf.stages.processor import denormals_flushed, keep_large_blocks
 from lightning_rlhf.stages.stage import Settings
 
@@ -27,6 +29,18 @@ def run_in_folder(settings: Settings) -> Path:
     say_device(settings)
     with computing(settings), advising(settings.stage):
         return settings.definition.run(settings, settings.config)
+
+
+def check_in_memory(settings: Settings) -> None:
+    """Prepare the stage and check it as a run does before its first update; write nothing."""
+    quiet_libraries()
+    check_accelerator(settings)
+    say_device(settings)
+    prepare = settings.definition.prepare
+    assert prepare is not None
+    with computing(settings), advising(settings.stage):
+        training: Training = prepare(settings, settings.config)
+        preflight(training.ready, training.module, training.data)
 
 
 @contextmanager

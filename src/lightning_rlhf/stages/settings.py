@@ -38,6 +38,7 @@ from lightning_rlhf.stages.sections import section
 from lightning_rlhf.stages.stage import (
     AUTO,
     PolicySource,
+    PreflightMode,
     Settings,
     Stage,
 )
@@ -97,6 +98,9 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     check_value("seed", tree["seed"], Seed)
     for key in ("overwrite", "record", "debug"):
         check_value(key, tree[key], bool)
+    if tree["preflight"] is False:
+        tree["preflight"] = "off"  # which is false in a YAML file
+    check_value("preflight", tree["preflight"], PreflightMode)
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)
     tree = stage_completed(tree, definition)
@@ -128,6 +132,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         outputs=Path(os.path.expanduser(tree["outputs"])),
         resume=tree["resume"],
         overwrite=tree["overwrite"],
+        preflight=tree["preflight"],
         record=tree["record"],
         debug=tree["debug"],
         tree=tree,

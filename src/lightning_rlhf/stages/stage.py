@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
+PreflightMode = Literal["strict", "warn", "off", "only"]
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
 
 
@@ -81,6 +82,9 @@ class Settings:
     resume: bool | str
     """Whether to resume from the newest checkpoint, the name of another one, or "auto"."""
     overwrite: bool
+    preflight: PreflightMode
+    """Whether a failed check before the first update ends the run, is a warning, or is not made;
+    "only" makes the checks and no run."""
     record: bool
     """Whether PPO writes its rollouts; the other stages have none."""
     debug: bool

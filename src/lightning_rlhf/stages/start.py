@@ -15,6 +15,7 @@ from lightning_rlhf.stages.final import check_final
 from lightning_rlhf.stages.folder.extend import check_longer
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, folder_of
 from lightning_rlhf.stages.folder.resume import check_resumable, decide, held, resume_point
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.stage import AUTO, Settings, reward_key
 
 
@@ -40,6 +41,32 @@ def run_stage(settings: Settings) -> Path:
         return run_in_folder(settings)
 
 
+def check_run(settings: Settings) -> None:
+    """Prepare the stage, check it before its first update, and print what was found.
+
+    No file is written, and the folder of the run may hold a run already.
+    Raises an RLHFError where the stage cannot start or a check fails.
+    """
+    require_buildable(settings, "checked")
+    check_inputs(settings)
+    from lightning_rlhf.stages.run import check_in_memory  # which imports torch
+
+    check_in_memory(settings)
+
+
+def require_buildable(settings: Settings, done: str) -> None:
+    """Raise ConfigError unless the stage's description has `prepare`.
+
+    done: participle of what is to be done with the stage, for the message.
+    """
+    if settings.definition.prepare is None:
+        allowed = ", ".join(name for name, stage in STAGES.items() if stage.prepare is not None)
+        raise ConfigError(
+            f"stage={settings.stage} cannot be {done}: its description has no `prepare`; allowed: "
+            f"{allowed}, or a stage of your own that has it"
+        )
+
+
 def check_inputs(settings: Settings) -> None:
     """Raise an RLHFError unless the models, files and folders that the stage reads exist."""
     stage = settings.definition
@@ -61,6 +88,8 @@ def check_inputs(settings: Settings) -> None:
     check_sources(settings.data, stage.data)
     if stage.reads_judge and settings.data.judge:
         check_file(settings.data.judge, "data.judge")
+    if isinstance(settings.config, PPOConfig) and ":" in settings.config.rollout:
+        check_file(settings.config.rollout, "ppo.rollout", "class")
     if stage.reads_reward:
         for name, component in settings.reward.items():
             if isinstance(component, FunctionConfig):

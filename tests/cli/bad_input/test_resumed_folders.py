@@ -149,6 +149,7 @@ FILES: Mapping[str, Mapping[str, Edit]] = {
     "diminishing.json": {"folder": lambda path: path.mkdir(),
                          "dangling": lambda path: path.symlink_to("nowhere")},
     "diminishing.png": {"folder": lambda path: path.mkdir()},
+    "report.html": {"folder": folder, "dangling": dangling},
     "wandb_id.txt": {"folder": lambda path: path.mkdir(), "bytes": says(b"\xff"),
                      "empty": says(""), "slash": says("a/b"), "long": says("a" * 999)},
     "rollouts": {"file": lambda path: path.touch()},

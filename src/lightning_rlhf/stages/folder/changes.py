@@ -19,9 +19,9 @@ SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
 """Keys of a stage's section that set when checkpoints are written."""
 VOLATILE = (
     "final",  # the section of the stage has its value
-    "resume", "overwrite", "record", "debug", "logger", "recipe", "run", "job", "outputs",
-    "callbacks", "trainer._target_", "trainer.enable_model_summary", "trainer.enable_progress_bar",
-    "trainer.max_time", "trainer.profiler",
+    "resume", "overwrite", "preflight", "record", "debug", "logger", "recipe", "run", "job",
+    "outputs", "callbacks", "trainer._target_", "trainer.enable_model_summary",
+    "trainer.enable_progress_bar", "trainer.max_time", "trainer.profiler",
 )  # fmt: skip
 """Keys that may differ between two calls of a run: names of its folder, and keys that do not change
 its results."""
@@ -37,6 +37,8 @@ ADDED_TO_STAGE: dict[str, Any] = {
 """Keys of a stage that trains which configurations of earlier versions lack, likewise."""
 ADDED_TO_PPO: dict[str, Any] = {"stop": {**ADDED_TO_STAGE["stop"], "max_kl": None}}
 """The same of stage=ppo, and of stages with its keys."""
+ADDED = {"preflight": "off"}
+"""Other keys that configurations of earlier versions lack -> the values that they ran with."""
 LONGEST = 60
 """Largest number of characters of a value in a message."""
 LISTED = 6
@@ -62,8 +64,8 @@ def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
 
 def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored configuration with the keys that earlier versions lack."""
-    model = tree.get("model")
-    return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else dict(tree)
+    tree, model = {**ADDED, **tree}, tree.get("model")
+    return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else tree
 
 
 def stage_completed(tree: Mapping[str, Any], stage: Stage) -> dict[str, Any]:

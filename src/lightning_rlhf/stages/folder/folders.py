@@ -30,7 +30,7 @@ LOCK, DELETED = ".lock", ".deleted"
 """Names in a run's folder: the lock file of its process, and a folder for files to delete."""
 FILES = (
     CONFIG, PARENTS, METRICS, RUN_ID, FAILED, ENDING, WANDB_ID, "last_batch.parquet", "curves.png",
-    "diagnosis.json", "diminishing.json", "diminishing.png", "replay_*.html",
+    "report.html", "diagnosis.json", "diminishing.json", "diminishing.png", "replay_*.html",
     "checkpoints/*.ckpt*", "samples/*.jsonl", "rollouts/*.parquet", "rollouts/*.safetensors",
 )  # fmt: skip
 """Patterns of the files that a run writes or reads in its folder."""

@@ -131,7 +131,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
     say("reward=random: the reward means nothing; this only shows that the loop runs", "bold red")
     return LearnedReward(
         partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size,
-        reading(partial(role_flops, roles, role)),
+        reading(partial(role_flops, roles, role)), roles,
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def head_source(
         owner.to(ready.device)
     return LearnedReward(
         partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size,
-        reading(partial(role_flops, owner, role)),
+        reading(partial(role_flops, owner, role)), owner,
     )  # fmt: skip
 
 

@@ -126,6 +126,7 @@ def classifier_model(
         classifier.doubts,
         classifier.starts,
         reading(partial(model_flops, classifier.model, fast=False)),
+        classifier.model,
     )
     return model, positions(classifier.model.config)
 
@@ -161,7 +162,8 @@ def own_model(
             return roles.rewards(tokens.to(device), mask.to(device))
 
     flops = reading(partial(role_flops, roles, REWARD))
-    return TextModel(encode, read, chat.show, flops=flops), positions(roles.causal_lm.config)
+    longest = positions(roles.causal_lm.config)
+    return TextModel(encode, read, chat.show, flops=flops, module=roles), longest
 
 
 def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:

@@ -1,0 +1,184 @@
+"""compare.html: runs of a stage on one page, grouped by configuration."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rlhf.io.visible import visible_line
+from lightning_rlhf.report.conclusion import GOLD, label_of
+from lightning_rlhf.report.curves import PALETTE
+from lightning_rlhf.report.plots import Area, Plot, Series
+from lightning_rlhf.report.run_page import TextTable, environment
+from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL, Curves, joined, points
+from lightning_rlhf.report.seeds import at_kl, common_kls, mean_curve, over_seeds
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """A run as it is compared."""
+
+    name: str
+    """Name of the run: run/model/stage."""
+    seed: str
+    curves: Curves
+    metrics: Mapping[str, float]
+    """Metrics at the end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    """Values of the keys in which the groups differ."""
+    runs: Sequence[ComparedRun]
+    values: Mapping[str, str]
+    """Key in which the groups differ -> its value in this group, as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Groups of runs of one stage."""
+
+    stage: str
+    unit: str
+    """Unit in which steps are counted."""
+    groups: Sequence[Group]
+    metrics: Sequence[str]
+    """Metrics of the table; the first ones are the most important."""
+    plotted: Sequence[str]
+    """Metrics whose curves are laid over each other."""
+
+    def table(self) -> TextTable:
+        """Return a row for each group, with the means over its seeds."""
+        rows = [
+            [
+                group.label,
+                ", ".join(run.seed for run in group.runs),
+                *(
+                    text(over_seeds([r.metrics[m] for r in group.runs if m in r.metrics]))
+                    for m in self.metrics
+                ),
+            ]
+            for group in self.groups
+        ]
+        return TextTable(
+            title="Results",
+            heading=["runs", "seeds", *map(label_of, self.metrics)],
+            rows=rows,
+            note="Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none.",
+        )
+
+    def differences(self) -> TextTable:
+        """Return the keys in which the groups differ, with a column for each group."""
+        keys = list(dict.fromkeys(key for group in self.groups for key in group.values))
+        return TextTable(
+            title="What differs in configuration",
+            heading=["key", *(group.label for group in self.groups)],
+            rows=[[key, *(group.values.get(key, ABSENT) for group in self.groups)] for key in keys],
+            note="" if keys else "Nothing but the seed.",
+        )
+
+    def frontiers(self) -> Iterator[TextTable]:
+        """Yield the reward, and the gold score, of each group at equal KL."""
+        for metric in (HELD_OUT, GOLD):
+            paths = {
+                id(run): joined(run.curves, HELD_OUT_KL, metric)
+                for group in self.groups
+                for run in group.runs
+            }
+            kls = common_kls(list(paths.values()))
+            if not kls or not any(paths.values()):
+                continue
+            rows = []
+            for group in self.groups:
+                own = [paths[id(run)] for run in group.runs]
+                means = (over_seeds([at_kl(path, kl) for path in own]) for kl in kls)
+                rows.append([group.label, *map(text, means)])
+            yield TextTable(
+                title=f"{label_of(metric).capitalize()} at equal KL",
+                heading=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
+                rows=rows,
+                note="Interpolated between the evaluations of each run, at the place where its KL "
+                "first reaches the value; mean over seeds with its 95% t-interval.",
+            )
+
+    def curves(self) -> list[Plot]:
+        """Return a plot of each metric with the mean over the seeds of each group."""
+        return [
+            Plot(
+                title=label_of(metric),
+                x_label=self.unit,
+                unit="",
+                series=[series for series, _ in drawn],
+                areas=[area for _, area in drawn if area is not None],
+            )
+            for metric in self.plotted
+            if (drawn := list(self._overlaid(metric)))
+        ]
+
+    def frontier_plot(self) -> Plot:
+        """Return reward against KL, a line for each run."""
+        return Plot(
+            title="Reward against KL on held-out prompts",
+            x_label="KL to the reference, nats a response",
+            unit="score",
+            series=[
+                Series(
+                    label=group.label if run is group.runs[0] else "",
+                    color=color,
+                    points=joined(run.curves, HELD_OUT_KL, HELD_OUT),
+                    dots=True,
+                )
+                for group, color in self._colored()
+                for run in group.runs
+            ],
+        )
+
+    def console(self) -> Iterator[Table]:
+        """Yield the tables for the console."""
+        for found in (self.table(), *self.frontiers(), self.differences()):
+            table = Table(title=found.title, title_justify="left",
+                          caption=Text(found.note), caption_justify="left")  # fmt: skip
+            for k, cell in enumerate(found.heading):
+                table.add_column(
+                    Text(visible_line(cell)), justify="left" if k == 0 else "right", overflow="fold"
+                )
+            for row in found.rows:
+                table.add_row(*(Text(visible_line(cell)) for cell in row))
+            if found.rows or found.note:
+                yield table
+
+    def write(self, path: Path, title: str) -> None:
+        """Write the page."""
+        page = environment().get_template("compare.html").render(title=title, found=self)
+        path.write_text(page, encoding="utf-8")
+
+    def _colored(self) -> Iterator[tuple[Group, str]]:
+        return zip(self.groups, itertools.cycle(PALETTE), strict=False)
+
+    def _overlaid(self, metric: str) -> Iterator[tuple[Series, Area | None]]:
+        for group, color in self._colored():
+            measured = [dict(points(run.curves, metric)) for run in group.runs]
+            steps, mean, low, high = mean_curve([curve for curve in measured if curve])
+            if steps:
+                line = list(zip(steps, mean, strict=True))
+                is_sparse = metric.startswith("eval/")
+                area = Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high)
+                yield (
+                    Series(label=group.label, color=color, points=line, dots=is_sparse),
+                    area if len(group.runs) > 1 else None,
+                )
+
+
+def text(mean: object) -> str:
+    """Return a mean as text; "-" where there is none."""
+    return ABSENT if mean is None else str(mean)

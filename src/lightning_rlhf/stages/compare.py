@@ -1,0 +1,147 @@
+"""Comparison of runs that are there: reading, and grouping of those that differ in seed alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.report.compare_page import ComparedRun, Comparison, Group
+from lightning_rlhf.report.conclusion import GOLD
+from lightning_rlhf.stages.folder.changes import (
+    completed,
+    differing_keys,
+    flatten,
+    read_config,
+    volatile,
+)
+from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
+from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.reports import read
+from lightning_rlhf.stages.run_files import RunFiles
+
+SEED = "seed"
+SHORT = 20
+"""Largest number of characters of a value in a group's label."""
+
+
+def compare_runs(folders: Sequence[Path], stage: str | None) -> Comparison:
+    """Return the comparison of all runs of one stage in and below the folders.
+
+    stage: name of the stage; None for that of all runs, or for ppo if there are several.
+    Raises ConfigError where fewer than two runs are found, and CheckpointError for a damaged one.
+    """
+    found = [path for folder in folders for path in runs_in(folder)]
+    stages = {path: str(read_config(path / CONFIG, "leave it out").get("stage")) for path in found}
+    names = sorted(set(stages.values()))
+    chosen = stage or (names[0] if len(names) == 1 else "ppo")
+    runs = [read(path) for path in dict.fromkeys(found) if stages[path] == chosen]
+    if len(runs) < 2:
+        raise ConfigError(
+            f"there are {len(runs)} runs of stage={chosen} in {', '.join(map(str, folders))}; "
+            f"allowed: at least 2, found are {', '.join(names) or 'none'} (--stage chooses)"
+        )
+    groups = grouped(runs)
+    definition = STAGES.get(chosen)
+    measured = {name for run in runs for name in (*run.curves, *end_metrics(run))}
+    summary = tuple(definition.summary) if definition is not None else ()
+    first = [name for name in (*summary, GOLD) if name in measured]
+    evaluated = sorted(name for name in measured if name.startswith("eval/"))
+    headlines = definition.headlines if definition is not None else ()
+    plotted = [name for name in dict.fromkeys([*first, *headlines]) if name in measured]
+    return Comparison(
+        stage=chosen,
+        unit="step" if definition is None else definition.unit,
+        groups=groups,
+        metrics=list(dict.fromkeys(first or evaluated)),
+        plotted=plotted or evaluated,
+    )
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the folders of runs in and below a folder.
+
+    Raises CheckpointError where there is none.
+    """
+    found = sorted(
+        path.parent for path in folder.rglob(CONFIG) if path.parent == folder or is_run(path.parent)
+    )
+    if not found:
+        raise CheckpointError(
+            f"{folder} holds no run; allowed: folders of runs, as outputs/<run>/<model>/ppo, or "
+            "folders above them"
+        )
+    return found
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run; one of a model has a config.json as well."""
+    return (folder / METRICS).is_file()
+
+
+def grouped(runs: Sequence[RunFiles]) -> list[Group]:
+    """Return the runs in groups that differ in their seed alone, in the order of the runs."""
+    ignored = {SEED, *(key for run in runs for key in ignored_keys(run))}
+    groups: list[list[RunFiles]] = []
+    for run in runs:
+        for group in groups:
+            if not differences(run, group[0], ignored):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    first = groups[0][0]
+    keys = sorted({key for group in groups[1:] for key in differences(group[0], first, ignored)})
+    values = [values_of(group[0], keys) for group in groups]
+    labels = [label(found) for found in values]
+    if len({*labels}) < len(labels) or not all(labels):
+        labels = [group[0].name for group in groups]
+    return [
+        Group(label=name, runs=[compared(run) for run in group], values=found)
+        for name, group, found in zip(labels, groups, values, strict=True)
+    ]
+
+
+def ignored_keys(run: RunFiles) -> Collection[str]:
+    """Return the keys of a run that do not change its results, or that its stage does not read."""
+    return () if run.definition is None else (*volatile(run.definition), *run.definition.unread)
+
+
+def differences(run: RunFiles, other: RunFiles, ignored: Collection[str]) -> list[str]:
+    """Return the keys in which two runs differ."""
+    return differing_keys(completed(run.tree), completed(other.tree), ignored)
+
+
+def values_of(run: RunFiles, keys: Sequence[str]) -> dict[str, str]:
+    """Return the values of a run for the keys, as text."""
+    flat = flatten(completed(run.tree))
+    return {key: text(flat[key]) if key in flat else "not there" for key in keys}
+
+
+def label(values: Mapping[str, str]) -> str:
+    """Return a group's short values as its label."""
+    short = {key.rpartition(".")[2]: value for key, value in values.items()}
+    return ", ".join(f"{key}={value}" for key, value in short.items() if len(value) <= SHORT)
+
+
+def compared(run: RunFiles) -> ComparedRun:
+    """Return a run as the page compares it."""
+    return ComparedRun(
+        name=run.name,
+        seed=str(run.tree.get(SEED)),
+        curves=run.curves,
+        metrics=end_metrics(run),
+    )
+
+
+def end_metrics(run: RunFiles) -> dict[str, float]:
+    """Return the metrics at the end of a run: the last of each, or those of its manifest."""
+    last = {name: values[-1] for name, (_, values) in run.curves.items()}
+    return last if run.manifest is None else last | dict(run.manifest.metrics)
+
+
+def text(value: Any) -> str:
+    """Return a value of a configuration as text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""Tables of evaluation.json, the evaluation of policies, for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_rlhf.report.conclusion import Evaluated
+from lightning_rlhf.report.run_page import TextTable
+from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL
+from lightning_rlhf.report.tables import LABELS
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.stages.run_files import damage_named, optional_json
+
+
+def policy_tables(path: Path) -> list[TextTable]:
+    """Return the tables of an evaluation of policies; none without such a file."""
+    if (found := optional_json(path)) is None:
+        return []
+    with damage_named(path):
+        policies = found["policies"]
+        tables = []
+        for decoding in dict.fromkeys(d for by_decoding in policies.values() for d in by_decoding):
+            columns = [policies[name].get(decoding, {}) for name in policies]
+            rows = [
+                [label(name), *(number(column.get(name)) for column in columns)]
+                for name in dict.fromkeys(name for column in columns for name in column)
+            ]
+            title = f"Evaluation of policies, {decoding} responses"
+            tables.append(TextTable(title=title, heading=["", *policies], rows=rows))
+        rows = [
+            [
+                f"{one['policy']} - {one['other']}, {one['decoding']}",
+                str(one["number"]),
+                number(one["difference"]) + interval(one["interval"]),
+                number(one["win_rate"]) + interval(one["win_interval"]),
+                number(one["ties"]),
+            ]
+            for one in found["comparisons"]
+        ]
+        heading = ["policies", "number", "difference [95%]", "win rate [95%]", "ties"]
+        tables.append(TextTable(title="Paired differences", heading=heading, rows=rows))
+        return tables
+
+
+def policy_evaluated(path: Path) -> list[Evaluated]:
+    """Return the metrics of the first policy, with its gain over the SFT model; [] without a file.
+
+    path: evaluation.json.
+    """
+    if (found := optional_json(path)) is None:
+        return []
+    with damage_named(path):
+        metrics: dict[str, float] = found["metrics"]
+        gain = metrics.get("eval/reward_gain")
+        low, high = (metrics.get(f"eval/reward_gain_{end}") for end in ("low", "high"))
+        reward = Evaluated(
+            metric=HELD_OUT,
+            value=metrics[HELD_OUT],
+            before=None if gain is None else metrics[HELD_OUT] - gain,
+            gain=gain,
+            gain_interval=None if low is None or high is None else (low, high),
+        )
+        has_kl = HELD_OUT_KL in metrics
+        kl = [Evaluated(metric=HELD_OUT_KL, value=metrics[HELD_OUT_KL])] if has_kl else []
+        return [reward, *kl]
+
+
+def label(metric: str) -> str:
+    """Return the label of a metric in a table."""
+    return LABELS.get(metric, metric.removeprefix(JUDGE).removeprefix(EVAL_PART))
+
+
+def number(found: float | None) -> str:
+    return "-" if found is None else f"{found:z.3f}"
+
+
+def interval(found: Sequence[float] | None) -> str:
+    return "" if found is None else f" [{found[0]:z.3f}, {found[1]:z.3f}]"

@@ -1,0 +1,1 @@
+"""Checks of a training run before its first update, and the plan of its memory."""

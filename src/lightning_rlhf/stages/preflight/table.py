@@ -1,0 +1,49 @@
+"""The tables of the checks and of the memory plan on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from rich import get_console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rlhf.io.storage import readable
+from lightning_rlhf.stages.preflight.check import Check
+from lightning_rlhf.stages.preflight.memory_plan import Bytes, MemoryPlan
+
+STYLES = {"passed": "green", "warning": "yellow", "failed": "bold red", "not applicable": "dim"}
+
+
+def print_report(checks: Sequence[Check], plan: MemoryPlan | None) -> None:
+    """Print the table of the checks, and the memory plan where there is one."""
+    get_console().print(checks_shown(checks))
+    if plan is not None:
+        get_console().print(plan_shown(plan))
+
+
+def checks_shown(checks: Sequence[Check]) -> Table:
+    """Return the table of the checks."""
+    table = Table(title="preflight", title_justify="left")
+    for column in ("check", "measured", "allowed", "verdict"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        verdict = Text(check.verdict, STYLES[check.verdict])
+        table.add_row(Text(check.name), Text(check.measured), Text(check.allowed), verdict)
+    return table
+
+
+def plan_shown(plan: MemoryPlan) -> Table:
+    """Return the memory plan: a row for each role and phase, a column for each kind of memory."""
+    kinds = [field.name for field in fields(Bytes)]
+    table = Table(title="memory plan", title_justify="left")
+    for column in ("", *kinds):
+        table.add_column(column, justify="right" if column else "left")
+    phases = {"update": plan.update(plan.rows)}
+    if plan.rollout.total:
+        phases = {"rollout": plan.rollout, **phases}
+    for name, row in {**plan.roles, **phases}.items():
+        cells = (getattr(row, kind) for kind in kinds)
+        table.add_row(Text(name), *(readable(count) if count else "" for count in cells))
+    return table

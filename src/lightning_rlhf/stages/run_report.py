@@ -1,0 +1,217 @@
+"""report.html of a run, from the files in its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
+from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
+from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.io.reading import json_lines, read_text
+from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.models.checkpoint import Manifest
+from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.run_page import (
+    PairedSample,
+    PromiseRow,
+    StageReport,
+    Token,
+    TokenSample,
+    write_page,
+)
+from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots
+from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
+from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.folder.changes import flatten
+from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
+from lightning_rlhf.stages.measured import FITNESS_ACCURACY, StageResult, evaluation_files
+from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_tables
+from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
+from lightning_rlhf.stages.stage import Stage
+
+PAGE, PROMISES = "report.html", "promises.json"
+DIMINISHING, DIAGNOSIS, EVALUATION = "diminishing.json", "diagnosis.json", "evaluation.json"
+PAIRS = 6
+"""Number of held-out prompts whose responses are shown."""
+HEALTHY = {name: (metric.healthy, metric.band) for name, metric in DEFINITIONS.items()}
+PHASES = {
+    "time/rollout_s": "sampling",
+    "time/score_s": "scoring",
+    "time/update_s": "updates",
+    "time/other_s": "evaluation, logs, checkpoints",
+}
+
+
+def leave_report(folder: Path, definition: Stage) -> None:
+    """Write report.html of a run that ends, and print its path; a failure to do so is a warning.
+
+    Nothing is written where the run has no metrics.
+    """
+    try:
+        if (folder / CONFIG).is_file() and read_rows(folder / METRICS):
+            say(f"report: {write([read_run(folder, definition)], folder)}")
+    except RLHFError as error:
+        say(f"warning: {folder / PAGE} was not written: {error}", "yellow")
+
+
+def write(runs: Sequence[RunFiles], folder: Path) -> Path:
+    """Write report.html about the runs into a folder, with the promises in it; return its path."""
+    promises: list[PromiseRow] = []
+    if (folder / PROMISES).is_file():
+        with damage_named(folder / PROMISES) as path:
+            promises = [PromiseRow(**row) for row in json.loads(read_text(path))]
+    name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
+    with written_whole(folder / PAGE) as beside:
+        write_page(beside, name, [stage_report(run) for run in runs], promises)
+    return folder / PAGE
+
+
+def stage_report(run: RunFiles) -> StageReport:
+    """Return what the page says about a run."""
+    curves, stage = run.curves, run.definition
+    unit, panels = ("step", None) if stage is None else (stage.unit, stage.panels)
+    diminishing = optional_json(run.folder / DIMINISHING)
+    findings = optional_json(run.folder / DIAGNOSIS)
+    evaluation = run.folder / FINAL / EVALUATION
+    evaluated = policy_evaluated(evaluation) or evaluations(run)
+    with damage_named(run.folder / DIMINISHING):
+        frontiers = frontier_plots(curves, diminishing)
+        sentence = None if diminishing is None else str(diminishing["sentence"])
+        diverges = diminishing is not None and diminishing["divergence"] is not None
+    with damage_named(run.folder / DIAGNOSIS):
+        found = None if findings is None else [
+            {key: str(one[key]) for key in ("rule", "iteration", "symptom", "cause", "remedy")}
+            for one in findings
+        ]  # fmt: skip
+    flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
+    return StageReport(
+        name=run.name,
+        title=run.stage if stage is None else stage.title,
+        verdict=conclude(
+            evaluated,
+            (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
+            is_finished=run.is_finished,
+            findings=len(found or ()),
+            sentence=sentence,
+            diverges=diverges,
+            reward=reward_verdict(run.manifest),
+        ),
+        curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
+        fan=fan_plot(curves, unit),
+        frontiers=frontiers,
+        frontier_note=sentence or "",
+        evaluated=evaluated,
+        tables=policy_tables(evaluation),
+        pairs=pairs(run.folder),
+        samples=token_samples(train_samples(run.folder)),
+        findings=found,
+        phases=[(PHASES[name], sum(curves[name][1])) for name in PHASES if name in curves],
+        totals=totals(run),
+        config=[(key, value) for key, value in flat.items() if not key.startswith("data.")],
+        data=[(key, value) for key, value in flat.items() if key.startswith("data.")],
+        versions=origins(run.manifest),
+    )
+
+
+def evaluations(run: RunFiles) -> list[Evaluated]:
+    """Return the metrics in `final/`, else of the last evaluation, with their gains and intervals."""
+    ends = {name: run.curves[name] for name in run.curves if name.startswith("eval/")}
+    metrics = {name: values[-1] for name, (_, values) in ends.items()}
+    metrics |= {f"start/{name}": v[0] for name, (_, v) in ends.items() if len(v) > 1}
+    metrics |= {n: v[-1] for n, (_, v) in run.curves.items() if n.startswith(FITNESS_ACCURACY)}
+    metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
+    with damage_named(run.folder / SAMPLES):
+        result = StageResult.read(metrics, run.folder)
+        found = []
+        rank = list(LABELS)
+        for name in sorted(ends, key=lambda n: rank.index(n) if n in rank else len(rank)):
+            value, gain = result.metric(name), result.gain(name)
+            if value is None:
+                continue
+            found.append(
+                Evaluated(
+                    metric=name,
+                    value=value.value,
+                    interval=value.interval,
+                    before=metrics.get(f"start/{name}"),
+                    gain=None if gain is None else gain.value,
+                    gain_interval=None if gain is None else gain.interval,
+                )
+            )
+    return found
+
+
+def reward_verdict(manifest: Manifest | None) -> Verdict | None:
+    """Return the fitness report's verdict on a reward model; None without one."""
+    if manifest is None or manifest.stage not in manifest.verdicts:
+        return None
+    found = manifest.verdicts[manifest.stage]
+    level: Level = "bad" if found["is_unfit"] else "doubtful" if found["reasons"] else "good"
+    return Verdict(level, found["words"])
+
+
+def pairs(folder: Path) -> list[PairedSample]:
+    """Return responses of the first evaluation and of the one in `final/` to the same prompts."""
+    files = evaluation_files(folder)
+    if files is None or files[0] == files[1]:
+        return []
+    return [
+        PairedSample(
+            prompt=before["prompt"],
+            before=before["response"],
+            before_numbers=score_text(before),
+            after=after["response"],
+            after_numbers=score_text(after),
+        )
+        for before, after in paired_samples(*files, PAIRS)
+    ]
+
+
+def token_samples(path: Path) -> list[TokenSample]:
+    """Return the training samples of the last iteration that has any, token by token.
+
+    Samples without numbers of their tokens are left out.
+    """
+    if not path.is_file():
+        return []
+    samples = [sample for _, sample in json_lines(path)]
+    with damage_named(path):
+        return [
+            TokenSample(
+                heading=f"iteration {sample['iteration']}: score {sample['score']:+z.2f}, "
+                f"KL {sample['kl']:+z.2f} nats, {'ended' if sample['ended'] else 'cut off'}",
+                prompt=str(sample["prompt"]),
+                tokens=[
+                    Token(text=str(text), kl=float(kl), advantage=float(advantage))
+                    for text, kl, advantage in zip(
+                        *(sample["per_token"][key] for key in ("text", "kl", "advantage")),
+                        strict=True,
+                    )
+                ],
+            )
+            for sample in samples
+            if sample["iteration"] == samples[-1]["iteration"] and "per_token" in sample
+        ]
+
+
+def totals(run: RunFiles) -> list[tuple[str, str]]:
+    """Return the totals of compute of a run, with their units."""
+    found = [
+        (name, f"{run.curves[name][1][-1]:.4g} {DEFINITIONS[name].unit}")
+        for name in run.curves
+        if name.startswith("compute/") and name in DEFINITIONS
+    ]
+    if run.manifest is not None and "time/stage_s" in run.manifest.metrics:
+        found.append(("the whole stage", f"{run.manifest.metrics['time/stage_s']:.1f} s"))
+    return found
+
+
+def origins(manifest: Manifest | None) -> list[tuple[str, str]]:
+    """Return the versions of packages, and the models that a run started from."""
+    if manifest is None:
+        return []
+    parents = [(f"from: {role}", source) for role, source in manifest.parents.items()]
+    return [*manifest.versions.items(), ("base", manifest.base), *parents]

@@ -1,0 +1,103 @@
+"""preflight=strict|warn|off, and the command check."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import MINI, Workplace, given, rows, tree, weights
+
+WRONG = f"ppo.rollout={Path(__file__).parent / 'wrong_sampler.py'}:Wrong"
+FAULT = "sampled log-probabilities is "
+
+
+def passed(out: str) -> int:
+    """Number of checks in the line that a run without a fault prints."""
+    found = re.search(r"^preflight: (\d+) checks passed in \d+\.\d s$", out, re.MULTILINE)
+    assert found is not None, out
+    return int(found[1])
+
+
+@pytest.mark.parametrize(("stage", "checks"), [("sft", 5), ("rm", 7), ("ppo", 15)])
+def test_a_run_is_the_same_bit_for_bit_with_and_without_it(
+    finished: Workplace, stage: str, checks: int
+) -> None:
+    words = [f"stage={stage}", "run=checked", *(given(finished) if stage == "ppo" else [])]
+    if stage == "rm":
+        words.append(f"policy.checkpoint={finished.stage('sft') / 'final'}")
+    out = finished.mini(*words, "preflight=warn").succeeded.out
+    assert passed(out) == checks
+    assert "memory plan" not in out
+    checked, plain = finished.stage(stage, "checked"), finished.stage(stage)
+    assert rows(checked) == rows(plain)
+    assert weights(checked) == weights(plain)
+
+
+def test_a_failed_check_is_a_warning_or_ends_the_run_before_it_writes(finished: Workplace) -> None:
+    words = ["stage=ppo", "run=wrong", WRONG, "ppo.iterations=1", *given(finished)]
+    error = finished.mini(*words, "preflight=strict").error
+    assert error.startswith(f"preflight: {FAULT}")
+    assert "allowed: <= 0.001 nats; ratio is " in error
+    assert not finished.stage("ppo", "wrong").exists()
+    out = finished.mini(*words, "preflight=warn").succeeded.out
+    warnings = [line for line in out.splitlines() if line.startswith("warning: preflight: ")]
+    assert [line.split(" is ")[0].removeprefix("warning: preflight: ") for line in warnings] == [
+        "sampled log-probabilities", "ratio", "KL to the reference",
+    ]  # fmt: skip
+    assert "│ failed" in out
+    assert "preflight: 12 of 15 checks passed" in out
+
+
+def test_check_trains_and_writes_nothing_whatever_the_folder_holds(finished: Workplace) -> None:
+    before = tree(finished.outputs)
+    for words in (
+        ["stage=ppo"], ["stage=rm"], ["stage=sft", "run=new"], ["stage=ppo", "overwrite=true"],
+    ):  # fmt: skip
+        out = finished.call("check", *MINI, *words).succeeded.out
+        assert passed(out) > 4
+        assert "memory plan" in out
+    assert tree(finished.outputs) == before
+    assert not finished.stage("sft", "new").exists()
+
+
+def test_check_ends_with_status_1_where_a_check_fails(finished: Workplace) -> None:
+    assert FAULT in finished.call("check", *MINI, "stage=ppo", WRONG).error
+
+
+@pytest.mark.parametrize(("words", "error"), [
+    (["stage=eval"], "stage=eval cannot be checked: its description has no `prepare`"),
+    (["recipe=quickstart"], "recipe=NAME runs several stages or jobs, and a check is of one"),
+    (["stage=sft", "seed=1,2", "-m"], "-m runs several stages or jobs"),
+    (["stage=ppo", "run=elsewhere"], "stage=ppo starts from an SFT model"),
+])  # fmt: skip
+def test_check_refuses_what_it_cannot_check(
+    workplace: Workplace, words: list[str], error: str
+) -> None:
+    assert error in workplace.call("check", *MINI, *words).error
+    assert not workplace.outputs.exists()
+
+
+def test_a_resumed_run_of_an_earlier_version_computes_with_no_model_before_it_goes_on(
+    finished: Workplace, cut: Callable[[str, int], None]
+) -> None:
+    words = ["stage=ppo", "run=cut", *given(finished)]
+    cut("step", 1)
+    assert "PowerCut" in finished.mini(*words).err
+    file = finished.stage("ppo", "cut") / "config.json"
+    config = json.loads(file.read_text())
+    del config["preflight"]  # as an earlier version wrote it
+    file.write_text(json.dumps(config))
+    out = finished.mini(*words, "resume=true", "preflight=strict").succeeded.out
+    assert passed(out) == 7
+    assert not re.search("│ (fingerprint|padding|ratio)", out)
+
+
+def test_off_is_false_in_a_file_and_other_words_are_refused(workplace: Workplace) -> None:
+    error = workplace.mini("stage=sft", "preflight=maybe").error
+    assert error == "preflight is 'maybe'; allowed: strict, warn, off, only"
+    out = workplace.mini("stage=sft", "preflight=false", "sft.epochs=0.25").succeeded.out
+    assert "preflight" not in out

@@ -1,0 +1,136 @@
+"""report.html after each stage, `lightning-rlhf report` and `lightning-rlhf compare`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
+
+from ..report.pages import check
+from .conftest import STAGES, Workplace
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_leaves_a_page(pipeline: Workplace, stage: str) -> None:
+    html = (pipeline.stage(stage) / "report.html").read_text()
+    page = check(html)
+    assert f"default/mini/{stage}" in page.text
+    assert "has not finished" not in page.text
+    assert "Configuration" in page.text
+    assert "transformers" in page.text
+    assert len(html) < 1_500_000
+
+
+def test_the_page_of_ppo_shows_tokens_and_intervals(pipeline: Workplace) -> None:
+    page = check((pipeline.stage("ppo") / "report.html").read_text())
+    assert any("\nadvantage " in title and "\nKL " in title for title in page.values("title"))
+    for heading in ("Reward against KL", "Reward against compute", "Held-out prompts", "sampling"):
+        assert heading in page.text
+
+
+def test_the_same_page_again_and_one_of_all_stages(finished: Workplace) -> None:
+    page = finished.stage("ppo") / "report.html"
+    before = page.read_text()
+    page.unlink()
+    finished.call("report", str(finished.stage("ppo"))).succeeded  # noqa: B018
+    assert page.read_text() == before
+    finished.call("report", str(finished.stage("ppo").parent)).succeeded  # noqa: B018
+    whole = check((finished.stage("ppo").parent / "report.html").read_text())
+    assert whole.values("href") == ["#stage-1", "#stage-2", "#stage-3"]
+
+
+def test_samples_without_numbers_of_tokens_are_left_out(finished: Workplace) -> None:
+    """As earlier versions wrote them."""
+    path = finished.stage("ppo") / "samples" / "train.jsonl"
+    samples = [json.loads(line) for line in path.read_text().splitlines()]
+    for sample in samples:
+        del sample["per_token"]
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    finished.call("report", str(finished.stage("ppo"))).succeeded  # noqa: B018
+    assert "token by token" not in (finished.stage("ppo") / "report.html").read_text()
+
+
+def test_a_run_that_was_cut_off_has_a_page(finished: Workplace) -> None:
+    shutil.rmtree(finished.stage("ppo") / "final")
+    (finished.stage("ppo") / "diagnosis.json").write_text(
+        json.dumps([{"rule": "r", "iteration": 2, "symptom": "<b>", "cause": "c", "remedy": "m"}])
+    )
+    finished.call("report", str(finished.stage("ppo"))).succeeded  # noqa: B018
+    page = check((finished.stage("ppo") / "report.html").read_text())
+    assert "The run has not finished" in page.text
+    assert "the diagnosis has 1 finding" in page.text
+    assert "Likely cause: c" in page.text
+
+
+@pytest.mark.parametrize("name", ["diminishing.json", "diagnosis.json", "samples/train.jsonl"])
+def test_a_damaged_file_is_named(finished: Workplace, name: str) -> None:
+    (finished.stage("ppo") / name).write_text('{"iteration": 1, "per_token": 1}\n')
+    assert name in finished.call("report", str(finished.stage("ppo"))).error
+
+
+def test_a_folder_without_a_run_is_refused(workplace: Workplace) -> None:
+    assert "holds no run" in workplace.call("report", "data").error
+    assert "holds no run" in workplace.call("compare", "data").error
+
+
+def make_run(folder: Path, seed: int, kl_coef: float, rewards: list[float], **other: Any) -> None:
+    """A run of stage=ppo as its files tell it: KL 0, 1, 2 at its three evaluations."""
+    folder.mkdir(parents=True)
+    tree = {"stage": "ppo", "run": folder.parts[-3], "model": {"name": "mini"}, "seed": seed,
+            "ppo": {"kl_coef": kl_coef, **other}}  # fmt: skip
+    (folder / CONFIG).write_text(json.dumps(tree))
+    rows = [f"{step},{reward},{float(step)}" for step, reward in enumerate(rewards)]
+    (folder / METRICS).write_text("\n".join(["step,eval/reward_mean,eval/kl", *rows, ""]))
+
+
+@pytest.fixture
+def sweep(workplace: Workplace) -> Workplace:
+    """Two coefficients, three seeds of one of them."""
+    for seed, last in ((0, 1.0), (1, 2.0), (2, 3.0)):
+        make_run(workplace.folder / f"s{seed}/mini/ppo", seed, 0.1, [0.0, last / 2, last])
+    make_run(workplace.folder / "other/mini/ppo", 0, 0.5, [0.0, 0.2, 0.6], note="<script>")
+    return workplace
+
+
+def test_runs_that_differ_in_seed_alone_are_one_group(sweep: Workplace) -> None:
+    """Rewards 1, 2, 3: mean 2 and 2 ± 4.303 / sqrt(3) = 2.484; at KL 0.4, a fifth of it, 0.4."""
+    out = sweep.call("compare", "s0", "s1", "s2", "other", "--out", "c.html").succeeded.out
+    page = check((sweep.folder / "c.html").read_text())
+    assert "2.000 [-0.484, 4.484]" in page.text
+    assert "0.400 [-0.097, 0.897]" in page.text
+    assert "kl_coef=0.1" in page.text
+    assert "kl_coef=0.5, note=<script>" in page.text
+    assert "0, 1, 2" in out
+    assert "2.000" in out
+    assert "seed" not in page.text.split("What differs in configuration")[1].split("Runs")[0]
+
+
+def test_one_run_is_not_compared(sweep: Workplace) -> None:
+    assert "at least 2" in sweep.call("compare", "s0").error
+    assert "--out" in sweep.call("compare", "s0", "s1", "--out", "nowhere/c.html").error
+
+
+def test_an_evaluation_of_policies_is_a_page(workplace: Workplace) -> None:
+    """Its gain over the SFT model, 0.5 [0.4, 0.6], makes the verdict."""
+    folder = workplace.folder / "run/mini/eval_policy"
+    make_run(folder, 0, 0.1, [0.0])
+    (folder / METRICS).unlink()
+    (folder / "final").mkdir()
+    metrics = {"eval/reward_mean": 1.5, "eval/reward_gain": 0.5, "eval/reward_gain_low": 0.4,
+               "eval/reward_gain_high": 0.6, "eval/kl": 3.0}  # fmt: skip
+    compared = {"policy": "<ppo>", "other": "sft", "decoding": "sampled", "number": "reward",
+                "difference": 0.5, "interval": [0.4, 0.6], "win_rate": 0.75, "win_interval": None,
+                "ties": None}  # fmt: skip
+    numbers = {"sampled": {"eval/reward_mean": 1.5, "eval/distinct_1": None}}
+    found = {"metrics": metrics, "policies": {"<ppo>": numbers}, "comparisons": [compared]}
+    (folder / "final" / "evaluation.json").write_text(json.dumps(found))
+    workplace.call("report", str(folder)).succeeded  # noqa: B018
+    page = check((folder / "report.html").read_text())
+    assert "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1.5; the KL" in page.text
+    assert "<ppo> - sft, sampled" in page.text
+    assert "0.750" in page.text

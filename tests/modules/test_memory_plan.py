@@ -1,0 +1,227 @@
+"""The memory plan: its arithmetic by hand, and beside what an update and a rollout really take."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_rlhf.core.device_memory import available_memory, left_in_group, total_memory
+from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
+from lightning_rlhf.models.build_roles import SAMPLING_BYTES
+from lightning_rlhf.models.checkpointing import recompute
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.stages.preflight.memory_plan import (
+    Bytes,
+    MemoryPlan,
+    activation_bytes,
+    plan_memory,
+)
+
+from .conftest import Outputs, fit, language_model, rm_config, rm_roles, sft_config, sft_roles
+
+CPU = torch.device("cpu")
+PROMPT = 40
+"""Tokens of each prompt whose memory is measured."""
+
+
+def data(*examples: Any) -> Any:
+    return SimpleNamespace(train=examples, val=examples)
+
+
+def plan(**changes: Any) -> MemoryPlan:
+    """6 bytes of a role, 100 of a rollout, 20 and 5 of each row of an update, in batches of 12."""
+    own: dict[str, Any] = {
+        "roles": {"policy": Bytes(weights=1, gradients=1, optimizer=4)},
+        "rollout": Bytes(cache=100),
+        "row": Bytes(activations=20, logits=5),
+        "device": 1000,
+        "key": "ppo.microbatch_size",
+        "rows": 4,
+        "batch": 12,
+    }
+    return MemoryPlan(**own | changes)
+
+
+def test_the_peak_is_that_of_the_larger_phase() -> None:
+    assert plan().peak(4) == 6 + 100  # the update of 4 rows takes 100 too
+    assert plan().peak(6) == 6 + 6 * 25
+    assert plan(row=Bytes(activations=1, logits=10**9)).update(4).logits == 3 * 4 * 16_000_000
+
+
+@pytest.mark.parametrize(("device", "largest", "verdict"), [
+    (306, 12, "passed"),    # 6 + 12 * 25
+    (305, 6, "passed"),     # of 12 only its divisors are allowed
+    (106, 4, "passed"),
+    (105, None, "failed"),  # the rollout does not fit
+])  # fmt: skip
+def test_the_largest_micro_batch_divides_the_batch(
+    device: int, largest: int | None, verdict: str
+) -> None:
+    found = plan(device=device)
+    assert (found.largest, found.check().verdict) == (largest, verdict)
+
+
+def test_a_micro_batch_that_can_be_smaller_is_a_warning() -> None:
+    found = plan(device=106, rows=12).check()
+    assert found.verdict == "warning"
+    assert found.measured == "0.3 kB with ppo.microbatch_size=12"
+    assert found.allowed == "<= 0.1 kB, with a size of at most 4"
+
+
+def linear_elements(layers: int = 2) -> int:
+    """Inputs and outputs of the linear layers of a Qwen3 of width 32, with 2 heads of 16, 1 shared.
+
+    q 32+32, k and v 32+16 each, o 32+32, gate and up 32+48 each, down 48+32.
+    """
+    return layers * (64 + 48 + 48 + 64 + 80 + 80 + 80)
+
+
+def test_supervised_plans_by_hand() -> None:
+    roles = sft_roles("qwen3")
+    config = sft_config(microbatch_size=2, batch_size=6)
+    rows = data(DemonstrationTokens([1] * 5, [2] * 3), DemonstrationTokens([1], [2] * 4))
+    found = plan_memory(SFTModule(roles, config), rows, CPU)
+    base = sum(p.numel() for p in language_model("qwen3").parameters())
+    # r=4 on each linear layer: 4 * (inputs + outputs)
+    adapter = 4 * linear_elements()
+    assert found.roles == {
+        "base": Bytes(weights=4 * base),
+        "sft": Bytes(weights=4 * adapter, gradients=4 * adapter, optimizer=8 * adapter),
+    }
+    # The longest row has 8 tokens, the longest response 4; logits are of 64 tokens, three times.
+    row = Bytes(activations=8 * 4 * linear_elements(), logits=3 * 4 * 4 * 64)
+    assert (found.row, found.rollout) == (row, Bytes())
+    assert (found.key, found.rows, found.batch) == ("sft.microbatch_size", 2, 6)
+    pairs = data(PreferenceTokens([1] * 5, [2] * 3, [2], 0.0))
+    found = plan_memory(RewardModule(rm_roles("qwen3"), rm_config(), seed=0), pairs, CPU)
+    # Two sequences a pair, and no logits.
+    assert found.row == Bytes(activations=2 * 8 * 4 * linear_elements())
+
+
+def test_recomputed_layers_keep_their_inputs_and_one_layer_the_rest() -> None:
+    model = language_model("qwen3")
+    recompute(model)
+    assert activation_bytes(Roles(model)) == 4 * (2 * 32 + linear_elements(1))
+
+
+@pytest.mark.parametrize(("architecture", "cached", "state"), [
+    ("qwen3", 2 * 2 * 16, 0),  # keys and values of two layers, one head of 16
+    # One layer of each kind. State: 4 value heads * 8 * 8, and a convolution of 4 over
+    # 2 * (2 heads * 8) + 4 heads * 8 channels.
+    ("qwen3_5", 1 * 2 * 16, 4 * 8 * 8 + 4 * (2 * 16 + 32)),
+])  # fmt: skip
+def test_a_rollout_by_hand(
+    make_ppo: Callable[..., PPOModule], architecture: str, cached: int, state: int
+) -> None:
+    module = make_ppo(architecture, fresh=True, max_response_tokens=6, rollout_batch_size=8)
+    found = plan_memory(module, data(PromptTokens([1] * 5, 0)), CPU).rollout
+    # 11 tokens of 8 responses, each with its place in the cache and what is kept of its sample.
+    assert found.cache == 8 * (11 * (4 * cached + SAMPLING_BYTES) + 4 * state)
+    assert found.logits == 3 * 4 * 8 * 64
+
+
+class Peak(TorchDispatchMode):
+    """The largest number of bytes of the tensors that operations inside made and that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.count(tensor.untyped_storage())
+        return out
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self.forget, storage._cdata)
+
+    def forget(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+def same_length(rows: int = 8) -> Prompts:
+    tokens = torch.randint(9, 64, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
+    return Prompts(tokens=tokens, mask=tokens > 0, index=torch.arange(rows))
+
+
+@pytest.mark.parametrize(("critic", "kernels", "checkpointing"), [
+    ("head", "fast", False), ("head", "plain", False), ("head", "plain", True),
+    ("adapter", "fast", False), ("model", "fast", False),
+])  # fmt: skip
+def test_a_plan_is_between_half_and_twice_of_what_is_used(
+    make_ppo: Callable[..., PPOModule],
+    monkeypatch: pytest.MonkeyPatch,
+    critic: str,
+    kernels: str,
+    checkpointing: bool,
+) -> None:
+    """All rows are as long as they can be: nothing ends a response."""
+    module = make_ppo(
+        fresh=True, critic=critic, minibatch_size=8, microbatch_size=4, max_response_tokens=8,
+    )  # fmt: skip
+    if checkpointing:
+        recompute(module.roles.causal_lm)
+        module.roles.recompute_layers()
+    module.roles._kernel_choice = kernels  # type: ignore[assignment]
+    module.roles._set_kernels()
+    object.__setattr__(module.collector.sampler.params, "end_token_ids", ())
+    found = plan_memory(module, data(PromptTokens([1] * PROMPT, 0)), CPU)
+    used: dict[str, int] = {}
+
+    def measured(name: str) -> None:
+        whole = getattr(module, name)
+
+        def work(*args: Any, **kwargs: Any) -> Any:
+            with Peak() as peak:
+                result = whole(*args, **kwargs)
+            used[name] = peak.most
+            return result
+
+        monkeypatch.setattr(module, name, work)
+
+    measured("roll_out")
+    measured("gradient")
+    fit(module, [same_length()], [outputs := Outputs()])
+    assert outputs.steps[0].experience.response_mask.all()
+    trained = sum(role.gradients for role in found.roles.values())
+    update = found.update(4).total + trained
+    assert update / 2 < used["gradient"] < 2 * update
+    assert found.rollout.total / 2 < used["roll_out"] < 2 * found.rollout.total
+    moments = [x.nbytes for state in module.optimizers().state.values() for x in state.values()]
+    steps = 4 * len(module.optimizers().state)
+    assert sum(moments) == sum(role.optimizer for role in found.roles.values()) + steps
+
+
+def test_free_memory_is_less_than_all() -> None:
+    assert 0 < available_memory(CPU) < total_memory(CPU)
+
+
+def test_a_control_group_leaves_its_limit_less_what_is_used(tmp_path: Path) -> None:
+    assert left_in_group(tmp_path, 7) == 7
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 150\nactive_file 0\n")
+    assert left_in_group(tmp_path, 7) == 1000 - (400 - 150)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert left_in_group(tmp_path, 7) == 7

@@ -1,0 +1,347 @@
+"""Each check of the preflight passes on the modules of the stages, and fails on a planted fault."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.data.collate import (
+    collate_demonstrations,
+    collate_preferences,
+    collate_prompts,
+)
+from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
+from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.roles import CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.stages.preflight.check import at_most, difference
+from lightning_rlhf.stages.preflight.parameters import trainable
+from lightning_rlhf.stages.preflight.preflight import examine, of_models
+
+from .conftest import (
+    VOCABULARY,
+    changed,
+    language_model,
+    parameters,
+    ppo_config,
+    rm_config,
+    rm_roles,
+    sft_config,
+    sft_roles,
+    shake,
+)
+
+CPU = torch.device("cpu")
+OF_PPO = {"sampled log-probabilities", "ratio", "KL to the reference"}
+PADDING = {"padding: policy", "padding: critic", "padding: reward"}
+
+
+def data(kind: str) -> Any:
+    """Six rows of 2 to 7 tokens, of which the four shortest but one each are looked at."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(9, 64, (count,), generator=generator).tolist()
+
+    examples: Sequence[Any]
+    if kind == "prompts":
+        examples = [PromptTokens(tokens(n), n - 2) for n in range(2, 10)]
+        collate = partial(collate_prompts, pad_id=0)
+    elif kind == "demonstrations":
+        examples = [DemonstrationTokens(tokens(n), tokens(9 - n)) for n in range(2, 8)]
+        collate = partial(collate_demonstrations, pad_id=0)  # type: ignore[assignment]
+    else:
+        examples = [PreferenceTokens(tokens(n), tokens(n), tokens(8 - n), 0.0) for n in range(2, 8)]
+        collate = partial(collate_preferences, pad_id=0)  # type: ignore[assignment]
+    return SimpleNamespace(train=examples, val=examples, collate=collate)
+
+
+@torch.no_grad()
+def verdicts(module: Any, kind: str = "prompts") -> dict[str, str]:
+    """Name of each check that applies -> its verdict."""
+    checks = [*trainable(module), *of_models(module, data(kind), CPU)]
+    assert len({check.name for check in checks}) == len(checks)
+    return {check.name: check.verdict for check in checks}
+
+
+def failing(module: Any, kind: str = "prompts") -> set[str]:
+    """Names of the checks that fail."""
+    return {name for name, verdict in verdicts(module, kind).items() if verdict == "failed"}
+
+
+@pytest.mark.parametrize("critic", ["head", "adapter", "model"])
+def test_a_new_ppo_passes_every_check(
+    make_ppo: Callable[..., PPOModule], architecture: str, critic: str
+) -> None:
+    module = make_ppo(architecture, fresh=True, critic=critic, samples_per_prompt=2)
+    found = verdicts(module)
+    assert set(found.values()) == {"passed"}
+    trained = {f"trainable: {role}" for role in ("base", POLICY, REWARD, "critic")}
+    assert found.keys() == OF_PPO | PADDING | trained
+
+
+def test_checks_change_no_weight_no_role_and_no_random_state(
+    make_ppo: Callable[..., PPOModule],
+) -> None:
+    from lightning.pytorch.utilities.seed import isolate_rng
+
+    module = make_ppo(fresh=True)
+    before, head = parameters(module), module.roles.heads[VALUE]
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+    with isolate_rng():
+        verdicts(module)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), str(np.random.get_state())) == states[1:]  # noqa: NPY002
+    assert not changed(before, parameters(module))
+    assert module.roles.heads[VALUE] is head
+    assert module.roles._role == POLICY
+    assert module.iteration == 0
+    assert module.collector.sampler.params.max_response_tokens == ppo_config().max_response_tokens
+
+
+def read_padding(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
+    """Let the hidden states of these roles depend on all columns of a batch."""
+    hidden_at = Roles.hidden_at
+
+    def sees(self: Roles, tokens: Tensor, wanted: Tensor) -> Tensor:
+        hidden = hidden_at(self, tokens, wanted)
+        mean = tokens.float().mean() / VOCABULARY
+        return hidden * (1 + mean) if self._role in roles else hidden
+
+    monkeypatch.setattr(Roles, "hidden_at", sees)
+
+
+class Wrong:
+    """A sampler whose log-probabilities are those of twice the temperature, nearly."""
+
+    def __init__(self, sampler: Any, *, is_exact: bool, known: bool = True) -> None:
+        self.sampler, self.is_exact, self.known = sampler, is_exact, known
+
+    def sample(self, prompts: Prompts, each: int, generator: Any) -> SampledResponses:
+        found = self.sampler.sample(prompts, each, generator)
+        return replace(found, logprobs=found.logprobs / 2 if self.known else None)
+
+
+@pytest.mark.parametrize(("is_exact", "known", "failed"), [
+    (True, True, {"sampled log-probabilities", "ratio", "KL to the reference"}),
+    (False, True, set()),   # the model's own are used
+    (True, False, set()),   # likewise: it returns none
+])  # fmt: skip
+def test_log_probabilities_of_another_temperature_fail(
+    make_ppo: Callable[..., PPOModule], is_exact: bool, known: bool, failed: set[str]
+) -> None:
+    module = make_ppo(fresh=True)
+    module.collector.sampler = Wrong(module.collector.sampler, is_exact=is_exact, known=known)
+    found = verdicts(module)
+    assert {name for name, verdict in found.items() if verdict == "failed"} == failed
+    assert (found["sampled log-probabilities"] == "not applicable") == (not failed)
+
+
+def test_a_reference_that_is_another_model_fails(make_ppo: Callable[..., PPOModule]) -> None:
+    module = make_ppo(fresh=True)
+    module.roles._stacks[REFERENCE] = (REWARD,)
+    assert failing(module) == {"KL to the reference"}
+
+
+def test_the_kl_of_a_policy_that_was_trained_is_not_judged(
+    make_ppo: Callable[..., PPOModule],
+) -> None:
+    found = verdicts(make_ppo(fresh=False))
+    assert found.pop("KL to the reference") == "not applicable"
+    assert set(found.values()) == {"passed"}
+
+
+def test_an_update_that_computes_otherwise_than_the_sampler_fails(
+    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_ppo(fresh=True)
+    whole = module.policy_outputs
+
+    def shifted(hidden: Tensor, micro_batch: Any) -> Any:
+        outputs = whole(hidden, micro_batch)
+        return replace(outputs, logprobs=outputs.logprobs.roll(1))
+
+    monkeypatch.setattr(module, "policy_outputs", shifted)
+    assert failing(module) == {"ratio"}
+
+
+def test_a_policy_that_reads_padding_fails(
+    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_ppo(fresh=True)
+    read_padding(monkeypatch, POLICY)
+    # The sampler has a loop of its own, and a critic on the trunk reads the policy's states.
+    assert failing(module) == {"sampled log-probabilities", "ratio"} | PADDING - {"padding: reward"}
+
+
+class Sees(Critic):
+    """Its values depend on all columns of a batch."""
+
+    def values(self, batch: Any, **known: Any) -> Tensor:
+        return super().values(batch, **known) + batch.tokens.float().mean()
+
+
+def test_a_critic_that_reads_padding_fails(make_ppo: Callable[..., PPOModule]) -> None:
+    module = make_ppo(fresh=True)
+    assert module.critic is not None
+    module.critic = Sees(module.critic.roles, module.critic.role)
+    assert failing(module) == {"padding: critic"}
+
+
+def test_a_critic_of_zeros_is_judged_by_what_its_head_reads(
+    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own head would give 0 for every hidden state, and hide the fault."""
+    module = make_ppo(fresh=True, critic="adapter")
+    assert not module.roles.heads[VALUE].linear.weight.any()
+    read_padding(monkeypatch, CRITIC)
+    assert failing(module) == {"padding: critic"}
+
+
+def test_a_reward_that_reads_padding_fails(make_ppo: Callable[..., PPOModule]) -> None:
+    """It reads the last column, which is padding in a shorter row."""
+    module = make_ppo(fresh=True)
+    (learned,) = module.reward.sources
+    whole = module.roles.rewards
+    sees = replace(learned, rewards=lambda tokens, mask: whole(tokens, torch.ones_like(mask)))
+    module.reward = Reward.of(sees)
+    assert failing(module) == {"padding: reward"}
+
+
+def test_a_reward_that_is_a_function_is_not_called(make_ppo: Callable[..., PPOModule]) -> None:
+    def never(decoded: Any) -> list[float]:
+        raise AssertionError("the reward is called")
+
+    module = make_ppo(fresh=True, reward=never)
+    assert verdicts(module)["padding: reward"] == "not applicable"
+
+
+def test_a_reward_without_a_number_fails(make_ppo: Callable[..., PPOModule]) -> None:
+    module = make_ppo(fresh=True)
+
+    def refuses(tokens: Tensor, mask: Tensor) -> Tensor:
+        raise RewardError("the template refuses")
+
+    (learned,) = module.reward.sources
+    module.reward = Reward.of(replace(learned, rewards=refuses))
+    assert failing(module) == {"padding: reward"}
+
+
+@pytest.mark.parametrize(("marker", "trained", "role"), [
+    (f".{REWARD}.", True, REWARD),
+    ("embed_tokens", True, "base"),
+    (f"lora_A.{POLICY}", False, POLICY),
+    (f"heads.{VALUE}", False, "critic"),
+])  # fmt: skip
+def test_a_role_that_is_trained_or_frozen_by_mistake_fails(
+    make_ppo: Callable[..., PPOModule], marker: str, trained: bool, role: str
+) -> None:
+    module = make_ppo(fresh=True)
+    for name, parameter in module.named_parameters():
+        if marker in name:
+            parameter.requires_grad_(trained)
+    found = {check.name for check in trainable(module) if check.verdict == "failed"}
+    assert found == {f"trainable: {role}"}
+
+
+def test_a_reward_model_of_its_own_is_looked_at_too(make_ppo: Callable[..., PPOModule]) -> None:
+    module = make_ppo(fresh=True)
+    owner = rm_roles("qwen3").requires_grad_(True)
+    (learned,) = module.reward.sources
+    module.reward = Reward.of(replace(learned, rewards=owner.rewards, module=owner))
+    found = {check.name for check in trainable(module) if check.verdict == "failed"}
+    assert found == {"trainable: reward reward"}
+
+
+def test_logits_that_are_not_finite_fail(make_ppo: Callable[..., PPOModule]) -> None:
+    module = make_ppo(fresh=True)
+    with torch.no_grad():
+        module.roles.causal_lm.get_input_embeddings().weight.fill_(torch.nan)
+    assert failing(module) == {"sampled log-probabilities"}
+
+
+def test_a_device_that_is_too_small_for_the_checks_fails_its_memory(
+    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_ppo(fresh=True)
+
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(module.collector.sampler, "sample", full)
+    # All that is read of it is the device, the precision and that there is no earlier stage.
+    ready: Any = SimpleNamespace(
+        settings=SimpleNamespace(trainer=SimpleNamespace(precision="32-true")),
+        tokenizer=range(VOCABULARY), parents={}, device=CPU,
+    )  # fmt: skip
+    report = examine(ready, module, data("prompts"), resumed=False)
+    (memory,) = report.of("failed")
+    assert memory.name == "memory"
+
+
+def test_supervised_stages_pass_and_fail_where_padding_is_read(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = SFTModule(sft_roles(architecture), sft_config())
+    assert set(verdicts(tuned, "demonstrations").values()) == {"passed"}
+    scored = RewardModule(rm_roles(architecture), rm_config(), seed=0)
+    assert set(verdicts(scored, "preferences").values()) == {"passed"}
+    read_padding(monkeypatch, SFT, REWARD)
+    assert failing(tuned, "demonstrations") == {"padding: policy"}
+    assert failing(scored, "preferences") == {"padding: reward"}
+
+
+@pytest.mark.parametrize(("part", "role"), [("lora_A.sft", SFT), ("embed_tokens", "base")])
+def test_a_supervised_role_is_trained_whole_or_not_at_all(part: str, role: str) -> None:
+    module = SFTModule(sft_roles("qwen3"), sft_config())
+    parameter = next(p for name, p in module.roles.named_parameters() if part in name)
+    parameter.requires_grad_(not parameter.requires_grad)
+    found = {check.name for check in trainable(module) if check.verdict == "failed"}
+    assert found == {f"trainable: {role}"}
+
+
+def test_a_stage_that_trains_nothing_fails() -> None:
+    roles = Roles(language_model("qwen3"))
+    roles.assign(SFT)
+    checks = list(trainable(SFTModule(roles, sft_config())))
+    assert [c.name for c in checks if c.verdict == "failed"] == ["trainable: any role"]
+
+
+def test_a_difference_is_relative_to_large_numbers_alone_and_nan_fails() -> None:
+    ones = torch.ones(4)
+    assert difference(0.1 * ones, 0.2 * ones) == pytest.approx(0.1)  # rms 0.2 is below 1
+    assert difference(90 * ones, 100 * ones) == pytest.approx(0.1)
+    assert at_most("x", 0.1, 0.1).verdict == "passed"
+    assert at_most("x", 0.11, 0.1).verdict == "failed"
+    nan = difference(ones * torch.nan, ones)
+    assert at_most("x", nan, 0.1).verdict == "failed"
+
+
+def test_a_shaken_adapter_of_the_reference_is_seen(make_ppo: Callable[..., PPOModule]) -> None:
+    """The policy's stack stands on the reference's: 1% of the weights' size is enough."""
+    module = make_ppo(fresh=True)
+    roles = module.roles
+    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator())
+    roles.heads[REWARD].requires_grad_(False)
+    roles._stacks[REFERENCE] = (REWARD,)
+    for name, parameter in roles.named_parameters():
+        if f".{REWARD}." in name:
+            parameter.data.mul_(0.0 if "lora_B" in name else 1.0)
+    assert not failing(module)  # an adapter of 0 is the base
+    shake(roles, f"lora_B.{REWARD}", seed=1, size=0.01)
+    assert failing(module) == {"KL to the reference"}

@@ -1,0 +1,97 @@
+"""The course's pairs of dialogues, and its judge of the last turn."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lightning_rlhf.callbacks.evaluation import load_judge
+from lightning_rlhf.data.parsing import parse_preference
+from lightning_rlhf.data.rows import Messages, prompt_row
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+DATA = RECIPES / "course" / "data"
+FILES = {"train": 12_000, "test": 600}
+HH = re.compile(r"(\n\nHuman: [^\n]+\n\nAssistant: [^\n]+)+")
+"""Whole dialogues in the form of Anthropic/hh-rlhf."""
+
+judge = load_judge(f"{RECIPES / 'quickstart' / 'judge.py'}:judge")
+
+
+def rows(split: str) -> list[dict[str, str]]:
+    text = gzip.decompress((DATA / f"{split}.jsonl.gz").read_bytes()).decode("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def prompts(split: str) -> list[Messages]:
+    return [parse_preference(row).prompt for row in rows(split)]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """The script that wrote the data, loaded by its file."""
+    path, known = list(sys.path), set(sys.modules)
+    spec = importlib.util.spec_from_file_location("course_dialogues", DATA / "dialogues.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = path
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def test_the_files_are_reproduced_by_their_script(script: ModuleType) -> None:
+    made = script.generate()
+    assert made == {f"{split}.jsonl.gz": rows(split) for split in FILES}
+    assert {path.name for path in DATA.glob("*.gz")} == set(made)
+
+
+@pytest.mark.parametrize("split", FILES)
+def test_rows_are_pairs_of_whole_dialogues(split: str) -> None:
+    found = rows(split)
+    assert len(found) == FILES[split]
+    for row in found:
+        assert list(row) == ["chosen", "rejected"]
+        sides = [HH.fullmatch(side) for side in row.values()]
+        assert all(sides), row
+        # Both sides are the same up to the last turn of the assistant, and differ in it.
+        (start, chosen), (other, rejected) = (
+            side.rsplit("\n\nAssistant: ", 1) for side in row.values()
+        )
+        assert start == other
+        assert chosen != rejected
+
+
+@pytest.mark.parametrize("split", FILES)
+def test_three_dialogues_in_ten_have_two_turns(split: str) -> None:
+    turns = [len(prompt) for prompt in prompts(split)]
+    # An earlier question and its answer, then the question. Four standard deviations of a share
+    # of 0.3 among n are 4 (0.21 / n)^(1/2): 0.017 of 12,000, 0.075 of 600.
+    assert set(turns) == {1, 3}
+    bound = 4 * (0.21 / len(turns)) ** 0.5
+    assert turns.count(3) / len(turns) == pytest.approx(0.3, abs=bound)
+
+
+def test_held_out_questions_are_in_no_turn_of_the_training_data() -> None:
+    asked = {turn.content for prompt in prompts("train") for turn in prompt if turn.role == "user"}
+    assert asked.isdisjoint(prompt[-1].content for prompt in prompts("test"))
+
+
+def test_the_judge_reads_the_last_question() -> None:
+    asked = "\n\nHuman: What is the capital of France?\n\nAssistant: Paris."
+    start = f"{asked}\n\nHuman: What color is coal?\n\nAssistant: "
+    pair = {"chosen": f"{start}Black.", "rejected": f"{start}White."}
+    row = prompt_row(parse_preference(pair).prompt)
+    # Right (+1) and curt (-0.3); an answer to the first question alone is wrong.
+    assert judge(row, "Black.", True)["gold"] == pytest.approx(0.7)
+    assert judge(row, "Paris.", True)["correct"] == 0

@@ -1,0 +1,69 @@
+"""The verdict of a run: its level and its sentence follow from facts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+
+REWARD, GOLD, KL = "eval/reward_mean", "eval/judge/gold", "eval/kl"
+
+
+def gained(metric: str, gain: float, low: float, high: float) -> Evaluated:
+    return Evaluated(metric=metric, value=1.0, before=1.0 - gain, gain=gain,
+                     gain_interval=(low, high))  # fmt: skip
+
+
+def verdict(*evaluated: Evaluated, **facts: Any) -> Verdict:
+    given = {"is_finished": True, "findings": 0, "sentence": None} | facts
+    return conclude(evaluated, [(REWARD, "max")], **given)
+
+
+GOOD = gained(REWARD, 0.5, 0.4, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("level", "evaluated", "facts"),
+    [
+        ("good", [GOOD], {}),
+        ("doubtful", [gained(REWARD, 0.1, -0.1, 0.3)], {}),
+        ("bad", [gained(REWARD, -0.5, -0.6, -0.4)], {}),
+        ("doubtful", [GOOD, gained(GOLD, 0.0, -0.1, 0.1)], {}),
+        ("bad", [GOOD, gained(GOLD, -0.2, -0.3, -0.1)], {}),
+        ("doubtful", [GOOD], {"findings": 2}),
+        ("doubtful", [GOOD], {"diverges": True}),
+        ("doubtful", [GOOD], {"is_finished": False}),
+        ("bad", [GOOD], {"reward": Verdict("bad", "Unfit.")}),
+        ("unknown", [], {}),
+    ],
+)  # fmt: skip
+def test_the_worst_fact_decides(
+    level: Level, evaluated: list[Evaluated], facts: dict[str, Any]
+) -> None:
+    assert verdict(*evaluated, **facts).level == level
+
+
+def test_the_sentence() -> None:
+    kl = Evaluated(metric=KL, value=5.0, interval=(4.0, 6.0))
+    assert verdict(GOOD, gained(GOLD, -0.25, -0.3, -0.2), kl, findings=1, sentence="s").words == (
+        "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1; the gold score fell by 0.25 "
+        "[0.2, 0.3] to 1; the KL to the SFT model is 5 [4, 6] nats a response; the diagnosis has 1 "
+        "finding; s."
+    )
+
+
+def test_a_loss_is_better_when_it_falls() -> None:
+    goal: Any = [("eval/loss", "min")]
+    for gain, level in ((-0.5, "good"), (0.5, "doubtful")):
+        one = Evaluated(metric="eval/loss", value=1.0, gain=gain)
+        assert conclude([one], goal, is_finished=True, findings=0, sentence=None).level == level
+
+
+def test_accuracy_is_held_against_guessing() -> None:
+    """Accuracy 0.6: above 0.5 beyond doubt with [0.55, 0.65], not with [0.45, 0.75]."""
+    goal: Any = [("eval/accuracy", "max")]
+    for interval, level in (((0.55, 0.65), "good"), ((0.45, 0.75), "doubtful")):
+        one = Evaluated(metric="eval/accuracy", value=0.6, interval=interval)
+        assert conclude([one], goal, is_finished=True, findings=0, sentence=None).level == level

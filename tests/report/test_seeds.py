@@ -1,0 +1,52 @@
+"""Means over seeds, and rewards at equal KL, computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lightning_rlhf.report.seeds import at_kl, common_kls, mean_curve, over_seeds, t_quantile
+
+
+@pytest.mark.parametrize(
+    ("df", "quantile"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (29, 2.0452)],
+)
+def test_quantiles_of_students_t(df: int, quantile: float) -> None:
+    """Printed tables of the distribution."""
+    assert t_quantile(df) == pytest.approx(quantile, rel=2e-3)
+
+
+def test_the_interval_of_three_seeds() -> None:
+    """1, 2, 3: mean 2, s = 1, 4.30265 / sqrt(3) = 2.48414."""
+    found = over_seeds([1.0, 2.0, 3.0])
+    assert found is not None
+    assert found.value == 2.0
+    assert found.interval == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
+
+
+def test_one_seed_has_no_interval_and_none_no_mean() -> None:
+    found = over_seeds([1.5, math.nan])
+    assert found is not None
+    assert (found.value, found.interval, str(found)) == (1.5, None, "1.500")
+    assert over_seeds([math.nan]) is None
+
+
+def test_a_reward_between_two_evaluations() -> None:
+    """From KL 1 to 3 the reward goes from 0 to 1: 0.25 at 1.5. Later KLs fall back and do not
+    count."""
+    path = [(0.0, -1.0), (1.0, 0.0), (3.0, 1.0), (1.0, 9.0)]
+    assert at_kl(path, 1.5) == pytest.approx(0.25)
+    assert at_kl(path, 0.5) == pytest.approx(-0.5)
+    assert math.isnan(at_kl(path, 3.1))
+
+
+def test_common_kls_reach_as_far_as_every_run() -> None:
+    runs = [[(0.0, 1.0), (2.0, 1.0)], [(0.0, 1.0), (5.0, 1.0), (4.0, 1.0)]]
+    assert common_kls(runs) == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert common_kls([[(0.0, 1.0)]]) == []
+
+
+def test_a_mean_curve_takes_the_steps_of_all_runs() -> None:
+    assert mean_curve([{1: 1.0, 2: 2.0}, {2: 4.0, 3: 9.0}]) == ([2.0], [3.0], [2.0], [4.0])

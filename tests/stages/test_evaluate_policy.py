@@ -1,0 +1,33 @@
+"""A report whose numbers cannot be logged."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.stages import evaluate_policy
+
+
+def test_loggers_are_closed_as_failed_where_one_of_them_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no space left")
+
+    codes: list[int] = []
+    for name, done in {
+        "claim": lambda *_: tmp_path,
+        "identity": lambda _: None,
+        "build_loggers": lambda *_: [Full()],
+        "close_loggers": lambda _, code: codes.append(code),
+    }.items():
+        monkeypatch.setattr(evaluate_policy, name, done)
+    ready = SimpleNamespace(settings=SimpleNamespace(logger=None), parents={}, loggers=[])
+    task: Any = SimpleNamespace(ready=ready)
+    report: Any = SimpleNamespace(metrics={}, tables=list)
+    with pytest.raises(OSError, match="no space left"):
+        evaluate_policy.hand_over_report(task, report)
+    assert codes == [1]
+    assert not list(tmp_path.iterdir())
