@@ -117,7 +117,7 @@ def stage_report(run: RunFiles) -> StageReport:
 
 
 def evaluations(run: RunFiles) -> list[Evaluated]:
-    """Return the metrics in `final/`, else of the last evaluation, with their gains and intervals."""
+    """Return the metrics in `final/`, else of the last evaluation, with gains and intervals."""
     ends = {name: run.curves[name] for name in run.curves if name.startswith("eval/")}
     metrics = {name: values[-1] for name, (_, values) in ends.items()}
     metrics |= {f"start/{name}": v[0] for name, (_, v) in ends.items() if len(v) > 1}
