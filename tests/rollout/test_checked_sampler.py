@@ -167,7 +167,7 @@ def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.Monkey
     for name in building.OURS:
         assert not isinstance(build_sampler(name, roles, params, None), CheckedSampler)
     sampler = build_sampler(NAME, roles, params, None)
-    assert not sampler.is_exact
+    assert sampler.is_exact is False
     with pytest.raises(RLHFError, match=f"^ppo.rollout is '{NAME}'"):
         sampler.sample(PROMPTS, 1, torch.Generator())
     own = build_sampler(NAME, roles, params, None, key="own.rollout")
@@ -197,8 +197,7 @@ class Raises(Server):
 def test_an_is_exact_that_is_no_bool_is_refused(
     monkeypatch: pytest.MonkeyPatch, kind: type[Server], told: str
 ) -> None:
-    load = lambda name, key: lambda roles, params: kind(None)  # noqa: E731
-    monkeypatch.setattr(building, "load_sampler", load)
+    monkeypatch.setattr(building, "load_sampler", lambda *_: lambda roles, params: kind(None))
     params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
     with pytest.raises(RLHFError) as caught:
         build_sampler(NAME, MagicMock(vocab_size=10), params, None)

@@ -10,7 +10,7 @@ from lightning_rlhf.stages.measured import (
     Measured,
     StageResult,
     by_prompt,
-    evaluations,
+    evaluation_files,
     interval_of,
 )
 
@@ -103,12 +103,12 @@ def test_the_samples_are_those_of_the_step_that_became_final(tmp_path: Path) -> 
     write_ending(tmp_path, ending)
     samples = tmp_path / "samples"
     chosen = samples / "eval_000001.jsonl"
-    assert evaluations(tmp_path) == (samples / "eval_000000.jsonl", chosen)
+    assert evaluation_files(tmp_path) == (samples / "eval_000000.jsonl", chosen)
     result = StageResult.read(metrics, tmp_path)
     assert result.gain(name) == Measured(5.0, (5.0, 5.0))
     assert result.metric(name) == Measured(5.0, (5.0, 5.0))
     chosen.unlink()
-    assert evaluations(tmp_path) is None
+    assert evaluation_files(tmp_path) is None
     assert StageResult.read(metrics, tmp_path).gain(name) == Measured(5.0, None)
 
 

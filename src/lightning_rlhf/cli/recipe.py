@@ -37,7 +37,7 @@ from lightning_rlhf.stages.folder.folders import (
     state_of,
 )
 from lightning_rlhf.stages.folder.resume import held
-from lightning_rlhf.stages.measured import StageResult, evaluations
+from lightning_rlhf.stages.measured import StageResult, evaluation_files
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
 from lightning_rlhf.stages.registry import STAGES
@@ -231,7 +231,7 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
             said = finals["ppo"].require_manifest("ppo").verdicts
             verdicts = {name: Verdict(**verdict) for name, verdict in said.items()}
             console.print(before_after_table(before, after, verdicts))
-        samples = evaluations(folder)
+        samples = evaluation_files(folder)
         if samples is None:
             raise CheckpointError(
                 f"{folder / 'samples'} holds no eval_*.jsonl of the step in final/, which a "

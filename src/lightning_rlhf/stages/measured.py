@@ -58,7 +58,7 @@ class StageResult:
     @classmethod
     def read(cls, metrics: Mapping[str, float], folder: Path) -> StageResult:
         """Read samples and metrics.csv of a stage. Raises CheckpointError for a damaged file."""
-        files = evaluations(folder) or ()
+        files = evaluation_files(folder) or ()
         read = [[sample for _, sample in json_lines(file)] for file in files]
         first, last = read or ([], [])
         rows = read_rows(folder / METRICS).values()
@@ -95,7 +95,7 @@ class StageResult:
         return interval_of(by_prompt(self.last, name))
 
 
-def evaluations(folder: Path) -> tuple[Path, Path] | None:
+def evaluation_files(folder: Path) -> tuple[Path, Path] | None:
     """Return the files of the samples of the first evaluation and of the one that became `final/`.
 
     That is the last one where the run has no ending.json. None for a stage without samples.

@@ -27,8 +27,7 @@ from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
-from lightning_rlhf.stages.measured import StageResult
-from lightning_rlhf.stages.measured import evaluations as evaluation_files
+from lightning_rlhf.stages.measured import StageResult, evaluation_files
 from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.stages.stage import Stage
@@ -118,7 +117,7 @@ def stage_report(run: RunFiles) -> StageReport:
 
 
 def evaluations(run: RunFiles) -> list[Evaluated]:
-    """Return the metrics of the last evaluation with what is known of them and of their gain."""
+    """Return the metrics in `final/`, else of the last evaluation, with gains and intervals."""
     ends = {name: run.curves[name] for name in run.curves if name.startswith("eval/")}
     metrics = {name: values[-1] for name, (_, values) in ends.items()}
     metrics |= {f"start/{name}": v[0] for name, (_, v) in ends.items() if len(v) > 1}
@@ -154,7 +153,7 @@ def reward_verdict(manifest: Manifest | None) -> Verdict | None:
 
 
 def pairs(folder: Path) -> list[PairedSample]:
-    """Return responses of the first evaluation, and of that of `final/`, to the same prompts."""
+    """Return responses of the first evaluation and of the one in `final/` to the same prompts."""
     files = evaluation_files(folder)
     if files is None or files[0] == files[1]:
         return []
@@ -166,7 +165,7 @@ def pairs(folder: Path) -> list[PairedSample]:
             after=after["response"],
             after_numbers=score_text(after),
         )
-        for before, after in paired_samples(files[0], files[-1], PAIRS)
+        for before, after in paired_samples(*files, PAIRS)
     ]
 
 
