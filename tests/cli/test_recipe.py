@@ -150,7 +150,8 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
 
 def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
     file = done.folder("ppo") / "diminishing.json"  # a run of so few iterations writes none
-    file.write_text('{"sentence": "after iteration 7 a further 10% bought nothing"}')
+    sentence = "after iteration 7 a further 10% bought nothing"
+    file.write_text(json.dumps({"sentence": sentence, "curves": [], "divergence": None}))
     summary = done.cook().succeeded.out.split("minutes in all stages")[1]
     assert "diminishing returns: after iteration 7 a further 10% bought nothing (" in summary
     assert "compute: tokens " in summary

@@ -22,6 +22,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     step_named,
 )
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.core.config import Mode
@@ -84,6 +85,7 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
     found = measured_at(folder, step)
     if settings.definition.validates_first and found:
         found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
+    found |= measured_at(folder, step, COMPUTE)
     # A run of another version may be exported: its weights have the names of this one's, or not.
     version = read_run(checkpoint)["version"]
     return Export(
@@ -123,12 +125,12 @@ def load_weights(module: nn.Module, path: Path, origin: Origin, prefix: str | No
     module.load_state_dict(state, strict=False)
 
 
-def measured_at(folder: Path, step: int) -> dict[str, float]:
-    """Return the metrics of the evaluation after `step`; {} where there was none."""
+def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, float]:
+    """Return the metrics after `step` whose names have the prefix; {} where there are none."""
     rows = read_rows(folder / METRICS)
     if step not in rows:
         return {}
-    return {name: float(cell) for name, cell in rows[step].items() if name.startswith("eval/")}
+    return {name: float(cell) for name, cell in rows[step].items() if name.startswith(prefix)}
 
 
 def values(
