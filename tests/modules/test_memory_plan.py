@@ -189,8 +189,8 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
     found = plan_memory(module, data(PromptTokens([1] * PROMPT, 0)), CPU)
     used: dict[str, int] = {}
 
-    def measured(name: str) -> None:
-        whole = getattr(module, name)
+    def measured(owner: object, name: str) -> None:
+        whole = getattr(owner, name)
 
         def work(*args: Any, **kwargs: Any) -> Any:
             with Peak() as peak:
@@ -198,10 +198,10 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
             used[name] = peak.most
             return result
 
-        monkeypatch.setattr(module, name, work)
+        monkeypatch.setattr(owner, name, work)
 
-    measured("roll_out")
-    measured("gradient")
+    measured(module.collector, "roll_out")
+    measured(module, "gradient")
     fit(module, [same_length()], [outputs := Outputs()])
     assert outputs.steps[0].experience.response_mask.all()
     trained = sum(role.gradients for role in found.roles.values())

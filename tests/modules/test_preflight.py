@@ -29,6 +29,7 @@ from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.stages.preflight import predictions
 from lightning_rlhf.stages.preflight.check import at_most, difference
 from lightning_rlhf.stages.preflight.parameters import trainable
 from lightning_rlhf.stages.preflight.preflight import examine, of_models
@@ -109,7 +110,7 @@ def test_checks_change_no_weight_no_role_and_no_random_state(
     assert (random.getstate(), str(np.random.get_state())) == states[1:]  # noqa: NPY002
     assert not changed(before, parameters(module))
     assert module.roles.heads[VALUE] is head
-    assert module.roles._role == POLICY
+    assert module.roles.role == POLICY
     assert module.iteration == 0
     assert module.collector.sampler.params.max_response_tokens == ppo_config().max_response_tokens
 
@@ -121,7 +122,7 @@ def read_padding(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
     def sees(self: Roles, tokens: Tensor, wanted: Tensor) -> Tensor:
         hidden = hidden_at(self, tokens, wanted)
         mean = tokens.float().mean() / VOCABULARY
-        return hidden * (1 + mean) if self._role in roles else hidden
+        return hidden * (1 + mean) if self.role in roles else hidden
 
     monkeypatch.setattr(Roles, "hidden_at", sees)
 
@@ -170,13 +171,13 @@ def test_an_update_that_computes_otherwise_than_the_sampler_fails(
     make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make_ppo(fresh=True)
-    whole = module.policy_outputs
+    whole = predictions.policy_outputs
 
-    def shifted(hidden: Tensor, micro_batch: Any) -> Any:
-        outputs = whole(hidden, micro_batch)
+    def shifted(*arguments: Any) -> Any:
+        outputs = whole(*arguments)
         return replace(outputs, logprobs=outputs.logprobs.roll(1))
 
-    monkeypatch.setattr(module, "policy_outputs", shifted)
+    monkeypatch.setattr(predictions, "policy_outputs", shifted)
     assert failing(module) == {"ratio"}
 
 
@@ -219,7 +220,7 @@ def test_a_reward_that_reads_padding_fails(make_ppo: Callable[..., PPOModule]) -
     (learned,) = module.reward.sources
     whole = module.roles.rewards
     sees = replace(learned, rewards=lambda tokens, mask: whole(tokens, torch.ones_like(mask)))
-    module.reward = Reward.of(sees)
+    module.collector.reward = Reward.of(sees)
     assert failing(module) == {"padding: reward"}
 
 
@@ -238,7 +239,7 @@ def test_a_reward_without_a_number_fails(make_ppo: Callable[..., PPOModule]) -> 
         raise RewardError("the template refuses")
 
     (learned,) = module.reward.sources
-    module.reward = Reward.of(replace(learned, rewards=refuses))
+    module.collector.reward = Reward.of(replace(learned, rewards=refuses))
     assert failing(module) == {"padding: reward"}
 
 
@@ -263,7 +264,7 @@ def test_a_reward_model_of_its_own_is_looked_at_too(make_ppo: Callable[..., PPOM
     module = make_ppo(fresh=True)
     owner = rm_roles("qwen3").requires_grad_(True)
     (learned,) = module.reward.sources
-    module.reward = Reward.of(replace(learned, rewards=owner.rewards, module=owner))
+    module.collector.reward = Reward.of(replace(learned, rewards=owner.rewards, module=owner))
     found = {check.name for check in trainable(module) if check.verdict == "failed"}
     assert found == {"trainable: reward reward"}
 

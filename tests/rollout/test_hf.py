@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.models.roles import POLICY, VALUE, Roles
@@ -36,7 +37,7 @@ def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
         assert sampled.logprobs is None
         return annotate(
             sampled, roles, Critic(roles, POLICY), is_exact=True,
-            temperature=params.temperature, batch_size=2,
+            temperature=params.temperature, policy_rows=MicrobatchSize("rows", 2), batch_size=2,
         )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from pydantic.dataclasses import dataclass
 from rich import get_console
 from yaml import YAMLError
 
-from lightning_rlhf.callbacks.compute import PEAK, compute_line
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, stage_of
@@ -28,7 +27,6 @@ from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.diminishing import repeat_conclusion
 from lightning_rlhf.stages.folder.folders import (
     FINAL,
     State,
@@ -37,11 +35,9 @@ from lightning_rlhf.stages.folder.folders import (
     state_of,
 )
 from lightning_rlhf.stages.folder.resume import held
-from lightning_rlhf.stages.measured import StageResult, evaluation_files
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
 from lightning_rlhf.stages.registry import STAGES
-from lightning_rlhf.stages.reports import write_promises, write_report
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 
@@ -125,6 +121,10 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
         ran = run_stages(stages, commands, anew=cfg.overwrite)
+    # Imported here, with torch and Lightning: what names and folders tell comes before.
+    from lightning_rlhf.stages.measured import StageResult
+    from lightning_rlhf.stages.reports import write_promises, write_report
+
     metrics = summarise(stages, ran)
     if cfg.job is None:
         folder = folder_of(stages[recipe.stages[0]]).parent
@@ -218,6 +218,10 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
 
     ran: stages that were run in this call, whose results are already printed.
     """
+    from lightning_rlhf.callbacks.compute import PEAK, compute_line
+    from lightning_rlhf.stages.diminishing import repeat_conclusion
+    from lightning_rlhf.stages.measured import evaluation_files
+
     finals = {stage: find(str(folder_of(s) / FINAL), stage) for stage, s in stages.items()}
     metrics: dict[str, Mapping[str, float]] = {
         stage: final.require_manifest(stage).metrics for stage, final in finals.items()

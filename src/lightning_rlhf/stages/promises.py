@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 from rich import get_console
@@ -14,8 +15,10 @@ from lightning_rlhf.core.validation import STRICT, rule
 from lightning_rlhf.report.run_page import Kept, PromiseRow
 from lightning_rlhf.stages.console import say
 from lightning_rlhf.stages.folder.changes import VOLATILE, differing_keys, volatile
-from lightning_rlhf.stages.measured import Measured, StageResult
 from lightning_rlhf.stages.settings import Settings
+
+if TYPE_CHECKING:  # with torch and Lightning, which reading a recipe does not need
+    from lightning_rlhf.stages.measured import Measured, StageResult
 
 STYLES: dict[Kept, str] = {"kept": "green", "within noise": "yellow", "broken": "red"}
 ANY = ("seed", *VOLATILE)
