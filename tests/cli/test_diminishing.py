@@ -33,11 +33,10 @@ def test_a_run_with_too_few_iterations(tmp_path: Path, workplace: Workplace) -> 
     folder = metrics(tmp_path / "ppo", 11)
     assert say_diminishing(folder, "run") is False
     assert [path.name for path in folder.iterdir()] == ["metrics.csv"]
-    for path in (folder, tmp_path / "nowhere"):
+    for path, count in ((folder, 11), (tmp_path / "nowhere", 0)):
         error = workplace.call("diminishing", str(path)).error
-        assert error == (
-            f"{path / 'metrics.csv'} is not there, or has fewer than 12 iterations of stage=ppo"
-        )
+        file = path / "metrics.csv"
+        assert error == f"{file} has {count} iterations of stage=ppo; allowed: at least 12"
 
 
 def test_a_damaged_file_is_named(tmp_path: Path, workplace: Workplace) -> None:

@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
@@ -45,7 +46,10 @@ def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompt
     assert not roles.caches
     for responses in sampled(roles, prompts):
         with roles.use_role(REFERENCE):
-            rollout = annotate(responses, roles, None, is_exact=True, temperature=1.0, batch_size=2)
+            rollout = annotate(
+                responses, roles, None, is_exact=True, temperature=1.0,
+                policy_rows=MicrobatchSize("rows", 2), batch_size=2,
+            )  # fmt: skip
         for row, mask, logprobs in zip(rollout.tokens, rollout.mask, rollout.logprobs, strict=True):
             tokens, n = row[mask], int((logprobs != 0).sum())
             with torch.no_grad(), roles.use_role(REFERENCE):

@@ -54,7 +54,7 @@ def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     ignored = (*volatile(stage), *stage.unread)
     then = stage_completed(completed(read_config(file, "overwrite=true starts anew")), stage)
-    tree = completed(tree)
+    tree = stage_completed(completed(tree), stage)
     before, now = flatten(then), flatten(tree)
     return [
         "{} was {}, is {}".format(key, *abridged(value_in(before, key), value_in(now, key)))
