@@ -44,7 +44,8 @@ from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.stages import launch
+from lightning_rlhf.rollout.collector import Collector
+from lightning_rlhf.stages import hand_over
 
 STAGES = ("sft", "rm", "ppo")
 SMALL = {
@@ -80,8 +81,8 @@ OWN = {
 }  # fmt: skip
 """Stage -> its phases."""
 MARKED = [
-    (PPOModule, "generate", "generation"),
-    (PPOModule, "score", "scoring"),
+    (Collector, "roll_out", "generation"),
+    (Collector, "score", "scoring"),
     (PPOModule, "update", "update"),
     (PPOModule, "validation_step", "evaluation"),
     (SFTModule, "training_step", "training"),
@@ -90,7 +91,7 @@ MARKED = [
     (RewardModule, "validation_step", "evaluation"),
     (Checkpoints, "save", "checkpoint"),
     (checkpoints, "keep_newest", "deletion"),
-    (launch, "write_final", "export"),
+    (hand_over, "write_final", "export"),
 ]
 """Functions that mark phases: (owner, name of the function, phase)."""
 RECIPE_SHARE = 0.06
