@@ -175,9 +175,11 @@ class Disk:
             os.write(journal, f"{json.dumps([path, size])}\n".encode())
 
         def note_replace(source: Any, target: Any) -> None:
-            replace(source, target)
+            # Noted first: a kill in between leaves the old file, which the noted size cuts nowhere;
+            # noted last, it would leave the new file cut to the size of the old one.
             paths = [os.path.abspath(source), os.path.abspath(target)]
             os.write(journal, f"{json.dumps(paths)}\n".encode())
+            replace(source, target)
 
         with patch.object(os, "fsync", note_fsync), patch.object(os, "replace", note_replace):
             yield
