@@ -58,7 +58,7 @@ class Rule:
     cause: str
     """Likely cause of the symptom."""
     remedy: str
-    """What to look at, and the keys of the configuration to change."""
+    """Places to look at, and the keys of the configuration to change."""
     find: Find
     """Function that returns the symptom, or None where it is absent."""
 

@@ -29,7 +29,7 @@ DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
 KernelChoice = Literal["auto", "fast", "plain"]
 Mode = Literal["min", "max"]
-"""Whether the lowest or the highest value of a metric is the best."""
+"""Direction in which a metric is better."""
 FinalStep = Annotated[
     Literal["last", "best"] | PositiveInt, described("last, best, the number of a step")
 ]

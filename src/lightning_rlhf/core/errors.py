@@ -101,7 +101,7 @@ class NotFiniteError(TrainingError):
         self.stage = stage
         self.made = made
         self.rewards_overflow = False
-        """Whether the rewards of PPO are so large that their squares are not finite."""
+        """True if the rewards of PPO are so large that their squares are not finite."""
 
 
 class PreflightError(RLHFError):

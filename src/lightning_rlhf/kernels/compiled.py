@@ -82,7 +82,7 @@ class Attention(NamedTuple):
     scale: float
     """Factor of the product of a query and a key."""
     gated: bool
-    """Whether a gate is projected for each query."""
+    """True if a gate is projected for each query."""
 
     @classmethod
     def of(cls, norm: nn.Module, layer: Any, x: Tensor) -> Attention | None:

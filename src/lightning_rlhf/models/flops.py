@@ -77,11 +77,11 @@ class Matrix:
     trained_ranks: tuple[int, ...]
     """Ranks of the active adapters that are trained."""
     is_trained: bool
-    """Whether the weight itself is trained."""
+    """True if the weight itself is trained."""
     needs_input: bool
-    """Whether the gradient of the input is needed."""
+    """True if the gradient of the input is needed."""
     wanted_only: bool
-    """Whether only the wanted positions are computed."""
+    """True if only the wanted positions are computed."""
 
     @property
     def learns(self) -> bool:
@@ -118,7 +118,7 @@ class Attention:
     width: int
     """Number of query heads times their size."""
     learns: bool
-    """Whether a gradient flows through it."""
+    """True if a gradient flows through it."""
 
     def forward(self, lengths: Int[Tensor, " B"]) -> float:
         """Return the operations of the rows: the products with keys and with values."""
@@ -143,9 +143,9 @@ class DeltaRule:
     taps: int
     """Channels of the convolution times its taps."""
     learns: bool
-    """Whether a gradient flows through it."""
+    """True if a gradient flows through it."""
     short_chunks: bool
-    """Whether rows are split into equal chunks of at most MAX_CHUNK tokens."""
+    """True if rows are split into equal chunks of at most MAX_CHUNK tokens."""
 
     def forward(self, lengths: Int[Tensor, " B"]) -> float:
         """Return the operations of the rows."""
@@ -178,9 +178,9 @@ class Flops:
     vocabulary: int
     """Number of logits; 0 without an output layer."""
     recomputes: bool
-    """Whether decoder layers are computed once more for the gradient."""
+    """True if decoder layers are computed once more for the gradient."""
     merges: bool
-    """Whether the kernels may add an adapter to the weight."""
+    """True if the kernels may add an adapter to the weight."""
 
     def forward(self, rows: Rows) -> float:
         """Return the operations of the trunk's forward pass."""

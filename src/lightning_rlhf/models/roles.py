@@ -96,7 +96,7 @@ class Roles(nn.Module):
 
     def _set_kernels(self) -> None:
         self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
-        """Which layers compute."""
+        """Layers that compute: fast or plain."""
         self._kernel_device = self.device.type
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Roles:

@@ -15,7 +15,7 @@ class Verdict:
     """Verdict on whether a reward is fit to be maximised."""
 
     is_unfit: bool
-    """Whether the report advises against PPO on this reward."""
+    """True if the report advises against PPO on this reward."""
     words: str
     """Text of the verdict, two sentences."""
     reasons: Sequence[str]

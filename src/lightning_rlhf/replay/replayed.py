@@ -28,7 +28,7 @@ class ReplayedToken:
     ratio: float
     """Probability after the updates divided by that at sampling."""
     clipped: bool
-    """Whether the ratio is outside the clip range."""
+    """True if the ratio is outside the clip range."""
     value: float | None
     """V(s_t) of the critic; None without a critic."""
     value_after: float | None

@@ -48,7 +48,7 @@ DEFINITIONS = (
     "responses. pass@k, for scores of 0 and 1 alone, is 1 - C(n - c, k) / C(n, k) for n "
     "responses of which c pass, averaged over prompts."
 )
-"""How the numbers are defined."""
+"""Definitions of the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

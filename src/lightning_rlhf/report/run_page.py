@@ -93,7 +93,7 @@ class StageReport:
     phases: Sequence[tuple[str, float]] = ()
     """Phase of the run -> its seconds."""
     totals: Sequence[tuple[str, str]] = ()
-    """What the run has computed, as names and amounts."""
+    """Compute of the run, as names and amounts."""
     config: Sequence[tuple[str, str]] = ()
     """Keys of the configuration and their values as text."""
     data: Sequence[tuple[str, str]] = ()

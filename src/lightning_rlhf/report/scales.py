@@ -23,7 +23,7 @@ class Scale:
     end: float
     is_log: bool = False
     is_whole: bool = False
-    """Whether only whole numbers are ticks."""
+    """True if only whole numbers are ticks."""
 
     def __call__(self, value: float) -> float:
         low, high, value = map(self._scaled, (self.low, self.high, value))

@@ -90,7 +90,7 @@ class ModelConfig(LearnedConfig, ClassifierConfig):
     batch_size: PositiveInt
 
     def check(self, key: str) -> None:
-        """As ComponentConfig.check."""
+        """Raise ConfigError as `ComponentConfig.check` does."""
         if self.device not in (None, "cpu"):
             require_device(f"{key}.device", self.device)
 
@@ -142,7 +142,7 @@ class HTTPConfig(ComponentConfig):
         refuse_stored(self.normalization, "a server tells no scale")
 
     def check(self, key: str) -> None:
-        """As ComponentConfig.check."""
+        """Raise ConfigError as `ComponentConfig.check` does."""
         parsed(self.url, f"{key}.url")
 
 

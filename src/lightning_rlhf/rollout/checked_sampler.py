@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.io.user_code import FAULTS
 from lightning_rlhf.rollout.sampler import Sampler
 
+Require = Callable[[bool, str, str], None]
+"""(holds, what was returned, what is allowed) -> None; raises SamplerError where it does not."""
 ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a sure token above 0."""
 KEY = "ppo.rollout"
@@ -100,6 +103,14 @@ def checked(
 
     require(isinstance(found, SampledResponses), f"an object of type {type(found).__name__}",
             "SampledResponses")  # fmt: skip
+    check_tensors(found, prompts, require)
+    limit = f"{key.rpartition('.')[0]}.max_response_tokens={max_response_tokens}"
+    check_rows(found, prompts, require, max_response_tokens, limit, vocab_size)
+    return found
+
+
+def check_tensors(found: SampledResponses, prompts: Prompts, require: Require) -> None:
+    """Require a tensor of the right shape, type and device in each field."""
     rows, width = prompts.tokens.shape
     mask = found.response_mask
     is_grid = isinstance(mask, Tensor) and mask.dim() == 2
@@ -125,6 +136,20 @@ def checked(
         require(tensor.device == prompts.tokens.device, f"{field} on {tensor.device}",
                 f"{prompts.tokens.device}, the device of the prompts")  # fmt: skip
 
+
+def check_rows(
+    found: SampledResponses,
+    prompts: Prompts,
+    require: Require,
+    max_response_tokens: int,
+    limit: str,
+    vocab_size: int,
+) -> None:
+    """Require responses to the prompts, of allowed lengths, tokens and log-probabilities.
+
+    limit: configuration key of max_response_tokens and its value, for the errors.
+    """
+    mask, width = found.response_mask, prompts.tokens.shape[1]
     lengths, outside = mask.sum(dim=1), (found.tokens < 0) | (found.tokens >= vocab_size)
     first_outside = found.tokens.gather(1, outside.int().argmax(dim=1, keepdim=True)).squeeze(1)
     other_prompt = (found.tokens[:, :width] != prompts.tokens) & prompts.mask
@@ -132,7 +157,7 @@ def checked(
     for wrong, what, allowed in (
         (lengths == 0, "{length} tokens", "at least one, the end token included"),
         (lengths > max_response_tokens, "{length} tokens",
-         f"at most ppo.max_response_tokens={max_response_tokens}"),
+         f"at most {limit}"),
         ((mask[:, 1:] > mask[:, :-1]).any(dim=1), "a response_mask with a gap",
          "True from its first column to the last token of the response, then False"),
         (other_mask.any(dim=1), "another mask", "the prompt's mask, then response_mask"),
@@ -156,4 +181,3 @@ def checked(
             row = int(wrong.int().argmax())
             shown = what.format(length=int(lengths[row]), token=int(first_outside[row]))
             require(False, f"{shown} for response {row}", allowed)
-    return found

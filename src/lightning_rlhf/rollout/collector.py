@@ -75,7 +75,7 @@ class Collector:
             config.rollout, roles, params, critic, key=f"{stage}.rollout"
         )
         self.annotated = not isinstance(self.sampler, NativeSampler)
-        """Whether the policy read the latest responses for log-probabilities or values."""
+        """True if the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(
         self, prompts: Prompts, generator: torch.Generator, samples_per_prompt: int = 1

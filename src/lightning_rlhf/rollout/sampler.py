@@ -38,7 +38,7 @@ class Sampler(Protocol):
     """
 
     is_exact: bool
-    """Whether the returned log-probabilities and values are computed with the weights and at the
+    """True if the returned log-probabilities and values are computed with the weights and at the
     precision of the training, and so are used unchanged. False where they may differ a little, as
     those of a server do: the training model's are computed instead."""
 

@@ -1,4 +1,4 @@
-"""Which step of a run becomes `final/`: the checks of the keys `final`, `best` and `stop`."""
+"""Checks of the keys `final`, `best` and `stop`, which decide the step that becomes `final/`."""
 
 from __future__ import annotations
 

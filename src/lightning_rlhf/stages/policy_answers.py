@@ -40,7 +40,7 @@ GREEDY = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every policy is asked."""
+    """The prompts and settings that are the same for every policy."""
 
     ready: Prepared
     config: PolicyEvalConfig
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a policy responds, on the CPU."""
+    """The responses of a policy, on the CPU."""
 
     rollouts: Mapping[Decoding, Sequence[Rollout]]
     perplexity: float | None

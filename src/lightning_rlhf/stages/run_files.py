@@ -1,4 +1,4 @@
-"""What the folder of a run holds, for its report and for comparisons."""
+"""The contents of a run's folder, for its report and for comparisons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_rlhf.stages.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What the folder of a run holds."""
+    """The contents of a run's folder."""
 
     folder: Path
     tree: Mapping[str, Any]

@@ -86,7 +86,7 @@ class Settings:
     """Whether a failed check before the first update ends the run, is a warning, or is not made;
     "only" makes the checks and no run."""
     record: bool
-    """Whether PPO writes its rollouts; the other stages have none."""
+    """True if PPO writes its rollouts; the other stages have none."""
     debug: bool
     tree: dict[str, Any]
     """The whole configuration as plain types."""
@@ -114,11 +114,11 @@ class Stage:
     """Function: (Prepared, Roles, config, ...) -> LightningModule before its first step, for
     replay."""
     reads_sft: bool = True
-    """Whether the stage starts from the SFT model of the run, or of `policy.checkpoint`."""
+    """True if the stage starts from the SFT model of the run, or of `policy.checkpoint`."""
     reads_reward: bool = False
-    """Whether the stage reads the section `reward`, and the reward models named there."""
+    """True if the stage reads the section `reward`, and the reward models named there."""
     reads_judge: bool = False
-    """Whether the stage reads `data.judge`."""
+    """True if the stage reads `data.judge`."""
     reads_models: Callable[[Settings], Mapping[str, Final]] | None = None
     """Function of the settings that returns the other checkpoints that the stage reads, by role."""
     check: Callable[[Settings, Mapping[str, Final]], object] | None = None
@@ -131,7 +131,7 @@ class Stage:
     unit: str = "optimizer step"
     """Unit in which steps are counted: the label of the x-axis of the curves."""
     validates_first: bool = False
-    """Whether all validation data are evaluated before the first step."""
+    """True if all validation data are evaluated before the first step."""
     headlines: tuple[str, ...] = ()
     """Metrics in the progress bar."""
     summary: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ class Value:
     """A metric at the chosen step and at the last one."""
 
     mode: Mode
-    """Whether the lowest or the highest value is the best."""
+    """Direction in which the metric is better: min or max."""
     chosen: float | None
     """Value at the chosen step; None where it was not measured."""
     last: float | None

@@ -1,4 +1,4 @@
-"""Whether padding changes what the models compute: rows in a padded batch against single rows."""
+"""Checks of padded batches: padding changes nothing that the models compute."""
 
 from __future__ import annotations
 

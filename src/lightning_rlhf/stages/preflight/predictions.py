@@ -1,4 +1,4 @@
-"""Whether sampler, policy, update and reference agree on the log-probabilities of responses."""
+"""Checks that sampler, policy, update and reference agree on the log-probabilities of responses."""
 
 from __future__ import annotations
 
