@@ -71,6 +71,17 @@ def test_the_interval_is_the_studentised_one_of_the_prompts_means() -> None:
     assert coins == pytest.approx((0.431, 0.569), abs=0.011)
 
 
+def test_a_share_is_known_within_0_and_1_and_never_for_certain(tmp_path: Path) -> None:
+    """The mean of 8 prompts is 1, and so is that of every resample of them."""
+    write(tmp_path, 0, [1.0] * 16)
+    found = StageResult.read({"eval/judge/gold": 1.0}, tmp_path).metric("eval/judge/gold")
+    assert found is not None
+    assert found.interval is not None
+    low, high = found.interval
+    assert 0.5 < low < 1.0
+    assert high <= 1.0
+
+
 def test_responses_without_the_part_do_not_count() -> None:
     assert interval([1.0, None, 1.0, None], [0, 1, 2, 3]) == (1.0, 1.0)
     assert interval([1.0, None, 5.0, 1.0], [0, 0, 1, 1]) == pytest.approx((1.0, 3.0))

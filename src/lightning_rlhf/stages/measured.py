@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
 from lightning_rlhf.io.reading import json_lines
 from lightning_rlhf.report.comparison import REWARD, column, ends
-from lightning_rlhf.report.estimates import Interval, mean_interval
+from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval
 from lightning_rlhf.stages.folder.ending import read_ending
 from lightning_rlhf.stages.folder.folders import METRICS
 
@@ -33,7 +33,7 @@ class Measured:
 
     value: float
     interval: Interval | None
-    """95% interval by a studentised bootstrap over prompts; None where the stage keeps no rows of
+    """95% interval by a bootstrap over prompts; None where the stage keeps no rows of
     the metric, or has a single prompt."""
 
     def __str__(self) -> str:
@@ -92,7 +92,10 @@ class StageResult:
     def _interval(self, name: str) -> Interval | None:
         if name == ACCURACY and {LOWEST, HIGHEST} <= self.metrics.keys():
             return self.metrics[LOWEST], self.metrics[HIGHEST]
-        return interval_of(by_prompt(self.last, name))
+        values = by_prompt(self.last, name)
+        known = values[~np.isnan(values)]
+        are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
+        return interval_of(values, rate_interval if are_rates else mean_interval)
 
 
 def evaluation_files(folder: Path) -> tuple[Path, Path] | None:
@@ -123,10 +126,13 @@ def by_prompt(samples: Samples, name: str) -> np.ndarray:
     return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
 
 
-def interval_of(values: np.ndarray) -> Interval | None:
+def interval_of(
+    values: np.ndarray, estimate: Callable[[np.ndarray, int], Ends] = mean_interval
+) -> Interval | None:
     """Return the 95% interval of the mean over prompts, of those that are not NaN.
 
     None with fewer than two of them.
+    estimate: function from values and a seed to the ends of the interval of their mean.
     """
     known = values[~np.isnan(values)]
-    return ends(mean_interval(known, SEED)) if len(known) > 1 else None
+    return ends(estimate(known, SEED)) if len(known) > 1 else None
