@@ -302,7 +302,7 @@ def test_the_server_in_the_docs_answers() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         reward = HTTPReward(
             f"http://127.0.0.1:{server.server_port}/score", batch_size=2, timeout_s=10.0,
-            retries=0, backoff_s=0.0, cache_size=0, token_env=None, name="reward", tell=print,
+            retries=0, backoff_s=0.0, cache_size=0, token_env=None, name="reward", warn=print,
         )  # fmt: skip
         reward.greet()
         assert reward(decoded("one", "one two", "")) == [-1, -2, 0]

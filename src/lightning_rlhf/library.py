@@ -69,7 +69,7 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
 
 @contextmanager
 def no_outer_hydra() -> Iterator[None]:
-    """Within the block, let Hydra start anew in a program that uses Hydra itself."""
+    """Within the block, let Hydra start over in a program that uses Hydra itself."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

@@ -49,7 +49,7 @@ def test_there_is_a_line_every_ten_seconds(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Working("sampling", 64) as sampling:
-        sampling.say_until(clock.waiting(lambda: sampling.advance(8), 35))
+        sampling.print_until(clock.waiting(lambda: sampling.advance(8), 35))
     assert capsys.readouterr().out.splitlines() == [
         "sampling 8/64  0:00:10 elapsed",
         "sampling 16/64  0:00:20 elapsed",
@@ -59,9 +59,9 @@ def test_there_is_a_line_every_ten_seconds(
 
 def test_what_takes_less_says_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Working("loading [bold]it[/bold]") as loading:
-        loading.say_until(clock.waiting(lambda: None, 9.9))
+        loading.print_until(clock.waiting(lambda: None, 9.9))
         assert capsys.readouterr().out == ""
-        loading.say_until(clock.waiting(lambda: None, 10.1))
+        loading.print_until(clock.waiting(lambda: None, 10.1))
     assert capsys.readouterr().out == "loading [bold]it[/bold]  0:00:20 elapsed\n"
 
 

@@ -15,7 +15,7 @@ from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.stages import console
-from lightning_rlhf.stages.console import quiet_libraries, say_lengths
+from lightning_rlhf.stages.console import print_lengths, quiet_libraries
 
 from .conftest import ROWS, Workplace
 
@@ -97,7 +97,7 @@ def test_few_rows_are_told(
 ) -> None:
     rows = Rows[int]("x.jsonl", tuple(range(count)), Counter(), "line", tuple(range(count)))
     tokenised = Tokenised(rows.rows, Counter(), Counter(), rows.numbers)
-    say_lengths("prompt", rows, tokenised, to_validate=to_validate)
+    print_lengths("prompt", rows, tokenised, to_validate=to_validate)
     assert capsys.readouterr().out == f"{said}\n"
 
 

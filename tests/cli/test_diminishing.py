@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.stages.diminishing import say_diminishing
+from lightning_rlhf.stages.diminishing import print_diminishing
 
 from .conftest import Workplace
 
@@ -31,7 +31,7 @@ def test_a_run_that_is_there(tmp_path: Path, workplace: Workplace) -> None:
 
 def test_a_run_with_too_few_iterations(tmp_path: Path, workplace: Workplace) -> None:
     folder = metrics(tmp_path / "ppo", 11)
-    assert say_diminishing(folder, "run") is False
+    assert print_diminishing(folder, "run") is False
     assert [path.name for path in folder.iterdir()] == ["metrics.csv"]
     for path, count in ((folder, 11), (tmp_path / "nowhere", 0)):
         error = workplace.call("diminishing", str(path)).error

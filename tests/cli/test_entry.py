@@ -213,7 +213,7 @@ def test_a_stop_is_seen_in_the_exit_status(
     [
         (["stage=sft"], ["config.json", "checkpoints/000004.ckpt"],
          "stopped; resume=true goes on from the last checkpoint"),
-        (["stage=sft"], ["config.json"], "stopped; the same command starts it anew"),
+        (["stage=sft"], ["config.json"], "stopped; the same command starts it over"),
         (["stage=sft"], ["config.json", "metrics.csv"],
          "stopped; it has no checkpoint yet (sft.checkpoint_every="),
         (["stage=sft"], [], "stopped"),

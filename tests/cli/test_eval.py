@@ -71,7 +71,7 @@ def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None
     page, numbers, out = evaluate(place, kind, *sources(place)[kind])
     reward = {"judge": "model", "classifier": "model"}.get(kind, kind)
     named = f"{kind}/mini/eval: {reward}"
-    assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Cannot be told: ")
+    assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Not enough data: ")
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
     assert "Measured on 4 held-out pairs of 4 prompts and 8 SFT samples" in page

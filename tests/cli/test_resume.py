@@ -107,7 +107,7 @@ class TestWhatIsRefused:
         folder = place.stage("sft") / "checkpoints"
         (folder / "000005.ckpt").unlink()
         (folder / "000006.ckpt").write_bytes(b"")
-        assert self.refused(place, "resume=true").endswith("Give overwrite=true to start anew")
+        assert self.refused(place, "resume=true").endswith("Give overwrite=true to start over")
 
     def test_a_foreign_one(self, place: Workplace) -> None:
         foreign = place.stage("rm") / "checkpoints" / "000006.ckpt"
@@ -269,7 +269,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
     assert not list(folder.rglob("*.tmp"))
     again = [] if what == "checkpoint" else ["resume=true"]
     assert error.endswith("resume=true goes on from the last checkpoint" if again else
-                          "the same command starts it anew")  # fmt: skip
+                          "the same command starts it over")  # fmt: skip
     workplace.mini("stage=sft", *again).succeeded  # noqa: B018
     assert weights(folder) == weights(pipeline.stage("sft"))
 

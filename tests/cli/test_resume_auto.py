@@ -55,12 +55,12 @@ def test_a_run_without_a_checkpoint_starts_anew(cut_off: Workplace, pipeline: Wo
     assert "has no checkpoint to go on from" in cut_off.mini("stage=sft", "resume=true").error
     assert "was cut off. Give resume=auto or overwrite=true" in cut_off.mini("stage=sft").error
     out = cut_off.mini("stage=sft", "resume=auto").succeeded.out
-    assert "cut off before its first checkpoint; it starts anew" in out
+    assert "cut off before its first checkpoint; it starts over" in out
     assert rows(folder) == rows(pipeline.stage("sft"))
 
 
 def test_only_the_best_one_is_left(cut_off: Workplace, pipeline: Workplace) -> None:
-    """A run that could be resumed is not started anew."""
+    """A run that could be resumed is not started over."""
     folder = cut_off.stage("sft") / "checkpoints"
     for name in ("000005", "000006"):
         (folder / f"{name}.ckpt").unlink()

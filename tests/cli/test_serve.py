@@ -35,13 +35,13 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def test_it_serves_until_it_is_stopped(
     workplace: Workplace, loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = serve._say_address
+    print_address = serve._print_address
 
-    def say_and_stop(*arguments: Any) -> None:
-        say(*arguments)
+    def print_and_stop(*arguments: Any) -> None:
+        print_address(*arguments)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(serve, "_say_address", say_and_stop)
+    monkeypatch.setattr(serve, "_print_address", print_and_stop)
     outcome = workplace.call("serve-reward", "final", "reward.label=3", "--port", "0").succeeded
     first, last = outcome.out.splitlines()
     assert re.fullmatch(

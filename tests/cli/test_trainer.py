@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.stages import accelerator, trainer_section
-from lightning_rlhf.stages.accelerator import check_accelerator, say_device
+from lightning_rlhf.stages.accelerator import check_accelerator, print_device
 from lightning_rlhf.stages.objects import own_arguments, own_callbacks
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
@@ -274,7 +274,7 @@ def test_a_torch_without_cuda_is_told_where_there_is_a_gpu(
 ) -> None:
     monkeypatch.setattr(accelerator, "driver_has_gpu", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    say_device(settings_of())
+    print_device(settings_of())
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith("computing on the CPU, 32-true")
     assert ("is built without CUDA and cannot use the GPU" in out) == told

@@ -278,7 +278,7 @@ def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
 
 @pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [
     (0, 0, "iteration 1: {}. No update was made yet: so is the model that the run starts from"),
-    (1, 0, "iteration 2: {}. A smaller ppo.lr may hold the model: start anew (overwrite=true or "
+    (1, 0, "iteration 2: {}. A smaller ppo.lr may hold the model: start over (overwrite=true or "
         "job=NAME) with one, since a resumed run keeps its numbers"),
     (1, 1, "iteration 2: {}. The last update before it had a loss or gradient that is not finite, "
         "and was not made. A smaller ppo.lr may"),
@@ -386,7 +386,7 @@ def test_the_error_says_how_to_go_on(supervised: tuple[Any, Record]) -> None:
     module, batch = supervised
     stage = module.guard.stage
     beside = {"sft": "run", "rm": "job"}[stage]
-    expected = rf"Start anew \(overwrite=true or {beside}=NAME\) with a smaller {stage}\.lr: a res"
+    expected = rf"Start over \(overwrite=true or {beside}=NAME\) with a smaller {stage}\.lr: a res"
     with pytest.raises(TrainingError) as caught:
         fit(module, [batch] * 4, [Spoiled({1, 2, 3})])
     assert re.search(expected, str(advise(caught.value)))
@@ -406,7 +406,7 @@ def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
 
 @pytest.mark.parametrize(("what", "size", "said"), [
     ("rewards", 1e38, "the reward is too large. ppo.score_clip bounds it"),
-    ("rewards", math.inf, "component. Start anew (overwrite=true or job=NAME) with one"),
+    ("rewards", math.inf, "component. Start over (overwrite=true or job=NAME) with one"),
     ("rewards", 1e3, "No update was made before them"),
     ("kl", 1e38, "No update was made before them"),
 ])  # fmt: skip

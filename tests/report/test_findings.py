@@ -116,7 +116,7 @@ def test_nothing_is_flagged_without_data() -> None:
     findings = find(measure(scored(*wrong), [ScoredSample(99.0, 3)] * 29), [])
     assert [f.outcome for f in findings] == ["not tested"] * 6
     assert "29 pairs" in findings[0].words
-    assert verdict(findings).startswith("Cannot be told")
+    assert verdict(findings).startswith("Not enough data")
     more = find(measure(scored(*wrong, *wrong), [ScoredSample(99.0, 3)] * 30), [])
     assert [f.check for f in more if f.outcome == "flag"] == [
         ACCURACY, BEATS_LENGTH, OVERCONFIDENCE, OUTSIDE,
@@ -213,7 +213,7 @@ def test_accuracy_that_length_alone_reaches_says_nothing() -> None:
     assert (found.outcome, found.value) == ("flag", 0.0)
     assert found.words == (
         "ranks 98.0% of held-out pairs right; always taking the longer response is right in 98.0%; "
-        "its accuracy cannot be told from length"
+        "length alone may explain its accuracy"
     )
     assert verdict(find(fitness, [])).startswith("Fit with reservations")
     assert "length may be what is paid" in for_ppo(find(fitness, []), ())

@@ -21,7 +21,7 @@ TEXTS = [("2+2?", "four"), ("3+3?", "sechs 🎈"), ("Größe?", ""), ("4+4?", "\
 def make_reward(url: str, **changes: Any) -> HTTPReward:
     settings: dict[str, Any] = {
         "batch_size": 8, "timeout_s": 5.0, "retries": 3, "backoff_s": 0.0, "cache_size": 100,
-        "token_env": None, "name": "reward", "tell": lambda line: None,
+        "token_env": None, "name": "reward", "warn": lambda line: None,
     }  # fmt: skip
     return HTTPReward(url, **{**settings, **changes})
 
@@ -146,7 +146,7 @@ def test_a_server_in_trouble_is_asked_again(script: Script, status: int) -> None
 
 def test_the_pause_doubles(script: Script, naps: list[float]) -> None:
     server, told = script(*[(500, {}, b"")] * 4, scores(3)), list[str]()
-    reward = make_reward(server.url, retries=4, backoff_s=0.5, tell=told.append)
+    reward = make_reward(server.url, retries=4, backoff_s=0.5, warn=told.append)
     reward(make_replies(("p", "r")))
     assert naps == [0, 1, 2, 4]  # none after the first try, then 0.5 * 2^1, 2^2, 2^3
     line = f"reward: the server {server.url} answered 500; try"
@@ -156,7 +156,7 @@ def test_the_pause_doubles(script: Script, naps: list[float]) -> None:
 def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) -> None:
     later = {"retry-after": "7"}
     server, told = script((429, later, b""), (503, later, b""), (500, {}, b""), scores(3)), []
-    make_reward(server.url, backoff_s=0.5, tell=told.append)(make_replies(("p", "r")))
+    make_reward(server.url, backoff_s=0.5, warn=told.append)(make_replies(("p", "r")))
     assert naps == [7, 7, 2]
     assert [line.rpartition(" in ")[2] for line in told] == ["7 s", "7 s", "2 s"]
 

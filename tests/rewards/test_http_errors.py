@@ -23,7 +23,7 @@ def make_reward(url: str, **changes: Any) -> HTTPReward:
     settings: dict[str, Any] = {
         "batch_size": 8, "timeout_s": 5.0, "retries": 2, "backoff_s": 0.0, "cache_size": 100,
         "token_env": None, "name": "reward.components.far",
-        "tell": lambda line: None,
+        "warn": lambda line: None,
     }  # fmt: skip
     return HTTPReward(url, **{**settings, **changes})
 
@@ -173,7 +173,7 @@ def greeted(url: str, **changes: Any) -> list[str]:
     """What is told while nobody is asked for anything; nothing where all is well."""
     told: list[str] = []
     try:
-        make_reward(url, name="reward", tell=told.append, **changes).greet()
+        make_reward(url, name="reward", warn=told.append, **changes).greet()
     except RewardError as error:
         told.append(str(error))
     return [line.removeprefix(f"reward: the server {url} ") for line in told]

@@ -57,7 +57,7 @@ def talking(talk: Talk, tls: ssl.SSLContext | None = None) -> Iterator[tuple[str
 def error_of(url: str, retries: int = 0, timeout_s: float = 0.3) -> str:
     reward = HTTPReward(
         url, batch_size=8, timeout_s=timeout_s, retries=retries, backoff_s=0.0, cache_size=0,
-        token_env=None, name="reward", tell=lambda line: None,
+        token_env=None, name="reward", warn=lambda line: None,
     )  # fmt: skip
     with pytest.raises(RewardError) as found:
         reward(REPLIES)

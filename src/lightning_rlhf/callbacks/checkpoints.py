@@ -28,7 +28,7 @@ from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
 from lightning_rlhf.callbacks.loadable import check_contents, check_states, state_of
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.callbacks.terminal import say
+from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.io.storage import readable
@@ -124,7 +124,7 @@ class Checkpoints(Callback):
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
             for why in dict.fromkeys(gone.values()):
-                say(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
+                print_line(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
         if trainer.ckpt_path is not None:  # a kill within `save` leaves too many checkpoints
             keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
 
@@ -199,7 +199,7 @@ class Checkpoints(Callback):
             try:
                 self.save(trainer)
             except Exception as failure:  # must not replace the exception that ended the run
-                say(f"no checkpoint of step {trained(trainer)}: {failure}")
+                print_line(f"no checkpoint of step {trained(trainer)}: {failure}")
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
@@ -210,7 +210,9 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(path)
         keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
         self._saved, self._since = (step, self.evaluated), monotonic()
-        say(f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s")
+        print_line(
+            f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s"
+        )
 
 
 def trained(trainer: L.Trainer) -> int:

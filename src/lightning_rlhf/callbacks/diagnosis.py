@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.history import History, Row, Rule
 from lightning_rlhf.callbacks.rules import RULES
-from lightning_rlhf.callbacks.terminal import say
+from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.callbacks.wandb_logger import RunWandb
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -58,7 +58,7 @@ class Diagnosis(Callback):
         """Metrics of the latest iterations."""
         self.evaluations: list[Row] = []
         """Metrics of the latest evaluations."""
-        self.told: list[str] = []
+        self.reported: list[str] = []
         """Names of the rules that were reported."""
         self.findings: list[dict[str, Any]] = []
         """Entries of the file: rule, iteration, symptom, cause, remedy."""
@@ -67,12 +67,13 @@ class Diagnosis(Callback):
         return {
             "rows": [dict(row) for row in self.rows],
             "evaluations": [dict(row) for row in self.evaluations],
-            "told": list(self.told),
+            "reported": list(self.reported),
             "findings": list(self.findings),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.told = [EARLIER_NAMES.get(name, name) for name in state_dict["told"]]
+        names = state_dict["told" if "told" in state_dict else "reported"]  # "told": older
+        self.reported = [EARLIER_NAMES.get(name, name) for name in names]
         if "constant" in state_dict:  # from a checkpoint that counts constant iterations alone
             row = {"step": 0.0, "rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
             self.rows = [row] * state_dict["constant"]
@@ -113,9 +114,9 @@ class Diagnosis(Callback):
             prompts_cut=self.prompts_cut,
         )
         for rule in self.rules:
-            if rule.name in self.told or (symptom := applied(rule, history)) is None:
+            if rule.name in self.reported or (symptom := applied(rule, history)) is None:
                 continue
-            self.told.append(rule.name)
+            self.reported.append(rule.name)
             self.findings.append(
                 {
                     "rule": rule.name,
@@ -126,7 +127,7 @@ class Diagnosis(Callback):
                 }
             )
             text = f"{symptom}: {rule.cause}. {rule.remedy}"
-            say(f"warning: {text}", "yellow")
+            print_line(f"warning: {text}", "yellow")
             self.write()
             for logger in trainer.loggers:
                 if isinstance(logger, RunWandb):

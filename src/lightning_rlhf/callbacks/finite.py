@@ -54,6 +54,6 @@ def advice(stage: str, made: int) -> str:
     reward = ", and so does a reward of enormous size" * (stage == "ppo")
     beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
-        f"A learning rate that is too large does this{reward}. Start anew (overwrite=true or "
+        f"A learning rate that is too large does this{reward}. Start over (overwrite=true or "
         f"{beside}) with a smaller {stage}.lr: a resumed run keeps its numbers"
     )

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_rlhf.callbacks.terminal import say
+from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.results import RewardRows, SFTRows
 from lightning_rlhf.core.types import Record
@@ -70,7 +70,7 @@ class KeepLastBatch(Callback):
         try:
             write_last_batch(self.path, self.latest(trainer, pl_module), self.chat.show)
         except StorageError as failure:  # must not replace the exception that ended the run
-            say(f"the batch of the last update is not kept: {failure}")
+            print_line(f"the batch of the last update is not kept: {failure}")
         else:
             self.is_kept = True
 
@@ -98,5 +98,5 @@ def facts(trainer: Trainer, pl_module: LightningModule, batch: Record) -> dict[s
         with trainer.precision_plugin.forward_context():
             return vars(cast(SupervisedView, pl_module).predict_step(batch, 0))
     except Exception as failure:  # the batch itself is still written
-        say(f"no loss of single rows beside the batch that is kept: {failure}")
+        print_line(f"no loss of single rows beside the batch that is kept: {failure}")
         return {}

@@ -137,7 +137,7 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
         run = start(mode)
     except AuthenticationError as error:
         raise ConfigError(
-            f"W&B refuses the key in WANDB_API_KEY or netrc: {error}. Give it anew with "
+            f"W&B refuses the key in WANDB_API_KEY or netrc: {error}. Set it again with "
             "`wandb login`, or logger.mode=offline"
         ) from error
     except CommError:

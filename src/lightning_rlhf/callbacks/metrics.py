@@ -31,7 +31,7 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
-from lightning_rlhf.callbacks.terminal import say
+from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.results import RESULT, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.rewards.prefixes import PART
@@ -65,7 +65,9 @@ class PPOMetrics(Rows):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if (iteration := position(trainer, pl_module)) > 0 and not self._compute.totals:
-            say(f"compute/… counts from iteration {iteration + 1}: the checkpoint has no totals")
+            print_line(
+                f"compute/… counts from iteration {iteration + 1}: the checkpoint has no totals"
+            )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         ppo_view(pl_module).logs_headline = False

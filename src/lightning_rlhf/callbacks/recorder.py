@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rlhf.callbacks.checkpoints import progress
 from lightning_rlhf.callbacks.contract import ppo_view
 from lightning_rlhf.callbacks.digest import parameters_digest
-from lightning_rlhf.callbacks.terminal import say
+from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.results import RESULT
@@ -89,8 +89,8 @@ class NonFiniteDump(Callback):
                 if made := progress(trainer, pl_module)[-1] - self._begun:
                     path = weights_of(self._run_dir, iteration)
                     write_weights(path, pl_module.state_dict(), updates=made)
-            except StorageError as failure:  # what ended the run is to be told, and not this
-                say(f"the batch of iteration {iteration} is not kept: {failure}")
+            except StorageError as failure:  # what ended the run is reported, and not this
+                print_line(f"the batch of iteration {iteration} is not kept: {failure}")
             else:
                 self.kept = iteration
 

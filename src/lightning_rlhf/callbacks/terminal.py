@@ -7,7 +7,7 @@ from rich import get_console
 from lightning_rlhf.io.visible import visible
 
 
-def say(message: str, style: str = "") -> None:
+def print_line(message: str, style: str = "") -> None:
     """Print a line without markup, with control characters made visible.
 
     style: a Rich style, for example "yellow".

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_rlhf.callbacks.terminal import say
+from lightning_rlhf.callbacks.terminal import print_line
 
 AXIS = "iteration"
 """W&B's x-axis: iterations of PPO, optimizer steps of the other stages."""
@@ -51,7 +51,7 @@ class RunWandb(WandbLogger):
             ask()
         except gone():
             self.is_gone = True
-            say(
+            print_line(
                 "W&B: its process has ended; the run goes on without it: metrics.csv has every "
                 "row, W&B those before at most"
             )

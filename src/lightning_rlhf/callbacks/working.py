@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from lightning_rlhf.callbacks.pace import clock_text
-from lightning_rlhf.callbacks.terminal import say
+from lightning_rlhf.callbacks.terminal import print_line
 
 T = TypeVar("T")
 PERIOD_S = 10.0
@@ -78,7 +78,7 @@ class Working:
             self._task = self._bar.add_task(self._what, total=self._total)
             self._bar.start()
         else:
-            Thread(target=self.say_until, args=(self._stopped.wait,), daemon=True).start()
+            Thread(target=self.print_until, args=(self._stopped.wait,), daemon=True).start()
 
     def stop(self) -> None:
         """Stop the display; `with` blocks call it."""
@@ -86,10 +86,10 @@ class Working:
         if self._bar is not None:
             self._bar.stop()
 
-    def say_until(self, stops: Callable[[float], bool]) -> None:
+    def print_until(self, stops: Callable[[float], bool]) -> None:
         """Print a line each time `stops(PERIOD_S)` returns False, until it returns True."""
         while not stops(PERIOD_S):
-            say(self.line)
+            print_line(self.line)
 
     @property
     def line(self) -> str:

@@ -11,7 +11,7 @@ from rich import get_console
 
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.io.storage import full_disk_told, written_whole
-from lightning_rlhf.stages.console import say, say_error
+from lightning_rlhf.stages.console import print_error, print_line
 
 
 def compare(arguments: Sequence[str]) -> None:
@@ -28,9 +28,9 @@ def compare(arguments: Sequence[str]) -> None:
             get_console().print(table)
         with full_disk_told(), written_whole(out) as beside:
             found.write(beside, f"{found.stage}: {', '.join(given.runs)}")
-        say(f"comparison: {out}")
+        print_line(f"comparison: {out}")
     except RLHFError as error:
-        say_error(str(error))
+        print_error(str(error))
         sys.exit(1)
 
 

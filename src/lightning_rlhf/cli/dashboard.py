@@ -11,7 +11,7 @@ from rich import get_console
 from rich.tree import Tree
 
 from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.stages.console import say_error
+from lightning_rlhf.stages.console import print_error
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -28,7 +28,7 @@ def dashboard(arguments: Sequence[str]) -> None:
         else:
             save(workspace)
     except RLHFError as error:
-        say_error(str(error))
+        print_error(str(error))
         sys.exit(1)
 
 

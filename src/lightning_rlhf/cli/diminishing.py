@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.storage import full_disk_told
-from lightning_rlhf.stages.console import say_error
+from lightning_rlhf.stages.console import print_error
 
 
 def diminishing(arguments: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ def diminishing(arguments: Sequence[str]) -> None:
         with full_disk_told():
             again(folder)
     except RLHFError as error:
-        say_error(str(error))
+        print_error(str(error))
         sys.exit(1)
 
 

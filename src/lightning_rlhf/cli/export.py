@@ -12,7 +12,7 @@ from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.io.storage import full_disk_told
-from lightning_rlhf.stages.console import say_error
+from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.stage import Settings
 
 
@@ -25,7 +25,7 @@ def export(arguments: Sequence[str]) -> None:
         with full_disk_told():
             export_run(Path(given.run), given.step, out, given.trust_remote_code)
     except RLHFError as error:
-        say_error(without_secrets(str(error)))
+        print_error(without_secrets(str(error)))
         sys.exit(1)
 
 

@@ -47,7 +47,7 @@ from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.visible import visible
-from lightning_rlhf.stages.console import say_error
+from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE
 
@@ -91,12 +91,12 @@ def main() -> None:
         with printed_safely(given):
             compose()
     except RLHFError as error:
-        say_error(str(error))
+        print_error(str(error))
         sys.exit(1)
     except Exception as error:
         if "debug=true" in words:
             print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
-        say_error(composition_error(error, given))
+        print_error(composition_error(error, given))
         sys.exit(1)
 
 
@@ -160,11 +160,11 @@ def compose(cfg: DictConfig) -> str | None:
             print(shown(traceback.format_exc()), file=sys.stderr, end="")
         is_cut_off = isinstance(error, RewardError | StorageError)
         hint = resume_hint(cfg, in_sweep) if is_cut_off else []
-        told = shown(str(error))
-        say_error("; ".join([told, *hint]))
+        message = shown(str(error))
+        print_error("; ".join([message, *hint]))
         if not in_sweep:
             sys.exit(1)
-        return sweep.mark_failed(cfg, told)
+        return sweep.mark_failed(cfg, message)
     except Exception as error:
         # Printed here, since Hydra would also print the overrides, with passwords in them.
         print(shown(traceback.format_exc()), file=sys.stderr, end="")
@@ -199,11 +199,11 @@ def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
         if numbered(folder / CHECKPOINTS):
             return ["resume=true goes on from the last checkpoint"]
         if is_unbegun(folder) or not settings.definition.trains:
-            return ["the same command starts it anew"]
+            return ["the same command starts it over"]
     except RLHFError:
         return []
     every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
-    return [f"it has no checkpoint yet ({every}), resume=auto starts it anew"]
+    return [f"it has no checkpoint yet ({every}), resume=auto starts it over"]
 
 
 def execute(cfg: DictConfig, in_sweep: bool) -> None:

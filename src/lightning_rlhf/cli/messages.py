@@ -113,8 +113,8 @@ def _missing_file(
             f"--config-name {file}: no folder of configurations has this file; allowed: {OWN_FILE}"
         )
     named = [str(o.input_line) for o in typed if f"{o.key_or_group}/{o.value()}" == file]
-    told = without_address([*named, file][0])
-    return f"{told} is not known; allowed: {', '.join(error.options)}"
+    message = without_address([*named, file][0])
+    return f"{message} is not known; allowed: {', '.join(error.options)}"
 
 
 def _unknown_key(cause: OmegaConfBaseException, words: Sequence[str]) -> str:
@@ -155,8 +155,8 @@ def _unquoted(override: str) -> str:
 
 def _shown(error: Exception, words: Sequence[str]) -> str:
     """Return the first paragraph of a library's message, and the first line of its cause."""
-    told = re.split(r"\n\n|\nSee https:", without_secrets(str(error), words))[0]
+    message = re.split(r"\n\n|\nSee https:", without_secrets(str(error), words))[0]
     if error.__cause__ is not None:
-        told += " " + without_secrets(str(error.__cause__), words).split("\n")[0]
-    told = told[:LONGEST]
-    return told if isinstance(error, HydraException) else f"{told} ({type(error).__name__})"
+        message += " " + without_secrets(str(error.__cause__), words).split("\n")[0]
+    message = message[:LONGEST]
+    return message if isinstance(error, HydraException) else f"{message} ({type(error).__name__})"

@@ -44,11 +44,11 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
     parser = get_args_parser()
     parser.error = lambda message: refuse(without_secrets(message, words))  # type: ignore
     # --info has an optional value, and the parser would take an override for it.
-    told = [
+    arguments = [
         "--info=all" if word in ("--info", "-i") and "=" in after else word
         for word, after in zip(words, [*words[1:], ""], strict=True)
     ]
-    given, unknown = parser.parse_known_intermixed_args(told)
+    given, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         refuse(f"{without_address(unknown[0])} is no option")
     return given
@@ -82,14 +82,14 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
         owner = stage_of(override, stages)
         if owner not in (None, stage):
             key = override.key_or_group
-            told = (
+            message = (
                 f"stage={stage} does not read {f'{owner}.{key}' if key in READ_BY else key}; "
                 f"leave out {without_address(override.input_line or key)}, or give it to "
                 f"stage={owner}"
             )
             if key in READ_BY and not (CONF / "stages" / f"{stage}.yaml").is_file():
-                told += f"; a stage of your own built on {owner} takes {key}@{stage}=NAME"
-            raise ConfigError(told)
+                message += f"; a stage of your own built on {owner} takes {key}@{stage}=NAME"
+            raise ConfigError(message)
 
 
 def completed_stages(given: Namespace) -> list[str]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
 from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import differing_keys
 from lightning_rlhf.stages.folder.folders import check_writable, run_folder
 from lightning_rlhf.stages.promises import ANY
@@ -52,9 +52,9 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
         allowed = f"{claim.at_least:g} to {claim.at_most:.3g}"
         table.add_row(claim.text, allowed, f"{claim.measured:.3f}", verdict)
     get_console().print(table)
-    say(f"picture: {out / program.__name__}.png")
+    print_line(f"picture: {out / program.__name__}.png")
     for line in recipe.next:
-        say(line)
+        print_line(line)
     failed = [claim.text for claim in claims if not claim.holds]
     if failed and not differing_keys(settings.tree, as_written.tree, ANY):
         raise RLHFError(f"{recipe.title}: this fails: {'; '.join(failed)}")

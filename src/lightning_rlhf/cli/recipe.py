@@ -26,7 +26,7 @@ from lightning_rlhf.data.splits import LOAD
 from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import (
     FINAL,
     State,
@@ -120,7 +120,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
                 LOAD[settings.definition.data](settings.data, settings.seed)
     first = stages[recipe.stages[0]]
     with held(first, folder_of(first).parent):
-        ran = run_stages(stages, commands, anew=cfg.overwrite)
+        ran = run_stages(stages, commands, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.stages.measured import StageResult
     from lightning_rlhf.stages.reports import write_promises, write_report
@@ -131,10 +131,10 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         _, *own = commands[recipe.stages[-1]]
         given = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *own])
         for line in recipe.next:
-            told_line = line.replace("python train.py", program_name())
-            say(told_line.replace("{folder}", str(folder)).replace("{given}", given))
+            shown_line = line.replace("python train.py", program_name())
+            print_line(shown_line.replace("{folder}", str(folder)).replace("{given}", given))
     if not ran:
-        say(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
+        print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     written = {
         stage: read_settings(composed(stage_overrides(recipe, stage, (), None)))
         for stage in recipe.stages
@@ -145,22 +145,22 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     }
     if are_made(stages, written):
         write_promises(folder_of(first).parent, promise_rows(recipe.promises, results))
-    say(f"report: {write_report(folder_of(first).parent)}")
+    print_line(f"report: {write_report(folder_of(first).parent)}")
     check_promises(recipe.title, recipe.promises, results, stages, written)
 
 
 def run_stages(
-    stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, anew: bool
+    stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, start_over: bool
 ) -> list[str]:
-    """Run the stages that are not finished, or all of them anew. Return those that were run."""
+    """Run the stages that are not finished, with start_over all. Return those that were run."""
     ran = []
     for stage, settings in stages.items():
-        state = "outdated" if anew else state_of(settings)
+        state = "outdated" if start_over else state_of(settings)
         if state == "done":
-            say(f"{stage}: done already, {folder_of(settings)}", "green")
+            print_line(f"{stage}: done already, {folder_of(settings)}", "green")
             continue
         ran.append(stage)
-        say(f"{stage}: {folder_of(settings)}", "bold")
+        print_line(f"{stage}: {folder_of(settings)}", "bold")
         run_process(stage, [*commands[stage], *HOW[state]], folder_of(settings))
     return ran
 
@@ -171,9 +171,9 @@ def stage_overrides(
     """Return the overrides of one stage: the recipe's, replaced by the user's for equal keys."""
     given = [o for o in overrides if key_of(o) not in OWN]
     keys = {key_of(o) for o in given}
-    told = parse_overrides([*(o for o in recipe.overrides if key_of(o) not in keys), *given])
+    parsed = parse_overrides([*(o for o in recipe.overrides if key_of(o) not in keys), *given])
     stages = {*STAGES, *recipe.stages}
-    own = [str(o.input_line) for o in told if stage_of(o, stages) in (None, stage)]
+    own = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
     quoted = str(job).replace("'", r"\'")
     return (f"stage={stage}", *own, *([f"job='{quoted}'"] if job else []))
 
@@ -184,7 +184,7 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
     status = run_command(command, {IN_RECIPE: stage})
     if status or not (folder / FINAL).is_dir():
         raise RLHFError(
-            f"stage={stage} failed with exit status {status}; what it said stands above. "
+            f"stage={stage} failed with exit status {status}; its output stands above. "
             "The same command, without overwrite=true, goes on from there"
         )
 
@@ -232,8 +232,8 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
         before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
         folder = folder_of(stages["ppo"])
         if "ppo" not in ran:
-            said = finals["ppo"].require_manifest("ppo").verdicts
-            verdicts = {name: Verdict(**verdict) for name, verdict in said.items()}
+            stored = finals["ppo"].require_manifest("ppo").verdicts
+            verdicts = {name: Verdict(**verdict) for name, verdict in stored.items()}
             console.print(before_after_table(before, after, verdicts))
         samples = evaluation_files(folder)
         if samples is None:
@@ -243,14 +243,14 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
             )
         console.print(side_by_side(*samples, n=5))
     for settings in stages.values():
-        say(f"picture: {folder_of(settings) / 'curves.png'}")
+        print_line(f"picture: {folder_of(settings) / 'curves.png'}")
     for stage, final in finals.items():
         if "time/stage_s" not in metrics[stage]:
             raise CheckpointError(f"{final.path / MANIFEST} is damaged: it lacks time/stage_s")
     minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
-    say(f"time: {minutes:.1f} minutes in all stages")
+    print_line(f"time: {minutes:.1f} minutes in all stages")
     if "ppo" in stages:
         repeat_conclusion(folder_of(stages["ppo"]))
         if PEAK in metrics["ppo"]:
-            say(compute_line(metrics["ppo"]))
+            print_line(compute_line(metrics["ppo"]))
     return metrics

@@ -11,7 +11,7 @@ from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.io.storage import full_disk_told
-from lightning_rlhf.stages.console import say_error
+from lightning_rlhf.stages.console import print_error
 
 
 def replay(arguments: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ def replay(arguments: Sequence[str]) -> None:
                 Path(given.run), given.iteration, given.responses, given.trust_remote_code
             )
     except RLHFError as error:
-        say_error(without_secrets(str(error)))
+        print_error(without_secrets(str(error)))
         sys.exit(1)
     if not same:
         sys.exit(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.storage import full_disk_told
-from lightning_rlhf.stages.console import say, say_error
+from lightning_rlhf.stages.console import print_error, print_line
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -19,9 +19,9 @@ def report(arguments: Sequence[str]) -> None:
 
     try:
         with full_disk_told():
-            say(f"report: {write_report(folder)}")
+            print_line(f"report: {write_report(folder)}")
     except RLHFError as error:
-        say_error(str(error))
+        print_error(str(error))
         sys.exit(1)
 
 

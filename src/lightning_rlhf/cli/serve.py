@@ -13,7 +13,7 @@ from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.core.validation import check_value
 from lightning_rlhf.rewards.address import token_in
 from lightning_rlhf.rewards.limits import Limits
-from lightning_rlhf.stages.console import say_error
+from lightning_rlhf.stages.console import print_error
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.protocol import Score
@@ -25,11 +25,11 @@ def serve_reward(arguments: Sequence[str]) -> None:
     given = parser().parse_intermixed_args(arguments)
     try:
         server = make_server(given)
-        server.run(ready=lambda: _say_address(server, given.token_env))
+        server.run(ready=lambda: _print_address(server, given.token_env))
     except KeyboardInterrupt:
         pass
     except RLHFError as error:
-        say_error(str(error))
+        print_error(str(error))
         sys.exit(1)
     print("stopped")
 
@@ -105,7 +105,7 @@ def limits_told() -> str:
     )
 
 
-def _say_address(server: RewardServer, token_env: str | None) -> None:
+def _print_address(server: RewardServer, token_env: str | None) -> None:
     url = f"'reward.url=\"{server.url}\"'" if ":" in server.host else f"reward.url={server.url}"
     token = f" reward.token_env={token_env}" if token_env else ""
     print(f"reward server: use it with reward=http {url}{token}; Ctrl-C ends it", flush=True)

@@ -24,7 +24,7 @@ from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 from lightning_rlhf.stages import ppo
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import changes
 from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
 from lightning_rlhf.stages.registry import chosen_stage
@@ -174,7 +174,7 @@ class SweepTable:
         if self._rows:
             get_console().print(sweep_table(self._rows))
         for job, failure in self._failures.items():
-            say(f"failed: {job}: {failure}")
+            print_line(f"failed: {job}: {failure}")
         if self._failures:
             sys.exit(1)
 

@@ -117,10 +117,10 @@ class ChatFormat:
 
         Special tokens before the end stay visible, since the policy generated them.
         """
-        said = [int(token) for token in tokens]
-        while said and said[-1] in (*self.end_token_ids, self.pad_token_id):
-            said.pop()
-        return self.show(said)
+        shown = [int(token) for token in tokens]
+        while shown and shown[-1] in (*self.end_token_ids, self.pad_token_id):
+            shown.pop()
+        return self.show(shown)
 
     def show(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, with special tokens visible."""

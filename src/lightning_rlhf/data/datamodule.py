@@ -127,7 +127,7 @@ class StageData(LightningDataModule, Generic[E]):
         if missing:
             raise CheckpointError(
                 f"cannot resume: the checkpoint does not say which data it is of ({missing} not in "
-                "it); another version wrote it. Give overwrite=true to start anew"
+                "it); another version wrote it. Give overwrite=true to start over"
             )
         if changed := differences(state_dict["order"], self._order()):
             raise CheckpointError(

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.readers import Rows, say_counts
+from lightning_rlhf.data.readers import Rows, counts_text
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
 
 R = TypeVar("R")
@@ -167,7 +167,7 @@ def _tokenise(
             cut.update(cuts)
     if not examples:
         raise DataError(
-            f"none of the {len(rows)} rows of {rows.source} is left: {say_counts(dropped)}; raise "
+            f"none of the {len(rows)} rows of {rows.source} is left: {counts_text(dropped)}; raise "
             f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
             f"({config.max_response_tokens}), or set data.long_prompts=cut, "
             "data.long_responses=cut"

@@ -91,7 +91,7 @@ def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
     return Rows(source, prompts, left_out, read.unit, tuple(read.numbers[i] for i in kept))
 
 
-def say_counts(counts: Counter[str]) -> str:
+def counts_text(counts: Counter[str]) -> str:
     """Return counts as text, the most frequent first: "2 broken JSON, 1 repeated prompt"."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
@@ -112,13 +112,13 @@ def _read(
             numbers.append(number)
         except BadRow as bad:
             if on_bad_row == "stop":
-                told = f"{source}, {opened.unit} {number}: {bad}"
+                message = f"{source}, {opened.unit} {number}: {bad}"
                 if rows or _any_usable(raw, opened.rows, parse):
-                    told += ". With data.on_bad_row=skip such rows are left out and counted"
-                raise DataError(told) from bad
+                    message += ". With data.on_bad_row=skip such rows are left out and counted"
+                raise DataError(message) from bad
             left_out[bad.reason] += 1
     if not rows:
-        reasons = f": {say_counts(left_out)}" if left_out else ", it is empty"
+        reasons = f": {counts_text(left_out)}" if left_out else ", it is empty"
         raise DataError(f"{source} holds no row that can be used{reasons}")
     return Rows(source, tuple(rows), left_out, opened.unit, tuple(numbers))
 

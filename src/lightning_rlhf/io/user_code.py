@@ -52,15 +52,15 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     where, _, name = source.rpartition(":")
     is_file = where.endswith(".py")
     path = os.path.expanduser(where) if is_file else where
-    told = f"{key} is {source!r}; "
-    found = vars(_file(path, told) if is_file else _module(path, told, what))
+    lead = f"{key} is {source!r}; "
+    found = vars(_file(path, lead) if is_file else _module(path, lead, what))
     if name in found and is_one(found[name]):
         return found[name]
     there = sorted(
         n for n, x in found.items() if is_one(x) and not _is_imported(x, found) and n[0] != "_"
     )
     shown = f"; {name} is {found[name]!r}" if name in found else ""
-    raise ConfigError(f"{told}{path} has no {what} {name!r}, it has {there}{shown}")
+    raise ConfigError(f"{lead}{path} has no {what} {name!r}, it has {there}{shown}")
 
 
 def check_file(source: str, key: str, what: str = "function") -> None:
@@ -88,7 +88,7 @@ def _is_imported(value: Any, found: dict[str, Any]) -> bool:
     return callable(value) and getattr(value, "__module__", None) != found["__name__"]
 
 
-def _file(path: str, told: str) -> ModuleType:
+def _file(path: str, lead: str) -> ModuleType:
     where = Path(path).resolve()
     name = f"{where.stem}_{hashlib.sha256(str(where).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -102,17 +102,17 @@ def _file(path: str, told: str) -> ModuleType:
         spec.loader.exec_module(module)
     except FAULTS as error:
         del sys.modules[name]
-        raise ConfigError(f"{told}{path} fails: {error!r}") from error
+        raise ConfigError(f"{lead}{path} fails: {error!r}") from error
     return module
 
 
-def _module(name: str, told: str, what: str) -> ModuleType:
+def _module(name: str, lead: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except FAULTS as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(
-                f"{told}there is no module {missing!r} on PYTHONPATH; allowed: {allowed(what)}"
+                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {allowed(what)}"
             ) from error
-        raise ConfigError(f"{told}{name} fails: {error!r}") from error
+        raise ConfigError(f"{lead}{name} fails: {error!r}") from error

@@ -110,14 +110,14 @@ class Classifier:
         if self.pair:
             return []
         text = self._written(row, response)
-        said, answer = row["messages"][-1]["content"].strip(), response.strip()
-        at, end = text.find(said), text.rfind(answer)
+        last, answer = row["messages"][-1]["content"].strip(), response.strip()
+        at, end = text.find(last), text.rfind(answer)
         if at < 0:
             return ["the chat template leaves out what the user said last"]
-        if end < at + len(said):
+        if end < at + len(last):
             return ["the chat template leaves out the response"]
         found = []
-        if not text[at + len(said) : end].strip():
+        if not text[at + len(last) : end].strip():
             found.append("the chat template puts nothing between the user's words and the response")
         if self.tokenizer.eos_token is not None and not text[end + len(answer) :].strip():
             found.append(

@@ -158,7 +158,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
             f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
             f"outputs/<run>/<model>/ppo{runs}"
         )
-    tree = completed(read_config(file, "replay has to know what the run was told"))
+    tree = completed(read_config(file, "replay has to know the configuration of the run"))
     if "stage" not in tree or tree["stage"] not in stage_names(tree):
         raise CheckpointError(f"{file} is damaged: it names no stage")
     if not trust_remote_code:

@@ -131,13 +131,13 @@ def not_finite_rows(batch: LastBatch, rows: Sequence[ReplayedRow]) -> str:
         for row in rows
         if not row.is_finite
     ]
-    said = f"step {batch.step} was not made: of {len(rows)} rows of {batch.source} "
+    text = f"step {batch.step} was not made: of {len(rows)} rows of {batch.source} "
     if not bad:
-        return f"{said}each by itself has a finite loss and gradient"
+        return f"{text}each by itself has a finite loss and gradient"
     if len(bad) == len(rows) > 1:
         return (
             f"step {batch.step} was not made: all {len(rows)} rows of {batch.source} are not "
             f"finite: the weights, not the data; the first is {bad[0]}"
         )
-    told = bad[:NAMED] + [f"{len(bad) - NAMED} more"] * (len(bad) > NAMED)
-    return f"{said}{len(bad)} {'is' if len(bad) == 1 else 'are'} not finite: {', '.join(told)}"
+    parts = bad[:NAMED] + [f"{len(bad) - NAMED} more"] * (len(bad) > NAMED)
+    return f"{text}{len(bad)} {'is' if len(bad) == 1 else 'are'} not finite: {', '.join(parts)}"

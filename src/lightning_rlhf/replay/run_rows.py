@@ -33,7 +33,7 @@ from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.replay.plan import check_origin
 from lightning_rlhf.replay.row_figures import not_finite_rows, replayed_rows, rows_on_terminal
 from lightning_rlhf.replay.run_updates import check_tokens, quiet_trainer, same
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import CHECKPOINTS, find_sft
 from lightning_rlhf.stages.launch import Prepared, make_ready
 from lightning_rlhf.stages.stage import Settings
@@ -70,7 +70,7 @@ def plan_rows(folder: Path, settings: Settings, step: int | None) -> tuple[LastB
 
 def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int) -> bool:
     """Compute the rows again and print them; return whether each agrees with the run's."""
-    say(f"step {batch.step} once more, row by row, with the weights of {checkpoint}")
+    print_line(f"step {batch.step} once more, row by row, with the weights of {checkpoint}")
     module, ready, data = rebuilt(batch, settings, checkpoint.parents[1])
     trainer = quiet_trainer(settings, [])
     predicted = trainer.predict(
@@ -82,16 +82,16 @@ def show_rows(batch: LastBatch, checkpoint: Path, settings: Settings, count: int
     for part in rows_on_terminal(batch, rows, count):
         get_console().print(part)
     found = list(differences(batch, facts))
-    told = found[:NAMED] + [f"{len(found) - NAMED} more"] * (len(found) > NAMED)
+    parts = found[:NAMED] + [f"{len(found) - NAMED} more"] * (len(found) > NAMED)
     now = machine(ready.device)
     if found and now != batch.machine:
-        told.append(f"the run had {dict(batch.machine)}, here {now}")
-    said = not_finite_rows(batch, rows)
+        parts.append(f"the run had {dict(batch.machine)}, here {now}")
+    text = not_finite_rows(batch, rows)
     if found:
-        said += f"; the run computed otherwise: {'; '.join(told)}"
+        text += f"; the run computed otherwise: {'; '.join(parts)}"
     elif batch.facts:
-        said += "; the run computed the same numbers of each"
-    say(said, "red" if found else "yellow")
+        text += "; the run computed the same numbers of each"
+    print_line(text, "red" if found else "yellow")
     return not found
 
 

@@ -16,7 +16,7 @@ from lightning_rlhf.replay.replayed import most_changed
 from lightning_rlhf.replay.run_updates import Replayed, run_once_more
 from lightning_rlhf.replay.table import on_terminal
 from lightning_rlhf.stages.accelerator import check_accelerator
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.run import computing
 from lightning_rlhf.stages.settings import Settings
 
@@ -32,14 +32,18 @@ def replay_update(folder: Path, settings: Settings, iteration: int | None, count
     """
     plan = plan_replay(folder, settings, iteration)
     if iteration is None:
-        say(f"iteration {plan.iteration} is the newest that is recorded; --iteration N for another")
+        print_line(
+            f"iteration {plan.iteration} is the newest that is recorded; --iteration N for another"
+        )
     iteration = plan.iteration
     check_accelerator(plan.settings)
     if plan.weights is not None:
-        say(f"showing iteration {iteration} with the weights of {plan.weights}; no update is run")
+        print_line(
+            f"showing iteration {iteration} with the weights of {plan.weights}; no update is run"
+        )
     else:
         origin = "the start of the run" if plan.checkpoint is None else str(plan.checkpoint)
-        say(f"replaying {len(plan.iterations)} of {iteration} iterations, from {origin}")
+        print_line(f"replaying {len(plan.iterations)} of {iteration} iterations, from {origin}")
     with computing(plan.settings):
         replayed = run_once_more(plan)
     config = plan.settings.config
@@ -55,14 +59,16 @@ def replay_update(folder: Path, settings: Settings, iteration: int | None, count
     batch = len(replayed.recorded.responses)
     for part in on_terminal(responses, batch):
         get_console().print(part)
-    said = verdict(replayed)
+    text = verdict(replayed)
     page = folder / f"replay_{iteration}.html"
     title = f"Iteration {iteration} of {folder}"
-    content = replay_page(title, said, responses, batch).encode()
+    content = replay_page(title, text, responses, batch).encode()
     with written_whole(page, len(content)) as beside:
         beside.write_bytes(content)
-    say(f"page: {page}")
-    say(said, "red" if replayed.differences else "yellow" if replayed.not_finite else "green")
+    print_line(f"page: {page}")
+    print_line(
+        text, "red" if replayed.differences else "yellow" if replayed.not_finite else "green"
+    )
     return not replayed.differences
 
 
@@ -78,12 +84,12 @@ def outcome(replayed: Replayed) -> str:
     recorded = replayed.recorded
     name = f"iteration {recorded.iteration}"
     if replayed.differences:
-        told = list(replayed.differences[:NAMED])
+        parts = list(replayed.differences[:NAMED])
         if len(replayed.differences) > NAMED:
-            told.append(f"{len(replayed.differences) - NAMED} more")
+            parts.append(f"{len(replayed.differences) - NAMED} more")
         if replayed.machine != recorded.machine:
-            told.append(f"recorded with {words(recorded.machine)}, here {words(replayed.machine)}")
-        return f"{name} is not the recorded one: {'; '.join(told)}"
+            parts.append(f"recorded with {words(recorded.machine)}, here {words(replayed.machine)}")
+        return f"{name} is not the recorded one: {'; '.join(parts)}"
     if replayed.made is not None:
         updates = f"{replayed.made} update{'s' * (replayed.made != 1)}"
         return (

@@ -163,30 +163,32 @@ class Diminishing:
             return "no gain within this run: the reward did not rise beyond its noise"
         name = NAMES[curve.metric]
         if curve.knee.iteration is None:
-            told = [
+            parts = [
                 f"no knee within this run: to its end a further {AHEAD:.0%} of compute bought at "
                 f"least {GAIN:.0%} of the gain in {name} (a knee before iteration "
                 f"{curve.knee.interval[0]} is unlikely)"
             ]
         else:
-            told = [
+            parts = [
                 f"after iteration {curve.knee} a further {AHEAD:.0%} of compute bought less than "
                 f"{GAIN:.0%} of the gain in {name}"
             ]
         if curve.peak is not None and curve.peak.iteration is not None:
             fall = -curve.change(curve.peak.iteration)
-            told.append(f"the {name} was highest after {curve.peak} and then fell by {fall:.2g}")
+            parts.append(f"the {name} was highest after {curve.peak} and then fell by {fall:.2g}")
         if (point := self.divergence) is not None and point.iteration is not None:
             rise = self.reward.change(point.iteration)
-            told.append(f"from {point} on the reward rose by {rise:.2g} and the gold score did not")
+            parts.append(
+                f"from {point} on the reward rose by {rise:.2g} and the gold score did not"
+            )
         stop = self.stop
         if self.gold is not None and stop is not None and stop.iteration in self.gold.after:
             low, high = stop.interval
-            told.append(
+            parts.append(
                 f"of the evaluations from {low} to {'the end' if high is None else high} the gold "
                 f"score was highest at iteration {stop.iteration}"
             )
-        return "; ".join(told)
+        return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers; an iteration or position of None is beyond the run."""

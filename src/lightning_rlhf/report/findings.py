@@ -81,7 +81,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     flags = [finding for finding in findings if finding.outcome == "flag"]
     if any(f.check is ACCURACY and f.outcome == "not tested" for f in findings):
         words = (
-            f"Cannot be told: {MIN_COUNT} held-out pairs, of at least two prompts, are needed to "
+            f"Not enough data: {MIN_COUNT} held-out pairs, of at least two prompts, are needed to "
             "say if it beats guessing."
         )
     elif is_unfit(findings):
@@ -124,8 +124,8 @@ def _beats_length(fitness: Fitness) -> Finding:
         f"ranks {percent(group.accuracy)} of held-out pairs right; always taking the {side} "
         f"response is right in {percent(rule)}"
     )
-    told = "; its accuracy cannot be told from length"
-    return judged(BEATS_LENGTH, group.interval[0] <= rule, lead, words, told)
+    qualification = "; length alone may explain its accuracy"
+    return judged(BEATS_LENGTH, group.interval[0] <= rule, lead, words, qualification)
 
 
 def _length_gap(fitness: Fitness) -> Finding:

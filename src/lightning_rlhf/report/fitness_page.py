@@ -94,13 +94,13 @@ def write_fitness(
     ]
     page, numbers = folder / PAGE, folder / NUMBERS
     page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    told = {
+    labels = {
         "judgement": asdict(judged),
         "title": title,
         "verdict": judged.words,
         "about_pairs": pairs,
     }
-    content = as_json(fitness, (*findings, *in_pairs), probes, problems) | told
+    content = as_json(fitness, (*findings, *in_pairs), probes, problems) | labels
     numbers.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return Written(page, numbers, pictures, findings, judged, pairs)
 

@@ -54,14 +54,14 @@ def before_after_table(
 
     verdicts: verdict of the fitness report on each component of the reward, shown under the table.
     """
-    said = [
+    verdict_lines = [
         Text(visible_line(f"reward {name}: {verdict.words}"), verdict.style)
         for name, verdict in verdicts.items()
     ]
     table = Table(
         title="On held-out prompts",
         title_justify="left",
-        caption=Text("\n").join(said) if said else None,
+        caption=Text("\n").join(verdict_lines) if verdict_lines else None,
         caption_justify="left",
     )
     table.add_column("")

@@ -63,7 +63,7 @@ class HTTPReward:
         cache_size: int,
         token_env: str | None,
         name: str,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
         """Prepare the connection and the cache; nothing is sent yet.
 
@@ -76,12 +76,12 @@ class HTTPReward:
             cache_size: number of scores kept; the least recently used are dropped first.
             token_env: environment variable with a token, sent as "Authorization: Bearer TOKEN".
             name: key of the reward in the configuration, which errors name.
-            tell: function that receives a message for each failed try, with the pause before the
+            warn: function that receives a message for each failed try, with the pause before the
                 next.
         """
         self._address = Address.read(url, token_env, name)
         self._batch_size, self._tries, self._cache_size = batch_size, retries + 1, cache_size
-        self._name, self._token_env, self._tell = name, token_env, tell
+        self._name, self._token_env, self._warn = name, token_env, warn
         self._server = f"{name}: the server {self._address.shown}"
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._timeout_s, self._backoff_s = timeout_s, backoff_s
@@ -92,7 +92,7 @@ class HTTPReward:
         """Request the scores of no responses, to detect a missing server early.
 
         A server that answers 400, 422 or a status after which requests are sent again, or does not
-        answer within ten seconds, may work later. That no answer came is reported through `tell`.
+        answer within ten seconds, may work later. That no answer came is reported through `warn`.
 
         Raises:
             RewardError: there is no server, or it is not a reward server.
@@ -104,7 +104,7 @@ class HTTPReward:
             raise self._not_there(error) from error
         except NoAnswer:
             words = f"did not answer the greeting within {timeout_s:g} s; the run goes on"
-            self._tell(self._address.hide(f"{self._server} {words}"))
+            self._warn(self._address.hide(f"{self._server} {words}"))
             return
         if answer.status not in NOT_OF_NOTHING:
             raise self._refused(answer)
@@ -153,7 +153,7 @@ class HTTPReward:
             if pause_s is None:
                 pause_s = self._pause_s(done)
             words = f"{self._server} {reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
-            self._tell(self._address.hide(words))
+            self._warn(self._address.hide(words))
             time.sleep(pause_s)
         raise AssertionError("the last try ends with an answer or an error")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_rlhf.core.errors import ConfigError, first_line
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.trainer_section import driver_has_gpu
 
@@ -28,11 +28,11 @@ def check_accelerator(settings: Settings) -> None:
         ) from error
 
 
-def say_device(settings: Settings) -> None:
+def print_device(settings: Settings) -> None:
     """Print the device and the precision of the run, and why a GPU is not used if there is one."""
     name, note = "the CPU", ""
     if settings.trainer.accelerator == "gpu":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
     elif torch.version.cuda is None and driver_has_gpu():
         note = f"; torch {torch.__version__} is built without CUDA and cannot use the GPU"
-    say(f"computing on {name}, {settings.trainer.precision}{note}")
+    print_line(f"computing on {name}, {settings.trainer.precision}{note}")

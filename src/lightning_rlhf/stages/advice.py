@@ -29,7 +29,7 @@ def advice(error: TrainingError, stage: str = "ppo") -> str | None:
             return (
                 "The rewards were infinite, or their squares were, before the first update of the "
                 f"iteration: the reward is too large. {stage}.score_clip bounds it, and so does "
-                "the clip of a reward's component. Start anew (overwrite=true or job=NAME) with one"
+                "the clip of a reward's component. Start over (overwrite=true or job=NAME) with one"
             )
         case NotFiniteError():
             return smaller_lr(error.stage, error.made)
@@ -37,7 +37,7 @@ def advice(error: TrainingError, stage: str = "ppo") -> str | None:
             return "No update was made yet: so is the model that the run starts from"
         case PolicyLogitsError():
             return (
-                f"{_not_made(error.nonfinite)}A smaller {stage}.lr may hold the model: start anew "
+                f"{_not_made(error.nonfinite)}A smaller {stage}.lr may hold the model: start over "
                 "(overwrite=true or job=NAME) with one, since a resumed run keeps its numbers"
             )
         case LogitsError():

@@ -29,7 +29,7 @@ from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, require
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.modules.optim import check_parameters
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.final import goal_of
 from lightning_rlhf.stages.folder.ending import Ending, Export, Value, read_ending, write_ending
 from lightning_rlhf.stages.folder.folders import METRICS
@@ -61,7 +61,7 @@ def choose(
     if last != saver.steps:
         what = "a callback" if reason is None else "a rule"
         why = "" if reason is None else f": {reason}"
-        say(f"{what} ended the run after step {last} of {saver.steps}{why}")
+        print_line(f"{what} ended the run after step {last} of {saver.steps}{why}")
     if step != last:
         require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
                 f"ended after step {last}")  # fmt: skip
@@ -69,7 +69,7 @@ def choose(
         if step == saver.best_step and not path.is_file():
             path = saver.folder / f"{BEST}{SUFFIX}"
         load_weights(module, path, saver.origin)
-        say(text_of(ending))
+        print_line(text_of(ending))
     write_ending(folder, ending)
     return None if step == last else measured_at(folder, step)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.terminal import say as say
+from lightning_rlhf.callbacks.terminal import print_line as print_line
 from lightning_rlhf.io.visible import visible, visible_line
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ FEW = 20
 """Number of rows below which a note is printed: each is 5 % of the training or validation rows."""
 
 
-def say_error(message: str) -> None:
+def print_error(message: str) -> None:
     """Print the reason why the command ends, in one line on standard error."""
     print(f"error: {visible_line(message)}", file=sys.stderr)
 
 
-def say_lengths(
+def print_lengths(
     what: str, rows: Rows[Any], tokenised: Tokenised[Any], *, to_validate: bool = False
 ) -> None:
     """Print the number of rows to train or validate on, and of those dropped or cut."""
@@ -59,21 +59,21 @@ def say_lengths(
         more = "data.max_val_rows, data.val_fraction, or a file of their own, gives more"
         few = f"measure with ({more})"
         notes.append(f"too few to {few if to_validate else 'learn much from'}")
-    say(", ".join([counted, *notes]))
+    print_line(", ".join([counted, *notes]))
 
 
-def say_problems(problems: Problems) -> None:
+def print_problems(problems: Problems) -> None:
     """Print the problems of the preference pairs in one line, or nothing if there are none."""
     found = [problem.line for problem in problems.counted if problem.count]
     found += [problems.length.line] if problems.length.one_sided else []
     if found:
-        say(f"look at the preference pairs: {'; '.join(found)}", "yellow")
+        print_line(f"look at the preference pairs: {'; '.join(found)}", "yellow")
 
 
-def say_evaluation(metrics: Mapping[str, float]) -> None:
+def print_evaluation(metrics: Mapping[str, float]) -> None:
     """Print the metrics of the last evaluation on the held-out rows."""
     numbers = (f"{name.removeprefix('eval/')} {value:z.3f}" for name, value in metrics.items())
-    say(f"held out: {', '.join(numbers)}")
+    print_line(f"held out: {', '.join(numbers)}")
 
 
 def quiet_libraries() -> None:

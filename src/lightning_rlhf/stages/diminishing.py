@@ -11,11 +11,11 @@ from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.report.diminishing import REWARD
 from lightning_rlhf.report.diminishing_figure import NUMBERS, PICTURE, write_diminishing
 from lightning_rlhf.report.knee import FEWEST_POINTS
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
 
 
-def say_diminishing(folder: Path, title: str) -> bool:
+def print_diminishing(folder: Path, title: str) -> bool:
     """Write diminishing.json and diminishing.png into a run's folder, and print the conclusion.
 
     Return False, with nothing written or printed, where the run has fewer than FEWEST_POINTS
@@ -34,7 +34,7 @@ def say_diminishing(folder: Path, title: str) -> bool:
     if REWARD not in curves or len(curves[REWARD][0]) < FEWEST_POINTS:
         return False
     found = write_diminishing(folder, title, curves)
-    say(f"diminishing returns: {found.sentence} ({folder / PICTURE})")
+    print_line(f"diminishing returns: {found.sentence} ({folder / PICTURE})")
     return True
 
 
@@ -51,12 +51,12 @@ def repeat_conclusion(folder: Path) -> None:
                 f"{file} is damaged: it holds no sentence. `lightning-rlhf diminishing {folder}` "
                 "writes it again"
             ) from error
-        say(f"diminishing returns: {sentence} ({folder / PICTURE})")
+        print_line(f"diminishing returns: {sentence} ({folder / PICTURE})")
 
 
 def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
-    if not say_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
+    if not print_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
         rows = [row for row in read_rows(folder / METRICS).values() if REWARD in row]
         raise CheckpointError(
             f"{folder / METRICS} has {len(rows)} iterations of stage=ppo; allowed: at least "

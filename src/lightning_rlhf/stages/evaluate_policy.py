@@ -35,7 +35,7 @@ from lightning_rlhf.report.comparison import (
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.score import score
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
 from lightning_rlhf.stages.policies import find_policies, other_decoding
@@ -71,12 +71,12 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         else (),
         sources={name: str(policy.path) for name, policy in policies.items()},
     )
-    say(
+    print_line(
         f"{', '.join(policies)} and the SFT model on {len(task.prompts)} held-out prompts, "
         f"{config.samples_per_prompt} sampled responses and a greedy one to each"
     )
     if (differing := other_decoding(settings, policies)) is not None:
-        say(differing, "yellow")
+        print_line(differing, "yellow")
     answers = {}
     for name, policy in policies.items():
         roles, role = load_policy(task, policy)
@@ -191,5 +191,5 @@ def hand_over_report(task: Task, report: PolicyReport) -> Path:
     with written_whole(final) as whole:
         whole.mkdir()
         report.write(whole, task.config.shown)
-    say(f"{settings.stage} finished: {final / PAGE}")
+    print_line(f"{settings.stage} finished: {final / PAGE}")
     return final

@@ -35,7 +35,7 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import decode_responses
-from lightning_rlhf.stages.console import say, say_problems
+from lightning_rlhf.stages.console import print_line, print_problems
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
@@ -57,7 +57,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         rows = load_preferences(settings.data, settings.seed)
     with Working("looking through the pairs"):
         problems = find_problems(rows.val, rows.train)
-    say_problems(problems)
+    print_problems(problems)
     ready = make_ready(settings, parents)
     light = light_sources(ready, {"prompt", "messages"})
     pairs = held_out_pairs(rows.val, ready)
@@ -122,7 +122,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
                 close_loggers(loggers, exit_code)
         with written_whole(final) as whole:
             shutil.copytree(beside, whole)
-    say(f"{settings.stage} finished: {final / page.page.name}")
+    print_line(f"{settings.stage} finished: {final / page.page.name}")
     return final
 
 
@@ -139,7 +139,7 @@ def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preferen
             f"no held-out pair of {rows.source} is within data.max_prompt_tokens "
             f"({data.max_prompt_tokens}) and data.max_response_tokens ({data.max_response_tokens})"
         )
-    say(f"{len(pairs)} held-out pairs")
+    print_line(f"{len(pairs)} held-out pairs")
     return pairs
 
 

@@ -20,7 +20,7 @@ from lightning_rlhf.models.checkpoint import (
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.models.verdict import Verdict
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.ending import read_ending
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.prepare import Prepared
@@ -71,11 +71,11 @@ def hand_over(
     with Working(f"writing {folder}"):
         write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
     if stands_on_random_weights(folder):
-        say(
+        print_line(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "
             "them again, other programs cannot; sft.finetune=full writes whole weights"
         )
     if export is None:
         leave_report(ready.folder, settings.definition)
-    say(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
+    print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder

@@ -28,7 +28,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.check_learned import check_learned
 from lightning_rlhf.stages.chosen import choose
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.final import check_final, goal_of, stop_metric
 from lightning_rlhf.stages.folder.extend import check_longer
 from lightning_rlhf.stages.folder.folders import CHECKPOINTS, claim, run_name
@@ -52,7 +52,7 @@ class KernelsLine(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(roles := getattr(pl_module, "roles", None), Roles):
-            say(str(roles.kernels))
+            print_line(str(roles.kernels))
 
 
 def fit(
@@ -83,7 +83,7 @@ def fit(
     rule = EarlyStop(settings.stage, config.stop, stop_metric(settings))
     trainer = trainer_of(ready, stop, config.val_every, loggers, callbacks, [rule, saver])
     if resume_from is not None:
-        say(f"going on from {resume_from}")
+        print_line(f"going on from {resume_from}")
     exit_code = 1
     try:
         with deferred_signals(stop), misconfigured():
@@ -98,8 +98,8 @@ def fit(
         if exit_code:
             leave_report(ready.folder, stage)
     title = f"{stage.title}: {run_name(settings)}"
-    say(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
-    say_best(saver)
+    print_line(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
+    print_best(saver)
     if chosen is not None:
         return chosen
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
@@ -110,7 +110,7 @@ def rhythm(settings: Settings, steps: int) -> StageConfig:
     config: StageConfig = settings.config
     val_every = config.validation_interval(steps)
     if val_every != config.val_every:
-        say(
+        print_line(
             f"validating every {val_every} of the {steps} steps, a tenth of them rounded up: "
             f"{settings.stage}.val_every is {config.val_every}, more than the run has"
         )
@@ -172,10 +172,10 @@ def train(
         trainer.validate(module, datamodule=data, verbose=False)
 
 
-def say_best(saver: Checkpoints) -> None:
+def print_best(saver: Checkpoints) -> None:
     """Print which evaluation was the best, unless it was the last one."""
     if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
-        say(
+        print_line(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
             "is the last step"
         )
@@ -207,5 +207,5 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: StageData[Any
         module.on_load_checkpoint(found)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{checkpoint} cannot be resumed: {error}. Start anew with overwrite=true"
+            f"{checkpoint} cannot be resumed: {error}. Start over with overwrite=true"
         ) from error

@@ -30,7 +30,7 @@ from lightning_rlhf.data.splits import Kind, TrainVal, sample
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
-from lightning_rlhf.stages.console import say_lengths
+from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import find_parents, folder_of
 from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks, own_loggers
@@ -139,6 +139,6 @@ def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[An
         fits = [i for i, number in enumerate(rows.val.numbers) if number in fitting]
         held_out = sample(rows.val.only(fits), data.max_val_rows, ready.settings.seed)
         val = replace(tokenise(held_out, ready.chat, data), dropped=val.dropped)
-    say_lengths(what, rows.train, train)
-    say_lengths(what, held_out, val, to_validate=True)
+    print_lengths(what, rows.train, train)
+    print_lengths(what, held_out, val, to_validate=True)
     return held_out, train, val

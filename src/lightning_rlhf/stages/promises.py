@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
 from lightning_rlhf.report.run_page import Kept, PromiseRow
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import VOLATILE, differing_keys, volatile
 from lightning_rlhf.stages.settings import Settings
 
@@ -87,7 +87,7 @@ def check_promises(
     changed = changed_keys(stages, written)
     broken = show_promises(title, promises, results)
     if broken and changed:
-        say(
+        print_line(
             f"Not as the recipe is written: {', '.join(changed)}; so its promises are shown and "
             "not enforced."
         )

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.stages.accelerator import check_accelerator, say_device
+from lightning_rlhf.stages.accelerator import check_accelerator, print_device
 from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.console import quiet_libraries
 from lightning_rlhf.stages.preflight.preflight import preflight
@@ -26,7 +26,7 @@ def run_in_folder(settings: Settings) -> Path:
     """Run the stage in a folder that is already locked; return the path of `final/`."""
     quiet_libraries()
     check_accelerator(settings)
-    say_device(settings)
+    print_device(settings)
     with computing(settings), advising(settings.stage):
         return settings.definition.run(settings, settings.config)
 
@@ -35,7 +35,7 @@ def check_in_memory(settings: Settings) -> None:
     """Prepare the stage and check it as a run does before its first update; write nothing."""
     quiet_libraries()
     check_accelerator(settings)
-    say_device(settings)
+    print_device(settings)
     prepare = settings.definition.prepare
     assert prepare is not None
     with computing(settings), advising(settings.stage):

@@ -24,7 +24,7 @@ from lightning_rlhf.report.run_page import (
 )
 from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
 from lightning_rlhf.stages.measured import StageResult, evaluation_files
@@ -52,9 +52,9 @@ def leave_report(folder: Path, definition: Stage) -> None:
     """
     try:
         if (folder / CONFIG).is_file() and read_rows(folder / METRICS):
-            say(f"report: {write([read_run(folder, definition)], folder)}")
+            print_line(f"report: {write([read_run(folder, definition)], folder)}")
     except RLHFError as error:
-        say(f"warning: {folder / PAGE} was not written: {error}", "yellow")
+        print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
 
 
 def write(runs: Sequence[RunFiles], folder: Path) -> Path:

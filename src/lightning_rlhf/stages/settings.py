@@ -177,8 +177,8 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
             missing |= OmegaConf.missing_keys(node)
         if missing:
             given = {**dict.fromkeys(sorted(missing), "..."), **EXAMPLES}
-            told = " ".join(f"{key}={given[key]}" for key in sorted(missing))
-            raise ConfigError(f"{' and '.join(sorted(missing))} must be given: {told}")
+            choices = " ".join(f"{key}={given[key]}" for key in sorted(missing))
+            raise ConfigError(f"{' and '.join(sorted(missing))} must be given: {choices}")
         return {
             key: OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
             for key, node in nodes.items()

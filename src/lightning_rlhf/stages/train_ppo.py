@@ -41,8 +41,8 @@ from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.build_sampler import check_sampler
 from lightning_rlhf.stages.chosen import load_weights
-from lightning_rlhf.stages.console import say
-from lightning_rlhf.stages.diminishing import say_diminishing
+from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.diminishing import print_diminishing
 from lightning_rlhf.stages.folder.ending import Export, read_ending
 from lightning_rlhf.stages.folder.folders import METRICS, find_parents, run_name
 from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
@@ -54,7 +54,7 @@ from lightning_rlhf.stages.reward.build_rewards import (
     light_sources,
 )
 from lightning_rlhf.stages.reward.reward_formats import check_formats
-from lightning_rlhf.stages.reward.unfit import say_verdicts, verdicts_on
+from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
 from lightning_rlhf.stages.stage import Settings
 
 
@@ -95,7 +95,7 @@ def run_ppo(
         found = fit(ready, training.module, training.data, callbacks)
     except NotFiniteError:
         if dump.kept is not None:
-            say_kept(folder, dump.kept)
+            print_kept(folder, dump.kept)
         raise
     assert evaluation.first is not None
     assert evaluation.last is not None
@@ -103,10 +103,10 @@ def run_ppo(
     is_last = ending is None or ending.step == ending.last_step
     first, last = evaluation.first, evaluation.last if is_last else found
     get_console().print(before_after_table(first, last, training.verdicts))
-    say_collapse(folder, settings.stage)
-    say_diminishing(folder, run_name(settings))
+    print_collapse(folder, settings.stage)
+    print_diminishing(folder, run_name(settings))
     computed = last_compute(folder)
-    say(compute_line(computed))
+    print_line(compute_line(computed))
     start = {f"start/{name}": value for name, value in first.items()}
     return training.save(start | last | computed)
 
@@ -127,7 +127,7 @@ def prepare_ppo(
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
     found = verdicts_on(settings, parents | hub_rewards(ready))
-    say_verdicts(found)
+    print_verdicts(found)
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     held_out, train, val = tokenised(ready, rows)
 
@@ -218,16 +218,16 @@ def last_compute(folder: Path) -> dict[str, float]:
     return {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
 
 
-def say_collapse(folder: Path, stage: str) -> None:
+def print_collapse(folder: Path, stage: str) -> None:
     """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
     rows = read_rows(folder / METRICS)
     trained = [row for row in rows.values() if {"kl_divergence", "entropy"} <= row.keys()]
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
     if last is not None and (why := collapsed(last, stage)) is not None:
-        say(f"warning: {why}", "yellow")
+        print_line(f"warning: {why}", "yellow")
 
 
-def say_kept(folder: Path, iteration: int) -> None:
+def print_kept(folder: Path, iteration: int) -> None:
     """Print where the batch is at which the run ended, and how to replay it, or why it cannot be.
 
     To be called once the checkpoints are written that an exception leaves.
@@ -237,18 +237,18 @@ def say_kept(folder: Path, iteration: int) -> None:
     start, _ = checkpoint_until(folder, iteration - 1)
     missing = not_recorded(folder, start, iteration)
     if missing and weights_of(folder, iteration).is_file():
-        say(
+        print_line(
             f"the batch of iteration {iteration} is kept: {path}. Some of its updates were made: "
             f"{command} shows it with the weights after them. To run its updates once more takes "
             f"record=true: the way there leads over {ranges(missing)}, not recorded"
         )
     elif missing:
-        say(
+        print_line(
             f"the batch of iteration {iteration} is kept: {path}. It cannot be replayed: the way "
             f"there leads over {ranges(missing)}, not recorded. With record=true it could be"
         )
     else:
-        say(f"kept for {command}: {path}")
+        print_line(f"kept for {command}: {path}")
 
 
 def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.calibrate import reward_moments
 from lightning_rlhf.stages.chosen import load_weights
-from lightning_rlhf.stages.console import say, say_evaluation, say_problems
+from lightning_rlhf.stages.console import print_evaluation, print_line, print_problems
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
@@ -73,7 +73,7 @@ class RMTraining(SupervisedTraining):
         """
         rewards = scored_samples(self.roles.to(self.ready.device), self.samples)
         mean, std = reward_moments(rewards)
-        say(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
+        print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         verdict = None if report is None else read_judgement(report)
         return hand_over(
             self.ready, self.roles, REWARD, metrics, head=REWARD, reward=(mean, std),
@@ -87,7 +87,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     with TemporaryDirectory() as more:
         at_end = partial(report_fitness, training, Path(more), config)
         metrics = fit_supervised(training, "rm", RewardMetrics(), at_end)
-        say_evaluation(metrics)
+        print_evaluation(metrics)
         return training.save(metrics, Path(more))
 
 
@@ -100,7 +100,7 @@ def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:
         require_margins(rows.train)
     with Working("looking through the pairs"):
         problems = find_problems(rows.val, rows.train)
-    say_problems(problems)
+    print_problems(problems)
     ready = make_ready(settings, parents)
     held_out, train, val = tokenised(ready, rows)
     data = supervised_data(ready, config, train, val)
@@ -163,7 +163,7 @@ def report_fitness(
     settings, chat = ready.settings, ready.chat
     pairs = fitting(training.held_out, chat, settings.data).rows
     if not pairs:
-        say("no held-out pair is within the limits of length: no fitness report")
+        print_line("no held-out pair is within the limits of length: no fitness report")
         return
     roles.to(ready.device)
     with Working("scoring pairs for the format check"):
@@ -187,7 +187,7 @@ def report_fitness(
         seed=settings.seed,
     )
     log_fitness(page, numbers, loggers, step)
-    say(f"fitness report: {ready.folder / FINAL / page.page.name}")
+    print_line(f"fitness report: {ready.folder / FINAL / page.page.name}")
 
 
 def require_margins(rows: Rows[Preference]) -> None:

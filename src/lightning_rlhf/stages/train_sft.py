@@ -14,7 +14,7 @@ from lightning_rlhf.models.build_roles import check_positions, check_vocabulary,
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.stages.chosen import load_weights
-from lightning_rlhf.stages.console import say_evaluation
+from lightning_rlhf.stages.console import print_evaluation
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
 from lightning_rlhf.stages.stage import Settings
@@ -32,7 +32,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     """Fine-tune a model on demonstrations and hand it over; return the path of `final/`."""
     training = prepare_sft(settings, config)
     metrics = fit_supervised(training, "sft", SFTMetrics())
-    say_evaluation(metrics)
+    print_evaluation(metrics)
     return training.save(metrics)
 
 

@@ -53,7 +53,7 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     ignored = (*volatile(stage), *stage.unread)
-    then = stage_completed(completed(read_config(file, "overwrite=true starts anew")), stage)
+    then = stage_completed(completed(read_config(file, "overwrite=true starts over")), stage)
     tree = stage_completed(completed(tree), stage)
     before, now = flatten(then), flatten(tree)
     return [

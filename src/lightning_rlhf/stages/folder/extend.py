@@ -28,7 +28,7 @@ def is_longer(settings: Settings) -> bool:
     Raises ConfigError where they are and the steps made so far would have been others.
     """
     folder, stage = folder_of(settings), settings.definition
-    stored = read_config(folder / CONFIG, "overwrite=true starts anew")
+    stored = read_config(folder / CONFIG, "overwrite=true starts over")
     then, now = stage_completed(completed(stored), stage), completed(settings.tree)
     key = f"{stage.name}.{stage.length}"
     if differing_keys(then, now, (*volatile(stage), *stage.unread)) != [key]:

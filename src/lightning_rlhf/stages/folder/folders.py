@@ -18,7 +18,7 @@ from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import changes, listed, read_config
 from lightning_rlhf.stages.folder.ending import ENDING, read_ending
 from lightning_rlhf.stages.stage import Settings, reward_key
@@ -106,7 +106,7 @@ def put_aside(folder: Path) -> None:
             delete(folder / FINAL)
         else:
             os.replace(folder / FINAL, kept)
-            say(f"the model of the shorter run is {kept}")
+            print_line(f"the model of the shorter run is {kept}")
 
 
 def exported(folder: Path, step: int) -> Path:
@@ -199,7 +199,7 @@ def state_of(settings: Settings) -> State:
             "keep both, or overwrite=true to do it again"
         )
     if is_stale(settings):
-        say(f"{folder}: the models it was started from are others now; it is done again")
+        print_line(f"{folder}: the models it was started from are others now; it is done again")
         return "outdated"
     if (folder / FINAL).is_dir():
         return "done"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run, step_of
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import METRICS, folder_of
 from lightning_rlhf.stages.stage import AUTO, Settings
 
@@ -28,7 +28,7 @@ def check_no_gap(path: Path, settings: Settings) -> None:
     step = step_of(path)
     lacks = f"{gap}; the checkpoint of step {step} was written after it"
     if settings.resume not in (True, AUTO):
-        say(f"warning: {lacks}; the run goes on without", "yellow")
+        print_line(f"warning: {lacks}; the run goes on without", "yellow")
         return
     others = [p for p in reversed(numbered(path.parent)) if p != path]
     whole = next((p.stem for p in others if first_gap(settings, p) is None), None)

@@ -23,7 +23,7 @@ from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.io.storage import make_folder
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import changes, listed
 from lightning_rlhf.stages.folder.extend import is_longer
 from lightning_rlhf.stages.folder.folders import (
@@ -78,7 +78,7 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
 
 
 def resume_point(settings: Settings) -> Path | None:
-    """Return the checkpoint to resume from, or None to start anew. Changes no file.
+    """Return the checkpoint to resume from, or None to start over. Changes no file.
 
     Raises ConfigError where a run would be overwritten, or where there is nothing to resume.
     """
@@ -94,18 +94,18 @@ def resume_point(settings: Settings) -> Path | None:
         return None
     beside = name_beside(settings)
     auto = "" if finished or there else "resume=auto or "
-    anew = f"{auto}overwrite=true to delete it and start anew, or {beside} to keep both"
+    ways = f"{auto}overwrite=true to delete it and start over, or {beside} to keep both"
     if finished and not (settings.resume and is_longer(settings)):
-        raise ConfigError(f"{folder} holds a run that finished. Give {anew}")
+        raise ConfigError(f"{folder} holds a run that finished. Give {ways}")
     if settings.resume and there:
         check_same_run(settings, folder)
         return there[-1] if settings.resume is True else named(folder, settings.resume)
     if settings.resume:
-        raise ConfigError(f"{folder} has no checkpoint to go on from. Give {anew}")
+        raise ConfigError(f"{folder} has no checkpoint to go on from. Give {ways}")
     if is_unbegun(folder):
         return None
     go_on = "resume=true to go on, " if there else ""
-    raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{anew}")
+    raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{ways}")
 
 
 def saved(folder: Path) -> list[Path]:
@@ -118,13 +118,13 @@ def decide(settings: Settings) -> Settings | None:
     """Resolve resume=auto: return settings that resume or start; None for a finished run.
 
     Raises ConfigError where the folder holds another run, and CheckpointError where the run has
-    checkpoints and cannot resume from any of them: it is not started anew then.
+    checkpoints and cannot resume from any of them: it is not started over then.
     """
     folder = folder_of(settings)
     if is_used(folder) and (folder / FINAL).is_dir():
         check_same_run(settings, folder)
         if not is_longer(settings):
-            say(f"{settings.stage}: finished already, {folder / FINAL}")
+            print_line(f"{settings.stage}: finished already, {folder / FINAL}")
             return None
         if not saved(folder):
             raise ConfigError(f"{folder} has no checkpoint to go on from")
@@ -132,7 +132,9 @@ def decide(settings: Settings) -> Settings | None:
         return replace(settings, resume=False)
     check_same_run(settings, folder)
     if not saved(folder):
-        say(f"{folder} holds a run that was cut off before its first checkpoint; it starts anew")
+        print_line(
+            f"{folder} holds a run that was cut off before its first checkpoint; it starts over"
+        )
         return replace(settings, resume=False, overwrite=True)
     failures = []
     for path in reversed(saved(folder)):
@@ -142,7 +144,7 @@ def decide(settings: Settings) -> Settings | None:
             failures.append(error)
             continue
         for failure in failures:
-            say(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
+            print_line(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
         return replace(settings, resume=path.stem)
     raise failures[0]
 
@@ -169,7 +171,7 @@ def check_same_run(settings: Settings, folder: Path) -> None:
     if is_stale(settings):
         raise ConfigError(
             f"{folder} cannot be resumed: the models it was started from are others now. Give "
-            f"overwrite=true to delete it and start anew, or {name_beside(settings)} to keep both"
+            f"overwrite=true to delete it and start over, or {name_beside(settings)} to keep both"
         )
 
 
@@ -180,7 +182,7 @@ def check_same_config(settings: Settings, folder: Path) -> None:
     if changed := changes(settings.definition, settings.tree, folder / CONFIG):
         raise ConfigError(
             f"{folder} cannot be resumed: {listed(changed)} ({folder / CONFIG}). Give what it was "
-            "started with, or overwrite=true to start anew"
+            "started with, or overwrite=true to start over"
         )
 
 
@@ -220,7 +222,7 @@ def check_resumable(path: Path, settings: Settings) -> None:
     except CheckpointError as error:
         others = [p for p in numbered(path.parent) if p != path]
         before = [p for p in others if not path.stem.isdigit() or step_named(p) < step_named(path)]
-        way = "Give overwrite=true to start anew"
+        way = "Give overwrite=true to start over"
         if before:
             way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"
         raise CheckpointError(f"{error}. {way}") from error

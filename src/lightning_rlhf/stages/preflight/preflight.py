@@ -20,7 +20,7 @@ from lightning_rlhf.models.roles import REFERENCE, SFT, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.preflight.check import LIMITS, Check, Verdict, at_most, rms
 from lightning_rlhf.stages.preflight.memory_plan import MemoryPlan, bytes_of_number, plan_memory
 from lightning_rlhf.stages.preflight.padding import (
@@ -76,11 +76,11 @@ def preflight(
         print_report(report.checks, report.plan)
     count, tried = len(report.of("passed")), len(report.checks) - len(report.of("not applicable"))
     passed = f"{count} checks" if count == tried else f"{count} of {tried} checks"
-    say(f"preflight: {passed} passed in {report.seconds:.1f} s")
+    print_line(f"preflight: {passed} passed in {report.seconds:.1f} s")
     if failed and mode != "warn":
         raise PreflightError(f"preflight: {'; '.join(map(stated, failed))}")
     for check in report.of("warning", "failed"):
-        say(f"warning: preflight: {stated(check)}", STYLES[check.verdict])
+        print_line(f"warning: preflight: {stated(check)}", STYLES[check.verdict])
 
 
 def stated(check: Check) -> str:

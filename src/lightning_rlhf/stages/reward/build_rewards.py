@@ -34,7 +34,7 @@ from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.reward.text_rewards import check_text_reward, found, text_reward
@@ -84,7 +84,7 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source
                     cache_size=config.cache_size,
                     token_env=config.token_env,
                     name=key,
-                    tell=partial(say, style="yellow"),
+                    warn=partial(print_line, style="yellow"),
                 )
                 server.greet()
                 sources[name] = server
@@ -128,7 +128,9 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
     """Return a reward head with random weights."""
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
-    say("reward=random: the reward means nothing; this only shows that the loop runs", "bold red")
+    print_line(
+        "reward=random: the reward means nothing; this only shows that the loop runs", "bold red"
+    )
     return LearnedReward(
         partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size,
         reading(partial(role_flops, roles, role)), roles,

@@ -36,7 +36,7 @@ from lightning_rlhf.rewards.weighted import Source
 from lightning_rlhf.rollout.calibrate import sample_reference, sample_rewards
 from lightning_rlhf.rollout.decoded import score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.launch import Prepared
 
 PROBED = 64
@@ -234,6 +234,6 @@ def log_fitness(
     for logger in loggers:
         logger.log_metrics(dict(numbers), step=step)
     log_pictures(loggers, page.pictures, step)
-    say(page.verdict)
+    print_line(page.verdict)
     if page.about_pairs is not None:
-        say(page.about_pairs)
+        print_line(page.about_pairs)

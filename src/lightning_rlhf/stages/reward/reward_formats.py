@@ -24,7 +24,7 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import encode_responses, score_texts
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.reward.reward_fitness import fitting
@@ -44,12 +44,14 @@ def check_formats(ready: Prepared, reward: Reward) -> None:
         with Working(f"checking the format of reward {name}"):
             result = check_format(ready, name, source)
         if result is None:
-            say(f"reward {name}: no held-out pairs to check its format with (data.preferences)")
+            print_line(
+                f"reward {name}: no held-out pairs to check its format with (data.preferences)"
+            )
             continue
         lines = result.lines(name, config.format_tolerance)
         fits = result.fits(config.format_tolerance)
         for line in lines:
-            say(line, "bold red" if not fits else "")
+            print_line(line, "bold red" if not fits else "")
         if not fits and config.format_check == "strict":
             raise CheckpointError(f"{lines[0]}. {advice(result, key)}")
 
@@ -101,7 +103,7 @@ def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
     try:
         held_out = load_preferences(data, ready.settings.seed).val
     except (DataError, HubError) as error:  # PPO does not need the pairs
-        say(f"data.preferences, to check the format of rewards with: {error}")
+        print_line(f"data.preferences, to check the format of rewards with: {error}")
         return []
     some = sample(held_out, data.max_val_rows, ready.settings.seed)
     rows = fitting(some, ready.chat, data).rows[:COUNT]

@@ -29,7 +29,7 @@ from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import completed
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
@@ -209,7 +209,7 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     check_text_reward(config, "reward", final)
     if final.verdict is not None:
         advice = " It is served all the same." * final.verdict.is_unfit
-        say(f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style)
+        print_line(f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with Working("loading the reward model"):
         reward = text_reward(config, "reward", final, device)

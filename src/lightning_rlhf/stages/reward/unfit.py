@@ -8,7 +8,7 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.verdict import PAGE, Verdict
 from lightning_rlhf.rewards.config import LearnedConfig
-from lightning_rlhf.stages.console import say
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.stage import Settings, reward_key
 
@@ -44,17 +44,17 @@ def verdicts_on(settings: Settings, parents: Mapping[str, Final]) -> dict[str, V
     return verdicts
 
 
-def say_verdicts(verdicts: Mapping[str, Verdict | None]) -> None:
+def print_verdicts(verdicts: Mapping[str, Verdict | None]) -> None:
     """Print the verdict on each component of the reward, or that it has none."""
     for name, verdict in verdicts.items():
         if verdict is None:
-            say(
+            print_line(
                 f"reward {name} has no fitness verdict (stage=rm needs held-out pairs for one): "
                 "nothing says whether it is fit to be maximised",
                 "yellow",
             )
         else:
-            say(verdict_line(name, verdict), verdict.style)
+            print_line(verdict_line(name, verdict), verdict.style)
 
 
 def verdict_line(name: str, verdict: Verdict) -> str:
