@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.stages.diminishing import print_diminishing
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.stages.diminishing import paired_stop, print_diminishing
 
 from .conftest import Workplace
 
@@ -43,6 +45,44 @@ def test_a_damaged_file_is_named(tmp_path: Path, workplace: Workplace) -> None:
     folder = metrics(tmp_path / "ppo", 20, "\n20,1.0\n")  # a step twice
     error = workplace.call("diminishing", str(folder)).error
     assert f"{folder / 'metrics.csv'}, line 22, is damaged" in error
+
+
+def evaluation(folder: Path, step: int, *golds: float | None, first: int = 0) -> Path:
+    """Samples of an evaluation, two a prompt, whose gold scores are `golds` -+ 0.5."""
+    lines = [
+        {"index": first + i, "score": float(step), "parts": {},
+         "judge": {"gold": None if gold is None else gold + side}}
+        for i, gold in enumerate(golds) for side in (-0.5, 0.5)
+    ]  # fmt: skip
+    path = folder / "samples" / f"eval_{step:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_stop_is_that_of_the_evaluations(tmp_path: Path, workplace: Workplace) -> None:
+    folder = metrics(tmp_path / "run" / "mini" / "ppo", 40)
+    evaluation(folder, 0, 0.0, 0.0, 0.0)
+    evaluation(folder, 10, 9.0, 9.0, 9.0, first=1)  # of other prompts
+    evaluation(folder, 20, 0.9, 1.1, None)
+    evaluation(folder, 40, 0.7, 0.7, 0.7)
+    out = workplace.call("diminishing", str(folder)).succeeded.out
+    assert (
+        "stop at iteration 20 [20-20] by the gold score: 1, the highest of 3 evaluations on 2 "
+        "prompts; at the end 0.7; from 20 [20-20] on the reward rose by 20"
+    ) in " ".join(out.split())
+    found = json.loads((folder / "diminishing.json").read_text())
+    assert found["stop"] == {"metric": "eval/judge/gold", "iteration": 20, "interval": [20, 20]}
+    assert found["divergence"]["iteration"] == 20
+
+
+def test_evaluations_without_gold_name_no_stop_and_damaged_ones_an_error(tmp_path: Path) -> None:
+    evaluation(tmp_path, 0, None, None)
+    path = evaluation(tmp_path, 20, None, None)
+    assert paired_stop(tmp_path) is None
+    path.write_text('{"index": 0, "score": 1.0}\n')
+    with pytest.raises(CheckpointError, match=r"eval_000020\.jsonl is damaged"):
+        paired_stop(tmp_path)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from lightning_rlhf.report.gold_stop import GoldStop
 from lightning_rlhf.report.knee import FEWEST_POINTS, LEVEL, Fit, Place, fit
 from lightning_rlhf.report.shapes import AHEAD, GAIN
 
@@ -112,6 +113,8 @@ class Diminishing:
     """Reward against KL; None where the KL did not grow."""
     gold: Frontier | None
     """Gold score against compute; None without a judge."""
+    gold_stop: GoldStop | None
+    """Stop by paired evaluations; None where the responses of fewer than two are known."""
 
     @property
     def decisive(self) -> Frontier:
@@ -122,29 +125,29 @@ class Diminishing:
     def stop(self) -> Point | None:
         """Return where to stop; None if the run had no gain.
 
-        It is the maximum of the decisive curve if it falls, its knee otherwise, and the end of the
-        run if it has neither. Where gold was measured inside the interval, it is the evaluation
-        there with the highest gold.
+        It is that of the paired evaluations, with the evaluations that are as good as the best one
+        as its interval. Without any, it is the maximum of the decisive curve if it falls, its knee
+        otherwise, and the end of the run if it has neither.
         """
+        if (paired := self.gold_stop) is not None:
+            return Point(
+                paired.step, (paired.first, None if paired.last == paired.end else paired.last)
+            )
         if (found := self.decisive.stop) is None:
             return None
-        low, high = found.interval
         last = int(self.reward.after[-1]) + 1
-        if self.gold is not None:
-            after = self.gold.after
-            inside = (after >= low) & (after <= (last if high is None else high))
-            if inside.any():
-                best = after[inside][np.argmax(self.gold.y[inside])]
-                return Point(int(best), found.interval)
         return Point(last if found.iteration is None else found.iteration, found.interval)
 
     @property
     def divergence(self) -> Point | None:
         """Return the iteration from which reward rises while gold does not; None if there is none.
 
-        It is where gold stops (its maximum if it falls, else its knee), if the fitted reward rises
-        after it by at least GAIN of its own gain.
+        It is the stop of the paired evaluations, if the reward rises after it beyond the noise.
+        Without any, it is where gold stops (its maximum if it falls, else its knee), if the fitted
+        reward rises after it by at least GAIN of its own gain.
         """
+        if self.gold_stop is not None:
+            return self.stop if self.gold_stop.diverges else None
         if self.gold is None or self.reward.fit is None or (point := self.gold.stop) is None:
             return None
         least = GAIN * float(self.reward.fit.curve.max() - self.reward.fit.curve[0])
@@ -159,8 +162,10 @@ class Diminishing:
             return (
                 f"nothing to say about diminishing returns: {count} of {FEWEST_POINTS} iterations"
             )
+        paired = [] if self.gold_stop is None else [str(self.gold_stop)]
         if curve.knee is None:
-            return "no gain within this run: the reward did not rise beyond its noise"
+            none = "no gain within this run: the reward did not rise beyond its noise"
+            return "; ".join([none, *paired])
         name = NAMES[curve.metric]
         if curve.knee.iteration is None:
             parts = [
@@ -176,23 +181,19 @@ class Diminishing:
         if curve.peak is not None and curve.peak.iteration is not None:
             fall = -curve.change(curve.peak.iteration)
             parts.append(f"the {name} was highest after {curve.peak} and then fell by {fall:.2g}")
+        parts += paired
         if (point := self.divergence) is not None and point.iteration is not None:
-            rise = self.reward.change(point.iteration)
+            paired_rise = None if self.gold_stop is None else self.gold_stop.reward_rise
+            rise = paired_rise or self.reward.change(point.iteration)
             parts.append(
                 f"from {point} on the reward rose by {rise:.2g} and the gold score did not"
-            )
-        stop = self.stop
-        if self.gold is not None and stop is not None and stop.iteration in self.gold.after:
-            low, high = stop.interval
-            parts.append(
-                f"of the evaluations from {low} to {'the end' if high is None else high} the gold "
-                f"score was highest at iteration {stop.iteration}"
             )
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers; an iteration or position of None is beyond the run."""
         stop, divergence = self.stop, self.divergence
+        metric = self.decisive.metric if self.gold_stop is None else GOLD
         curves = [curve for curve in (self.reward, self.by_kl, self.gold) if curve is not None]
         return {
             "sentence": self.sentence,
@@ -200,14 +201,15 @@ class Diminishing:
             "share_of_compute": AHEAD,
             "share_of_gain": GAIN,
             "level": LEVEL,
-            "stop": None if stop is None else {"metric": self.decisive.metric} | asdict(stop),
+            "stop": None if stop is None else {"metric": metric} | asdict(stop),
+            "gold_stop": None if self.gold_stop is None else asdict(self.gold_stop),
             "divergence": None if divergence is None else asdict(divergence),
             "curves": [curve.as_json() for curve in curves],
         }
 
 
-def measure(curves: Mapping[str, Curve]) -> Diminishing:
-    """Return what further compute bought, from the metrics of a run.
+def measure(curves: Mapping[str, Curve], gold_stop: GoldStop | None = None) -> Diminishing:
+    """Return what further compute bought, from the metrics of a run and its paired evaluations.
 
     Reward and KL of iteration t are those of the policy after t - 1 iterations, gold of step t is
     that of the policy after t. Values that are not finite are left out; of a step that is there
@@ -229,6 +231,7 @@ def measure(curves: Mapping[str, Curve]) -> Diminishing:
         against_compute(REWARD, reward),
         against_kl(reward, kl),
         against_compute(GOLD, gold) if len(gold[0]) else None,
+        gold_stop,
     )
 
 

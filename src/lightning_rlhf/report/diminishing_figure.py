@@ -23,6 +23,7 @@ from lightning_rlhf.report.diminishing import (
     measure,
 )
 from lightning_rlhf.report.figures import DPI, GREY, LEGEND, ROW_IN, STYLE, WIDTH_IN, head
+from lightning_rlhf.report.gold_stop import GoldStop
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 LABELS = {
@@ -32,12 +33,15 @@ LABELS = {
 }
 
 
-def write_diminishing(folder: Path, title: str, curves: Mapping[str, Curve]) -> Diminishing:
+def write_diminishing(
+    folder: Path, title: str, curves: Mapping[str, Curve], gold_stop: GoldStop | None = None
+) -> Diminishing:
     """Write diminishing.json and diminishing.png into `folder`, and return what they show.
 
     curves: metric -> steps and values, as in metrics.csv.
+    gold_stop: stop by the evaluations of the same prompts; None where there is none.
     """
-    found = measure(curves)
+    found = measure(curves, gold_stop)
     with written_whole(folder / NUMBERS) as beside:
         text = json.dumps(found.as_json(), indent=1, allow_nan=False)
         beside.write_text(text + "\n", encoding="utf-8")
@@ -65,6 +69,9 @@ def draw(found: Diminishing, title: str) -> Figure:
         ):
             axes.set_title(name, loc="left", pad=24, fontsize=11)
             _draw_frontier(axes, curve, color)
+            if found.gold_stop is not None and curve is found.gold:
+                _mark_stop(axes, curve, found.gold_stop.step)
+            axes.legend(ncols=4, handlelength=1.4, fontsize=8, **LEGEND)
     return figure
 
 
@@ -88,4 +95,12 @@ def _draw_frontier(axes: Axes, curve: Frontier, color: str) -> None:
         if (at := curve.at(place.at)) is not None:
             name = "maximum" if is_peak else "knee"
             axes.axvline(at, color=GREY, linewidth=1, linestyle="--", label=f"{name}: {at:.3g}")
-    axes.legend(ncols=4, handlelength=1.4, fontsize=8, **LEGEND)
+
+
+def _mark_stop(axes: Axes, curve: Frontier, step: int) -> None:
+    """Circle the evaluation at which to stop."""
+    at = curve.after == step
+    label = f"stop: iteration {step}"
+    axes.plot(
+        curve.x[at], curve.y[at], "o", color=GREY, markersize=9, fillstyle="none", label=label
+    )

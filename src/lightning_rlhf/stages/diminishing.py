@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.callbacks.samples import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.io.reading import read_text
-from lightning_rlhf.report.diminishing import REWARD
+from lightning_rlhf.io.reading import json_lines, read_text
+from lightning_rlhf.report.diminishing import GOLD, REWARD
 from lightning_rlhf.report.diminishing_figure import NUMBERS, PICTURE, write_diminishing
+from lightning_rlhf.report.gold_stop import GoldStop, find_gold_stop
 from lightning_rlhf.report.knee import FEWEST_POINTS
+from lightning_rlhf.report.run_plots import HELD_OUT
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
+from lightning_rlhf.stages.measured import by_prompt
+from lightning_rlhf.stages.run_files import damage_named
 
 
 def print_diminishing(folder: Path, title: str) -> bool:
@@ -33,9 +40,29 @@ def print_diminishing(folder: Path, title: str) -> bool:
             values.append(float(cell))
     if REWARD not in curves or len(curves[REWARD][0]) < FEWEST_POINTS:
         return False
-    found = write_diminishing(folder, title, curves)
+    found = write_diminishing(folder, title, curves, paired_stop(folder))
     print_line(f"diminishing returns: {found.sentence} ({folder / PICTURE})")
     return True
+
+
+def paired_stop(folder: Path) -> GoldStop | None:
+    """Return where to stop by the gold scores of the evaluations; None where they are not known.
+
+    Evaluations of other prompts than those of the last one are left out.
+    Raises CheckpointError where a file of samples is damaged.
+    """
+    gold: dict[int, np.ndarray] = {}
+    reward: dict[int, np.ndarray] = {}
+    prompts: list[int] | None = None
+    for path in sorted((folder / SAMPLES).glob("eval_*.jsonl"), reverse=True):
+        samples = [sample for _, sample in json_lines(path)]
+        with damage_named(path):
+            found = [sample["index"] for sample in samples]
+            prompts = prompts or found
+            if found == prompts:
+                step = int(path.stem.removeprefix("eval_"))
+                gold[step], reward[step] = (by_prompt(samples, name) for name in (GOLD, HELD_OUT))
+    return find_gold_stop(gold, reward)
 
 
 def repeat_conclusion(folder: Path) -> None:
