@@ -25,6 +25,7 @@ from lightning_rlhf.core.results import (
     RewardStep,
     SFTEvaluation,
     SFTStep,
+    StepCompute,
 )
 from lightning_rlhf.core.shaping import AS_IT_IS
 from lightning_rlhf.core.types import DecodedResponses, Experience, Rollout, Scores, UpdateStats
@@ -147,6 +148,10 @@ class FakePPO(LightningModule):
         self.iteration = checkpoint["iteration"]
 
 
+COMPUTE = StepCompute(trained_tokens=7, flops=100.0, seconds=0.5)
+"""What a step of FakeSFT and FakeReward computes."""
+
+
 class FakeSFT(LightningModule):
     """Batch k has k + 1 target tokens of loss k, so that a mean of means is not the mean."""
 
@@ -164,6 +169,7 @@ class FakeSFT(LightningModule):
             tokens=torch.tensor(batch_idx + 1),
             grad_norm=torch.tensor(0.25),
             is_made=True,
+            compute=COMPUTE,
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -184,6 +190,7 @@ class FakeReward(FakeSFT):
             loss=loss.detach(),
             grad_norm=torch.tensor(0.25),
             is_made=True,
+            compute=COMPUTE,
         )
         return {"loss": loss, RESULT: result}
 

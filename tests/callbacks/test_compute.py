@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.compute import ComputeTotals, compute_line, peak_memory
-from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.compute import (
+    ComputeTotals,
+    compute_line,
+    iteration_totals,
+    peak_memory,
+    sum_of,
+)
+from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.core.results import Compute, IterationSeconds
 
-from .conftest import FakePPO, Fit
+from .conftest import FakePPO, FakeReward, FakeSFT, Fit
 from .test_metric_callbacks import SaveAt, column
 
 COMPUTE = Compute(
@@ -22,8 +29,8 @@ SECONDS = IterationSeconds(rollout=2.0, score=1.0, update=1.5, other=9.0)
 
 def test_totals_add_up_and_memory_is_the_largest() -> None:
     totals = ComputeTotals()
-    totals.add(COMPUTE, SECONDS, 7_000)
-    assert totals.add(COMPUTE, SECONDS, 5_000) == {
+    totals.add(iteration_totals(COMPUTE, SECONDS), 7_000)
+    assert totals.add(iteration_totals(COMPUTE, SECONDS), 5_000) == {
         "compute/generated_tokens": 8,
         "compute/scored_tokens": 24,
         "compute/trained_tokens": 12,
@@ -38,6 +45,36 @@ def test_totals_add_up_and_memory_is_the_largest() -> None:
         "compute: tokens 8 generated, 24 scored, 12 trained; 12 PFLOP; 9.0 device seconds; "
         "peak memory 7.0 kB"
     )
+
+
+def test_the_totals_of_a_recipe_are_those_of_its_stages() -> None:
+    sft = {"compute/trained_tokens": 5.0, "compute/flops": 1e15, "compute/device_s": 2.0,
+           "compute/peak_memory": 9_000.0, "eval/loss": 1.0}  # fmt: skip
+    ppo = sft | {"compute/generated_tokens": 3.0, "compute/peak_memory": 7_000.0}
+    total = sum_of([sft, ppo])
+    assert compute_line(total, " of sft, ppo") == (
+        "compute of sft, ppo: tokens 3 generated, 10 trained; 2 PFLOP; 4.0 device seconds; "
+        "peak memory 9.0 kB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "metrics"), [(FakeSFT, SFTMetrics), (FakeReward, RewardMetrics)]
+)
+def test_a_supervised_run_counts_and_goes_on_with_its_totals(
+    fit: Fit, tmp_path: Path, module: type[FakeSFT], metrics: type[SFTMetrics]
+) -> None:
+    """A row every second step; a step has 100 operations and 7 tokens, and takes half a second."""
+    checkpoint = tmp_path / "three.ckpt"
+    run = partial(fit, batches=6, log_every_n_steps=2)
+    run(module(), [metrics(), SaveAt(3, checkpoint)], [MetricsFile(tmp_path)])
+    whole = column(tmp_path, "compute/flops")
+    assert whole == {2: 200.0, 4: 400.0, 6: 600.0}
+    assert column(tmp_path, "compute/trained_tokens")[6] == 42.0
+    assert column(tmp_path, "compute/device_s")[6] == 3.0
+    assert column(tmp_path, "compute/peak_memory")[6] > 1e7
+    run(module(), [metrics()], [MetricsFile(tmp_path)], ckpt_path=checkpoint)
+    assert column(tmp_path, "compute/flops") == whole
 
 
 def test_the_peak_of_this_process_counts_a_large_tensor() -> None:

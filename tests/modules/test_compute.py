@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,19 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
-from lightning_rlhf.core.results import Compute
-from lightning_rlhf.core.types import Prompts, SampledResponses
-from lightning_rlhf.models.flops import Attention, DeltaRule, Flops, Matrix, Rows
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.core.results import Compute, StepCompute
+from lightning_rlhf.core.types import Demonstrations, Preferences, Prompts, SampledResponses
+from lightning_rlhf.models.flops import Attention, DeltaRule, Flops, Matrix, Rows, model_flops
+from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
+from lightning_rlhf.modules import sft
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rollout.compute import RoleFlops
 
 from . import conftest
@@ -205,6 +212,70 @@ def test_each_critic_estimator_and_split_is_counted(
     rows = 4 // changes.get("samples_per_prompt", 1)
     found, compute = measured(make(tiny, **changes), prompts(rows), counted)
     close(found, compute, 0.03)
+
+
+def supervised(
+    model: Callable[[], PreTrainedModel], role: str, finetune: str, microbatch_size: int
+) -> SFTModule | RewardModule:
+    """SFT or a reward model on a model, of which all weights or an adapter learn."""
+    torch.manual_seed(0)
+    roles = Roles(model().float().requires_grad_(finetune == "full").eval())
+    if role == REWARD:
+        generator = torch.Generator().manual_seed(2)
+        roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, generator)
+    if finetune == "lora":
+        roles.add_adapter(role, conftest.LORA, 3)
+    else:
+        roles.assign(role)
+    sizes = {"batch_size": 16, "microbatch_size": microbatch_size}
+    if role == SFT:
+        return SFTModule(roles, conftest.sft_config(**sizes))
+    return RewardModule(roles, conftest.rm_config(**sizes), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "finetune", "microbatch_size"),
+    [(tiny, "full", 8), (tiny, "lora", 16), (hybrid, "lora", 16), (vocabulary_heavy, "full", 16)],
+)
+@pytest.mark.parametrize("role", [SFT, REWARD])
+def test_a_batch_of_a_supervised_stage_is_counted(
+    role: str, model: Callable[[], PreTrainedModel], finetune: str, microbatch_size: int,
+    counted: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # torch does not count the gradient that a frozen output layer computes in its forward pass.
+    plain = partial(sft.token_logprobs, frozen_head=False)
+    monkeypatch.setattr(sft, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k))
+    module = supervised(model, role, finetune, microbatch_size)
+    tokens = torch.arange(16 * 49).view(16, 49) % 64
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    batch: Any = Demonstrations(tokens=tokens, mask=mask, target_mask=mask & (mask.cumsum(1) > 17))
+    if role == REWARD:  # 8% of the positions are padding
+        batch = Preferences(
+            chosen=tokens, chosen_mask=mask, rejected=tokens[:, :41], rejected_mask=mask[:, :41],
+            margin=torch.zeros(16),
+        )  # fmt: skip
+
+    def work() -> tuple[int, StepCompute]:
+        step = type(module).training_step(module, batch, 0)["result"]
+        return counted(lambda: module.gradient(batch)), step.compute
+
+    operations, compute = within_fit(module, work)
+    assert compute.flops == pytest.approx(operations, rel=0.05)
+    assert compute.trained_tokens == (16 * 49 if role == SFT else 16 * (49 + 41))
+    assert compute.seconds > 0
+
+
+def test_a_family_without_attention_heads_is_counted() -> None:
+    """RWKV: its linear layers alone."""
+    config = RwkvConfig(
+        hidden_size=8, attention_hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        vocab_size=16, context_length=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        flops = model_flops(RwkvForCausalLM(config), fast=False)
+    # Four matrices of the attention, 8 x 8; key, receptance and value of the feed-forward network.
+    weights = 4 * 8 * 8 + 8 * 16 + 8 * 8 + 16 * 8
+    assert flops.forward(Rows(torch.tensor([5]), 5)) == 2 * 5 * weights
 
 
 def test_recomputed_layers_count_once_more(make: Any, counted: Any) -> None:

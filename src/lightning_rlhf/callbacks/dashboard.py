@@ -21,8 +21,9 @@ SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
     "Evaluation": ("ppo", ["eval"]),
     "Time": ("ppo", ["time"]),
     "Compute": ("ppo", ["compute"]),
-    "SFT": ("sft", ["update", "eval"]),
-    "Reward model": ("rm", ["update", "eval"]),
+    "SFT": ("sft", ["update", "eval", "compute"]),
+    "Reward model": ("rm", ["update", "eval", "compute"]),
+    "Evaluation of policies": ("eval_policy", ["eval"]),
 }
 """Title of a section -> the stage and the phases whose metrics it shows."""
 TABLES = {"samples": "prompts, responses and scores"}

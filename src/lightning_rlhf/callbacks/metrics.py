@@ -10,9 +10,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.compute import ComputeTotals, peak_memory
+from lightning_rlhf.callbacks.compute import (
+    CountedRows,
+    iteration_totals,
+    peak_memory,
+    step_totals,
+)
 from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
-from lightning_rlhf.callbacks.metric_rows import Rows
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.ppo_metrics import (
     groups_alike,
@@ -31,7 +35,6 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_metrics,
     sft_train_sums,
 )
-from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.results import RESULT, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.rewards.prefixes import PART
@@ -50,24 +53,16 @@ def learning_rate(trainer: Trainer) -> float:
     return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-class PPOMetrics(Rows):
+class PPOMetrics(CountedRows):
     """Metrics of every iteration."""
 
-    def __init__(self) -> None:
-        self._compute = ComputeTotals()
+    unit = "iteration"
 
     def state_dict(self) -> dict[str, Any]:
         return {"compute": self._compute.totals}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._compute.totals = state_dict["compute"]
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if (iteration := position(trainer, pl_module)) > 0 and not self._compute.totals:
-            print_line(
-                f"compute/… counts from iteration {iteration + 1}: the checkpoint has no totals"
-            )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         ppo_view(pl_module).logs_headline = False
@@ -96,7 +91,9 @@ class PPOMetrics(Rows):
             "update/kl_coef": result.kl_coef,
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, sums),
-            **self._compute.add(result.compute, result.seconds, peak_memory(pl_module.device)),
+            **self._compute.add(
+                iteration_totals(result.compute, result.seconds), peak_memory(pl_module.device)
+            ),
         }
         if result.group_size > 1:
             metrics["rollout/groups_alike"] = groups_alike(sums, result.group_size)
@@ -134,7 +131,7 @@ Sums = Callable[[Any], Tensor]
 """Sums that a metric follows from, of the record that a step returned."""
 
 
-class SummedMetrics(Rows):
+class SummedMetrics(CountedRows):
     """Metrics of a supervised stage, exact over all that was summed.
 
     Training metrics appear every `trainer.log_every_n_steps` and at the last step, and cover as
@@ -148,6 +145,7 @@ class SummedMetrics(Rows):
         eval_sums: Sums,
         means: Callable[[Sequence[float], Phase], dict[str, float]],
     ) -> None:
+        super().__init__()
         self._train_sums, self._eval_sums, self._means = train_sums, eval_sums, means
         self._training: list[Tensor] = []
         """Sums of each batch that the next row covers; zeros where an update was not made."""
@@ -164,11 +162,14 @@ class SummedMetrics(Rows):
             "training": training,
             "nonfinite": self._nonfinite,
             "logged_step": self._logged_step,
+            "compute": self._compute.totals,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training, self._logged_step = state_dict["training"], state_dict["logged_step"]
         self._nonfinite = state_dict["nonfinite"]
+        if "compute" in state_dict:  # older checkpoints have none
+            self._compute.totals = state_dict["compute"]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -189,6 +190,7 @@ class SummedMetrics(Rows):
         self._training.append(sums if result.is_made else torch.zeros_like(sums))
         del self._training[: -every * trainer.accumulate_grad_batches]
         self._nonfinite += not result.is_made
+        computed = self._compute.add(step_totals(result.compute), peak_memory(pl_module.device))
         step = position(trainer, pl_module)
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
         if step == self._logged_step or not is_due:
@@ -197,6 +199,7 @@ class SummedMetrics(Rows):
         metrics["update/lr"] = self._lr
         metrics["update/nonfinite"] = float(self._nonfinite)
         metrics["update/grad_norm"] = result.grad_norm.item()
+        metrics |= computed
         publish(trainer, pl_module, metrics)
         self._nonfinite, self._logged_step = 0, step
 

@@ -507,10 +507,10 @@ METRICS: dict[str, Metric] = {
         "-",
     ),
     "compute/trained_tokens": Metric(
-        "prompt and response tokens read with a gradient so far, once for each epoch",
+        "prompt and response tokens read with a gradient so far, once for each epoch of PPO",
         "tokens",
         "compute",
-        PPO,
+        EVERY,
         "-",
     ),
     "compute/rollout_flops": Metric(
@@ -527,21 +527,25 @@ METRICS: dict[str, Metric] = {
         "floating-point operations of all updates so far", "FLOP", "compute", PPO, "-"
     ),
     "compute/flops": Metric(
-        "rollout_flops + score_flops + update_flops: matrix products of the real tokens, from the "
-        "sizes of the models; evaluation is not counted",
+        "floating-point operations so far: matrix products of the real tokens, from the sizes of "
+        "the models; in PPO rollout_flops + score_flops + update_flops; evaluation is not counted",
         "FLOP",
         "compute",
-        PPO,
+        EVERY,
         "-",
     ),
     "compute/device_s": Metric(
-        "sum of time/iteration_s so far, times one device", "s", "compute", PPO, "-"
+        "time of the training steps so far, in PPO the sum of time/iteration_s, times one device",
+        "s",
+        "compute",
+        EVERY,
+        "-",
     ),
     "compute/peak_memory": Metric(
         "largest memory so far: of tensors on a GPU, else of the process",
         "bytes",
         "compute",
-        PPO,
+        EVERY,
         "below what the machine has",
     ),
 }

@@ -218,7 +218,7 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
 
     ran: stages that were run in this call, whose results are already printed.
     """
-    from lightning_rlhf.callbacks.compute import PEAK, compute_line
+    from lightning_rlhf.callbacks.compute import PEAK, compute_line, sum_of
     from lightning_rlhf.stages.diminishing import repeat_conclusion
     from lightning_rlhf.stages.measured import evaluation_files
 
@@ -251,6 +251,7 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
     print_line(f"time: {minutes:.1f} minutes in all stages")
     if "ppo" in stages:
         repeat_conclusion(folder_of(stages["ppo"]))
-        if PEAK in metrics["ppo"]:
-            print_line(compute_line(metrics["ppo"]))
+    if counted := [stage for stage in stages if PEAK in metrics[stage]]:
+        total = sum_of([metrics[stage] for stage in counted])
+        print_line(compute_line(total, f" of {', '.join(counted)}"))
     return metrics

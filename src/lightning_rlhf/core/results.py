@@ -68,6 +68,17 @@ class Compute:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepCompute:
+    """Tokens, floating-point operations and time of a training step of SFT or a reward model."""
+
+    trained_tokens: int
+    """Tokens of prompts and responses that were read."""
+    flops: float
+    """Operations of the forward and the backward pass."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationResult:
     """Result of `training_step` of PPO."""
 
@@ -127,6 +138,7 @@ class SFTStep:
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
+    compute: StepCompute
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
@@ -186,6 +198,7 @@ class RewardStep(PairScores):
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
+    compute: StepCompute
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:

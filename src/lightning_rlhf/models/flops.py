@@ -340,8 +340,10 @@ def matrix(
 
 
 def attention_width(model: PreTrainedModel) -> int:
-    """Return the number of attention heads times their size."""
+    """Return the number of attention heads times their size; 0 for RWKV, which has none."""
     config = model.config.get_text_config()
+    if not hasattr(config, "num_attention_heads"):
+        return 0
     heads = int(config.num_attention_heads)
     return heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 

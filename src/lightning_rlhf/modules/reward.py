@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import lightning as L
@@ -16,7 +18,8 @@ from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.results import RESULT, PairScores, RewardRows, RewardStep
 from lightning_rlhf.core.types import Preferences
-from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.models.flops import Flops, role_flops
+from lightning_rlhf.models.roles import REWARD, Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     backward,
@@ -28,6 +31,7 @@ from lightning_rlhf.modules.optim import (
     trainable_state,
     zero_gradients,
 )
+from lightning_rlhf.modules.step_compute import reward_compute
 from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
 
 
@@ -54,6 +58,7 @@ class RewardModule(L.LightningModule):
         """False where a callback logs the headline metrics together with all others."""
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, RewardStep]:
+        started = time.perf_counter()
         loss, grad_norm, scores = self.gradient(batch)
         is_made = self.guard.check_finite(self, loss, grad_norm)
         if is_made:
@@ -63,9 +68,18 @@ class RewardModule(L.LightningModule):
         result = RewardStep(
             loss=loss, grad_norm=grad_norm, is_made=is_made,
             chosen=scores.chosen, rejected=scores.rejected,
+            compute=reward_compute(
+                self.flops, batch, microbatch_size=self.guard.microbatch.rows,
+                seconds=time.perf_counter() - started,
+            ),
         )  # fmt: skip
         log_headline(self, result.headline)
         return {RESULT: result}
+
+    @cached_property
+    def flops(self) -> Flops:
+        """Return the sizes of the model, from which the operations of a step follow."""
+        return role_flops(self.roles, REWARD)
 
     @halving_microbatches
     def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, PairScores]:

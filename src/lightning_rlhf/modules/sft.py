@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import cached_property
 from typing import Any
 
 import lightning as L
@@ -13,6 +15,7 @@ from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTRows, SFTStep
 from lightning_rlhf.core.types import Demonstrations
+from lightning_rlhf.models.flops import Flops, role_flops
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
@@ -25,6 +28,7 @@ from lightning_rlhf.modules.optim import (
     trainable_state,
     zero_gradients,
 )
+from lightning_rlhf.modules.step_compute import sft_compute
 from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
 
 
@@ -47,16 +51,29 @@ class SFTModule(L.LightningModule):
         """False where a callback logs the headline metrics together with all others."""
 
     def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, SFTStep]:
+        started = time.perf_counter()
         loss, grad_norm = self.gradient(batch)
         is_made = self.guard.check_finite(self, loss, grad_norm)
         if is_made:
             step(self)
         advance_schedule(self)
         self.iteration += 1
-        tokens = batch.target_mask.sum()
-        result = SFTStep(loss=loss, tokens=tokens, grad_norm=grad_norm, is_made=is_made)
+        result = SFTStep(
+            loss=loss, tokens=batch.target_mask.sum(), grad_norm=grad_norm, is_made=is_made,
+            compute=sft_compute(
+                self.flops, batch,
+                microbatch_size=self.guard.microbatch.rows,
+                head_is_trained=self.roles.head_is_trained,
+                seconds=time.perf_counter() - started,
+            ),
+        )  # fmt: skip
         log_headline(self, result.headline)
         return {RESULT: result}
+
+    @cached_property
+    def flops(self) -> Flops:
+        """Return the sizes of the model, from which the operations of a step follow."""
+        return role_flops(self.roles, self.roles.role)
 
     @halving_microbatches
     def gradient(self, batch: Demonstrations) -> tuple[Tensor, Tensor]:

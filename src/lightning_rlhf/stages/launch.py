@@ -13,9 +13,11 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.callbacks.checkpoint_files import load
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
+from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.early_stop import EarlyStop
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
+from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.monitors import CheckMonitors
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
@@ -31,7 +33,7 @@ from lightning_rlhf.stages.chosen import choose
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.final import check_final, goal_of, stop_metric
 from lightning_rlhf.stages.folder.extend import check_longer
-from lightning_rlhf.stages.folder.folders import CHECKPOINTS, claim, run_name
+from lightning_rlhf.stages.folder.folders import CHECKPOINTS, METRICS, claim, run_name
 from lightning_rlhf.stages.folder.resume import origin, resume_point
 from lightning_rlhf.stages.hand_over import hand_over as hand_over
 from lightning_rlhf.stages.objects import build_trainer, misconfigured
@@ -103,6 +105,16 @@ def fit(
     if chosen is not None:
         return chosen
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
+
+
+def print_compute(folder: Path) -> dict[str, float]:
+    """Print and return the totals of what a run has computed, from its last row of them."""
+    rows = [row for row in read_rows(folder / METRICS).values() if PEAK in row]
+    if not rows:  # a run that had ended before its compute was counted
+        return {}
+    computed = {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
+    print_line(compute_line(computed))
+    return computed
 
 
 def rhythm(settings: Settings, steps: int) -> StageConfig:

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich import get_console
 
-from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
@@ -46,7 +45,15 @@ from lightning_rlhf.stages.diminishing import print_diminishing
 from lightning_rlhf.stages.folder.ending import Export, read_ending
 from lightning_rlhf.stages.folder.folders import METRICS, find_parents, run_name
 from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
-from lightning_rlhf.stages.launch import Prepared, Training, fit, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.launch import (
+    Prepared,
+    Training,
+    fit,
+    hand_over,
+    make_ready,
+    print_compute,
+    tokenised,
+)
 from lightning_rlhf.stages.reward.build_rewards import (
     build_critic,
     build_reward,
@@ -105,8 +112,7 @@ def run_ppo(
     get_console().print(before_after_table(first, last, training.verdicts))
     print_collapse(folder, settings.stage)
     print_diminishing(folder, run_name(settings))
-    computed = last_compute(folder)
-    print_line(compute_line(computed))
+    computed = print_compute(folder)
     start = {f"start/{name}": value for name, value in first.items()}
     return training.save(start | last | computed)
 
@@ -210,12 +216,6 @@ def export_ppo(settings: Settings, config: PPOConfig, export: Export) -> Path:
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     head = VALUE if module.critic is not None and module.critic.shares_trunk else None
     return hand_over(ready, roles, POLICY, export.metrics, head=head, verdicts=verdicts)
-
-
-def last_compute(folder: Path) -> dict[str, float]:
-    """Return the totals of what the run has computed, from the metrics of its last iteration."""
-    rows = [row for row in read_rows(folder / METRICS).values() if PEAK in row]
-    return {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
 
 
 def print_collapse(folder: Path, stage: str) -> None:

@@ -39,7 +39,13 @@ from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.console import print_evaluation, print_line, print_problems
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, run_name
-from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.launch import (
+    Prepared,
+    hand_over,
+    make_ready,
+    print_compute,
+    tokenised,
+)
 from lightning_rlhf.stages.reward.reward_fitness import (
     fitting,
     known_pairs,
@@ -88,7 +94,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
         at_end = partial(report_fitness, training, Path(more), config)
         metrics = fit_supervised(training, "rm", RewardMetrics(), at_end)
         print_evaluation(metrics)
-        return training.save(metrics, Path(more))
+        return training.save(metrics | print_compute(training.ready.folder), Path(more))
 
 
 def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:

@@ -16,7 +16,13 @@ from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.console import print_evaluation
 from lightning_rlhf.stages.folder.ending import Export
-from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.launch import (
+    Prepared,
+    hand_over,
+    make_ready,
+    print_compute,
+    tokenised,
+)
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.supervised import SupervisedTraining, fit_supervised, supervised_data
 
@@ -33,7 +39,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     training = prepare_sft(settings, config)
     metrics = fit_supervised(training, "sft", SFTMetrics())
     print_evaluation(metrics)
-    return training.save(metrics)
+    return training.save(metrics | print_compute(training.ready.folder))
 
 
 def prepare_sft(settings: Settings, config: SFTConfig) -> SFTTraining:
