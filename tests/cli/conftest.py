@@ -33,7 +33,7 @@ from lightning_rlhf.stages.paths import HOME, RECIPES
 
 PRESETS = Path(__file__).parent / "presets"
 MINI = ("--config-dir", str(PRESETS), "model=mini", "data=small", "preflight=off")
-"""Words of every call. The preflight takes a tenth of so short a run, and has tests of its own."""
+"""Words of every call. The preflight has tests of its own, and so short a run does without it."""
 SHIPPED = RECIPES / "quickstart" / "data"
 STAGES = ("sft", "rm", "ppo")
 ROWS: Mapping[str, int] = {

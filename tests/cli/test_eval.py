@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ..report.pages import check
 from .conftest import SHIPPED, PowerCut, Workplace, given, make_workplace
 from .others import own_scores, save_classifier, train
 
@@ -75,6 +76,11 @@ def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
     assert "Measured on 4 held-out pairs of 4 prompts and 8 SFT samples" in page
+    assert "4 held-out pairs, too few to measure with" in " ".join(out.split())
+    report = check((place.stage("eval", kind) / "report.html").read_text()).text
+    assert numbers["verdict"].rstrip(".") in report
+    assert "nothing was evaluated" not in report.lower()
+    assert "all numbers, checks and pictures: final/report.md" in report
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures
     assert all((place.stage("eval", kind) / "final" / name).is_file() for name in pictures)

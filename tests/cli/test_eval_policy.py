@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..report.pages import check
 from .conftest import Workplace, given, rows, tree
 
 JUDGE = """
@@ -76,6 +77,14 @@ def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: E
     assert all(f" {policy} " in evaluated.out for policy in policies)
     assert "was trained with" not in evaluated.out
     assert "| policy | greedy response | reward | judge |" in evaluated.page
+
+
+def test_a_page_and_a_note_on_few_prompts(evaluated: Evaluated) -> None:
+    shown = " ".join(evaluated.out.split())
+    assert "a greedy one to each, too few to measure with (data.max_val_rows" in shown
+    assert "report.html" in evaluated.out
+    page = check((evaluated.folder / "report.html").read_text())
+    assert f"{EARLIER} - {FINAL}, sampled" in page.text
 
 
 def test_every_prompt_gets_a_greedy_response_and_two_samples(evaluated: Evaluated) -> None:

@@ -32,6 +32,7 @@ from lightning_rlhf.cli.overrides import (
     completed_stages,
     options_last,
     parse_arguments,
+    refuse_absent_callbacks,
     refuse_group_stage,
     refuse_other_stages,
     refuse_several_checks,
@@ -238,6 +239,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     check_stage(stage, unresolved, HydraConfig.get().runtime.config_sources)
     if not in_sweep and stage in names:
         refuse_other_stages(stage, overrides, names)
+    refuse_absent_callbacks(overrides)
     settings = read_settings(cfg)
     from lightning_rlhf.stages.folder.folders import state_of
     from lightning_rlhf.stages.start import check_run, run_stage

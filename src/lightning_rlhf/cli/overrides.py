@@ -9,9 +9,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra import compose
+
 # The parser of @hydra.main; Hydra has no public name for it.
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from omegaconf import OmegaConf
@@ -90,6 +93,37 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
             if key in READ_BY and not (CONF / "stages" / f"{stage}.yaml").is_file():
                 message += f"; a stage of your own built on {owner} takes {key}@{stage}=NAME"
             raise ConfigError(message)
+
+
+def search_path() -> list[str]:
+    """Return the overrides that name further configuration folders, as given."""
+    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
+    return [word for word in given if key_of(word) == "hydra.searchpath"]
+
+
+def refuse_absent_callbacks(words: Sequence[str]) -> None:
+    """Raise ConfigError where `callbacks.NAME=null` leaves out a callback that is not there.
+
+    words: overrides of a job; the configuration is composed from the others.
+    """
+    absent = {
+        override.input_line: override.key_or_group.removeprefix("callbacks.")
+        for override in parse_overrides(words)
+        if re.fullmatch(r"callbacks\.[^.]+", override.key_or_group)
+        and not override.is_delete()
+        and override.value() is None
+    }
+    if not absent:
+        return
+    rest = [word for word in words if word not in absent]
+    there = compose(HydraConfig.get().job.config_name, [*search_path(), *rest]).callbacks
+    for line, name in absent.items():
+        if name not in there:
+            names = ", ".join(f"callbacks.{known}=null" for known in there)
+            raise ConfigError(
+                f"{line} leaves out a callback that is not there; allowed: "
+                f"{names or 'a name in the file that callbacks=NAME chooses, and it chooses none'}"
+            )
 
 
 def completed_stages(given: Namespace) -> list[str]:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +19,13 @@ from yaml import YAMLError
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, stage_of
+from lightning_rlhf.cli.overrides import (
+    check_stage,
+    key_of,
+    parse_overrides,
+    search_path,
+    stage_of,
+)
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.splits import LOAD
@@ -194,12 +200,6 @@ def composed(overrides: Sequence[str]) -> DictConfig:
     cfg = compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
     check_stage(cfg.stage, cfg, HydraConfig.get().runtime.config_sources)
     return cfg
-
-
-def search_path() -> list[str]:
-    """Return the overrides that name further configuration folders, as given."""
-    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
-    return [word for word in given if key_of(word) == "hydra.searchpath"]
 
 
 def own_configs() -> list[str]:

@@ -64,7 +64,9 @@ def conclude(
     if GOLD in known:
         metrics.append((GOLD, "max"))
     judged = [judge(known[metric], direction) for metric, direction in metrics]
-    parts = [one.words for one in judged] or ["nothing was evaluated"]
+    parts = [one.words for one in judged]
+    if not judged and reward is None:
+        parts.append("nothing was evaluated")
     levels: list[Level] = [one.level for one in judged]
     if "eval/kl" in known:
         parts.append(f"the KL to the SFT model is {measured(known['eval/kl'])} nats a response")

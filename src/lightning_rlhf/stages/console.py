@@ -55,11 +55,17 @@ def print_lengths(
     lost = rows.left_out + tokenised.dropped
     notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
     notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
-    if count < FEW:
-        more = "data.max_val_rows, data.val_fraction, or a file of their own, gives more"
-        few = f"measure with ({more})"
-        notes.append(f"too few to {few if to_validate else 'learn much from'}")
-    print_line(", ".join([counted, *notes]))
+    print_line(", ".join([counted, *notes, *note_on_few(count, to_validate=to_validate)]))
+
+
+def note_on_few(count: int, *, to_validate: bool) -> list[str]:
+    """Return a note where there are fewer than FEW rows to train or to validate on."""
+    if count >= FEW:
+        return []
+    if not to_validate:
+        return ["too few to learn much from"]
+    more = "data.max_val_rows, data.val_fraction, or a file of their own, gives more"
+    return [f"too few to measure with ({more})"]
 
 
 def print_problems(problems: Problems) -> None:

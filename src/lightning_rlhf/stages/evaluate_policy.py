@@ -35,13 +35,14 @@ from lightning_rlhf.report.comparison import (
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.score import score
-from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.console import note_on_few, print_line
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
 from lightning_rlhf.stages.policies import find_policies, other_decoding
 from lightning_rlhf.stages.policy_answers import Task, answer, load_policy
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.reward.reward_formats import check_formats
+from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 
 R = TypeVar("R", Demonstration, Prompt)
@@ -71,10 +72,12 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         else (),
         sources={name: str(policy.path) for name, policy in policies.items()},
     )
-    print_line(
-        f"{', '.join(policies)} and the SFT model on {len(task.prompts)} held-out prompts, "
-        f"{config.samples_per_prompt} sampled responses and a greedy one to each"
-    )
+    shown = [
+        f"{', '.join(policies)} and the SFT model on {len(task.prompts)} held-out prompts",
+        f"{config.samples_per_prompt} sampled responses and a greedy one to each",
+        *note_on_few(len(task.prompts), to_validate=True),
+    ]
+    print_line(", ".join(shown))
     if (differing := other_decoding(settings, policies)) is not None:
         print_line(differing, "yellow")
     answers = {}
@@ -191,5 +194,6 @@ def hand_over_report(task: Task, report: PolicyReport) -> Path:
     with written_whole(final) as whole:
         whole.mkdir()
         report.write(whole, task.config.shown)
+    leave_report(folder, settings.definition)
     print_line(f"{settings.stage} finished: {final / PAGE}")
     return final

@@ -35,7 +35,7 @@ from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import decode_responses
-from lightning_rlhf.stages.console import print_line, print_problems
+from lightning_rlhf.stages.console import note_on_few, print_line, print_problems
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
@@ -47,6 +47,7 @@ from lightning_rlhf.stages.reward.reward_fitness import (
     write_report,
 )
 from lightning_rlhf.stages.reward.reward_formats import check_formats
+from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 
 
@@ -122,6 +123,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
                 close_loggers(loggers, exit_code)
         with written_whole(final) as whole:
             shutil.copytree(beside, whole)
+    leave_report(folder, settings.definition)
     print_line(f"{settings.stage} finished: {final / page.page.name}")
     return final
 
@@ -139,7 +141,8 @@ def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preferen
             f"no held-out pair of {rows.source} is within data.max_prompt_tokens "
             f"({data.max_prompt_tokens}) and data.max_response_tokens ({data.max_response_tokens})"
         )
-    print_line(f"{len(pairs)} held-out pairs")
+    notes = note_on_few(len(pairs), to_validate=True)
+    print_line(", ".join([f"{len(pairs)} held-out pairs", *notes]))
     return pairs
 
 

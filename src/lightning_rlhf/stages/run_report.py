@@ -7,17 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
 from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
 from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import Manifest
+from lightning_rlhf.models.verdict import PAGE as FITNESS_PAGE
+from lightning_rlhf.models.verdict import Verdict as Judgement
 from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
+from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
     StageReport,
+    TextTable,
     Token,
     TokenSample,
     write_page,
@@ -97,14 +103,14 @@ def stage_report(run: RunFiles) -> StageReport:
             findings=len(found or ()),
             sentence=sentence,
             diverges=diverges,
-            reward=reward_verdict(run.manifest),
+            reward=reward_verdict(run),
         ),
         curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
         frontier_note=sentence or "",
         evaluated=evaluated,
-        tables=policy_tables(evaluation),
+        tables=[*policy_tables(evaluation), *fitness_tables(run)],
         pairs=pairs(run.folder),
         samples=token_samples(train_samples(run.folder)),
         findings=found,
@@ -143,13 +149,31 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     return found
 
 
-def reward_verdict(manifest: Manifest | None) -> Verdict | None:
-    """Return the fitness report's verdict on a reward model; None without one."""
-    if manifest is None or manifest.stage not in manifest.verdicts:
+def reward_verdict(run: RunFiles) -> Verdict | None:
+    """Return the verdict of a fitness report: of the manifest, or beside it; None without one."""
+    with damage_named(run.folder / FINAL / FITNESS):
+        judged = read_judgement(run.folder / FINAL)
+    if run.manifest is not None and run.manifest.stage in run.manifest.verdicts:
+        judged = Judgement(**run.manifest.verdicts[run.manifest.stage])
+    if judged is None:
         return None
-    found = manifest.verdicts[manifest.stage]
-    level: Level = "bad" if found["is_unfit"] else "doubtful" if found["reasons"] else "good"
-    return Verdict(level, found["words"])
+    level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else "good"
+    return Verdict(level, judged.words)
+
+
+def fitness_tables(run: RunFiles) -> list[TextTable]:
+    """Return the numbers of a fitness report, and where the report is; nothing without one."""
+    rows = [
+        [name.removeprefix(FITNESS_METRICS), f"{values[-1]:.4g}"]
+        for name, (_, values) in run.curves.items()
+        if name.startswith(FITNESS_METRICS)
+    ]
+    if not rows:
+        return []
+    whole = f"all numbers, checks and pictures: {FINAL}/{FITNESS_PAGE}"
+    return [
+        TextTable(title="Fitness of the reward", heading=["number", ""], rows=[*rows, [whole, ""]])
+    ]
 
 
 def pairs(folder: Path) -> list[PairedSample]:
