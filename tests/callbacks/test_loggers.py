@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.errors import AuthenticationError
 
 from lightning_rlhf.callbacks.dashboard import HEADLINE
+from lightning_rlhf.callbacks.diagnosis import Diagnosis
+from lightning_rlhf.callbacks.history import History, rule
 from lightning_rlhf.callbacks.logger_config import (
     LoggerConfig,
     WandbConfig,
@@ -129,6 +132,11 @@ def test_tensorboard_has_the_curves_the_samples_and_no_later_steps_after_a_rewin
     assert (tmp_path / "metrics.csv").exists()
 
 
+@rule(when="in the second iteration", cause="a cause", remedy="a remedy")
+def second(history: History) -> str | None:
+    return "2 iterations" if len(history.rows) == 2 else None
+
+
 def test_wandb_offline_keeps_curves_samples_and_identity(
     fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,10 +147,15 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     assert said.count("\n") == 1
 
     samples = Samples(every_n_iterations=1, count=2, characters=50, run_dir=tmp_path)
-    fit(FakePPO(), [PPOMetrics(), samples], loggers, batches=2)
+    diagnosis = Diagnosis(SimpleNamespace(), tmp_path, rules=[second])  # type: ignore[arg-type]
+    fit(FakePPO(), [PPOMetrics(), diagnosis, samples], loggers, batches=2)
     close_loggers(loggers, exit_code=0)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     records = _wandb_records(folder)
+    alerts = [record["alert"] for record in records if record["type"] == "alert"]
+    assert [{key: alert[key] for key in ("title", "text", "level")} for alert in alerts] == [
+        {"title": "second", "text": "2 iterations: a cause. a remedy", "level": "WARN"}
+    ]
     run = next(r["run"] for r in records if r["type"] == "run")
     assert run["run_id"] == (tmp_path / "wandb_id.txt").read_text()
     assert run["display_name"] == "lr/tiny/seed-1/ppo"
@@ -224,7 +237,7 @@ def test_a_key_that_wandb_refuses_ends_the_run(
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(wandb, "init", refuse)
     config = logger_config(options("wandb") | {"init_timeout_s": 11, "finish_timeout_s": 7})
-    with pytest.raises(ConfigError, match=r"^W&B refuses the key .*: invalid API key\. Give it"):
+    with pytest.raises(ConfigError, match=r"^W&B refuses the key .*: invalid API key\. Set it"):
         build_loggers(config, tmp_path, IDENTITY)
     (once,) = asked  # not once more, offline
     assert once["mode"] == "online"

@@ -291,9 +291,17 @@ def prompts(rows: int = 8, width: int = 5, seed: int = 0) -> Prompts:
 
 
 def fit(
-    module: L.LightningModule, batches: Sequence[Record], callbacks: Sequence[Callback] = ()
+    module: L.LightningModule,
+    batches: Sequence[Record],
+    callbacks: Sequence[Callback] = (),
+    held_out: Sequence[Record] = (),
+    every: int = 1,
 ) -> L.Trainer:
-    """A real `Trainer.fit` over the batches, once, on the CPU."""
+    """A real `Trainer.fit` over the batches, once, on the CPU.
+
+    held_out: batches that are validated on at the start and every so many steps.
+    """
+    is_evaluated = len(held_out) > 0
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -303,10 +311,12 @@ def fit(
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
+        num_sanity_val_steps=-1 if is_evaluated else 0,
+        limit_val_batches=len(held_out),
+        val_check_interval=every if is_evaluated else None,
     )
-    trainer.fit(module, DataLoader(list(batches), batch_size=None))
+    loaders = [DataLoader(list(found), batch_size=None) for found in (batches, held_out)]
+    trainer.fit(module, *loaders[: 1 + is_evaluated])
     return trainer
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis
+from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.modules.ppo import PPOModule
 
-from .conftest import fit, prompts
+from .conftest import VOCABULARY, fit, prompts
 
 HEALTHY: dict[str, Any] = {
     "max_response_tokens": 12,
@@ -65,3 +68,27 @@ def test_a_planted_fault_is_the_first_finding(
     fit(module, batches, [PPOMetrics(), diagnosis])
     findings = json.loads((tmp_path / DIAGNOSIS).read_text())
     assert findings[0]["rule"] == rule, findings
+
+
+def low(response: str) -> float:
+    """Return the share of the tokens of a response that are in the lower half of the vocabulary."""
+    return fmean(int(token) < VOCABULARY / 2 for token in re.findall(r"\d+", response))
+
+
+def test_a_reward_that_pays_for_the_opposite_of_gold_is_the_first_finding(
+    make_ppo: Callable[..., PPOModule], tmp_path: Path
+) -> None:
+    """The reward pays for low tokens, and the judge wants high ones."""
+    module = make_ppo(
+        fresh=True, reward=lambda decoded: [low(x) for x in decoded.responses],
+        **{**HEALTHY, "iterations": 8, "rollout_batch_size": 32, "lr": 0.005},
+    )  # fmt: skip
+    evaluation = Evaluation(lambda row, response, ended: {"gold": 1 - low(response)}, tmp_path)
+    diagnosis = Diagnosis(module.config, tmp_path)
+    batches = [prompts(module.config.prompts_per_iteration, seed=k) for k in range(8)]
+    fit(
+        module, batches, [PPOMetrics(), evaluation, diagnosis],
+        held_out=[prompts(32, seed=100)], every=4,
+    )  # fmt: skip
+    findings = json.loads((tmp_path / DIAGNOSIS).read_text())
+    assert findings[0]["rule"] == "reward_against_gold", findings
