@@ -64,13 +64,15 @@ def evaluated(pipeline: Workplace) -> Evaluated:
     """The policy of PPO as `final/` and as two of its checkpoints, and the SFT model once more."""
     (pipeline.folder / "judge.py").write_text(JUDGE)
     before = tree(pipeline.stage("ppo"))
-    outcome = call(pipeline, "data.judge=judge.py:halves", "logger=wandb").succeeded
+    outcome = call(
+        pipeline, "data.judge=judge.py:halves", "logger=wandb", "eval_policy.best_of=3"
+    ).succeeded
     assert tree(pipeline.stage("ppo")) == before
     return Evaluated(pipeline, outcome.out)
 
 
 def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: Evaluated) -> None:
-    policies = ["sft", FINAL, LAST, EARLIER, SAME]
+    policies = ["sft", FINAL, LAST, EARLIER, SAME, "best of 3"]
     assert list(evaluated.numbers["policies"]) == policies
     assert evaluated.numbers["sources"][SAME].endswith("mini/sft/final")
     assert f"ppo, {LAST}, {EARLIER}, {SAME} and the SFT model on 4 held-out" in evaluated.out
@@ -184,6 +186,17 @@ def test_perplexity_is_that_of_transformers(evaluated: Evaluated, policy: str) -
         nats, tokens = nats + float(loss) * len(response), tokens + len(response)
     found = evaluated.numbers["policies"][policy]["sampled"]["eval/perplexity"]
     assert found == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+
+
+def test_the_best_of_responses_of_the_sft_model(evaluated: Evaluated) -> None:
+    """Its KL is measured from scores, which cannot be above the bound."""
+    best, sft = (evaluated.numbers["policies"][p]["sampled"] for p in ("best of 3", "sft"))
+    assert len(evaluated.of("best of 3", "sampled")) == 2 * 4
+    assert best["eval/reward_mean"] > sft["eval/reward_mean"]
+    assert best["eval/best_of_kl_bound"] == pytest.approx(math.log(3) - 2 / 3)
+    assert 0 < best["eval/kl"] <= best["eval/best_of_kl_bound"]
+    assert "eval/best_of_kl_bound" not in sft
+    assert evaluated.of("best of 3", "greedy") == evaluated.of("sft", "greedy")
 
 
 def test_wandb_gets_the_numbers_and_the_tables(evaluated: Evaluated) -> None:

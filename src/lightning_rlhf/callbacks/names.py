@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_rlhf.core.config import Mode, Stage
-from lightning_rlhf.rewards.prefixes import EVAL_PART, INTERVALS, JUDGE, PART, PASS
+from lightning_rlhf.rewards.prefixes import BEST_JUDGE, EVAL_PART, INTERVALS, JUDGE, PART, PASS
 
 Phase = Literal["rollout", "update", "eval", "time", "compute"]
 
@@ -17,7 +17,7 @@ FITNESS = "fitness/"
 MACHINE = ("time/", "compute/device_s", "compute/peak_memory")
 """Starts of the names of metrics that a repeated run measures differently."""
 
-CHOSEN_NAMES = (JUDGE, PART, EVAL_PART, FITNESS, PASS, *INTERVALS)
+CHOSEN_NAMES = (JUDGE, BEST_JUDGE, PART, EVAL_PART, FITNESS, PASS, *INTERVALS)
 """Prefixes of metrics whose names are not listed in METRICS."""
 
 
@@ -47,6 +47,7 @@ PPO: tuple[Stage, ...] = ("ppo",)
 SFT: tuple[Stage, ...] = ("sft",)
 RM: tuple[Stage, ...] = ("rm",)
 EVAL_POLICY: tuple[Stage, ...] = ("eval_policy",)
+RANK: tuple[Stage, ...] = ("rank",)
 EVALUATED: tuple[Stage, ...] = ("ppo", "eval_policy")
 EVERY: tuple[Stage, ...] = ("sft", "rm", "ppo")
 
@@ -475,11 +476,45 @@ METRICS: dict[str, Metric] = {
         EVAL_POLICY,
         "rises",
     ),
+    "rank/reward_mean": Metric("mean score of all responses", "score", "eval", RANK, "-"),
+    "rank/best_reward": Metric(
+        "mean over prompts of the highest score", "score", "eval", RANK, "above rank/reward_mean"
+    ),
+    "rank/best_kl": Metric(
+        "KL of best-of-n to the policy, estimated from the scores: sum_s w_s log(w_s / p_s) with "
+        "w_s = P(x <= s)^n - P(x < s)^n, mean over prompts",
+        "nats a response",
+        "eval",
+        RANK,
+        "at most rank/best_kl_bound; far below it, scores or responses repeat",
+    ),
+    "rank/best_kl_bound": Metric(
+        "log n - (n - 1) / n, the largest KL of best-of-n", "nats a response", "eval", RANK, "-"
+    ),
+    "rank/pairs": Metric("number of preference pairs written", "pairs", "eval", RANK, "-"),
+    "rank/demonstrations": Metric(
+        "number of best responses written", "responses", "eval", RANK, "that of the prompts"
+    ),
+    "rank/accepted": Metric("number of accepted responses written", "responses", "eval", RANK, "-"),
+    "rank/left_out": Metric(
+        "number of responses that no row has: cut, repeated, or not to be read",
+        "responses",
+        "eval",
+        RANK,
+        "few; many that are cut ask for a larger rank.max_response_tokens",
+    ),
+    "rank/best_judge/<part>": Metric(
+        "mean of one of the judge's scores over the best response to each prompt",
+        "the judge's",
+        "eval",
+        RANK,
+        "gold above eval/judge/gold: the reward finds better responses",
+    ),
     "eval/judge/<part>": Metric(
         "mean of one of the judge's scores over the validation responses that have it",
         "the judge's",
         "eval",
-        EVALUATED,
+        (*EVALUATED, *RANK),
         "gold that falls while the reward rises is reward hacking",
     ),
     "time/rollout_s": Metric("sampling responses with their values", "s", "time", PPO, "-"),

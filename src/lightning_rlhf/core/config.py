@@ -146,23 +146,32 @@ Names = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PolicyEvalConfig:
-    """Settings of the evaluation of policies."""
+class ResponsesConfig:
+    """Settings of a stage that samples responses and scores them."""
 
-    policies: Names | None
-    """Policies to compare with each other and with the SFT model; None for that of the run."""
     samples_per_prompt: Count
-    """Number of responses that are sampled to each held-out prompt, besides the greedy one."""
+    """Number of responses that are sampled to each prompt."""
     temperature: PositiveFloat
     """Sampling temperature, at which log-probabilities are measured too."""
     max_response_tokens: PositiveInt
     """Largest number of tokens of a response, the end token included."""
     stop_strings: Annotated[tuple[str, ...], Field(strict=False)]
     """Texts that end a response as an end token does."""
-    pass_k: Annotated[tuple[Count, ...], Field(strict=False)] | None
-    """Values of k for pass@k; None for 1 and `samples_per_prompt`."""
     batch_size: Count
     """Number of responses that are sampled or read at once."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyEvalConfig(ResponsesConfig):
+    """Settings of the evaluation of policies, which samples a greedy response to a prompt too."""
+
+    policies: Names | None
+    """Policies to compare with each other and with the SFT model; None for that of the run."""
+    best_of: Count | None
+    """Number of responses of the SFT model of which the best by the reward is one more policy's;
+    None for no such policy."""
+    pass_k: Annotated[tuple[Count, ...], Field(strict=False)] | None
+    """Values of k for pass@k; None for 1 and `samples_per_prompt`."""
     shown: Count
     """Number of prompts whose responses evaluation.md shows."""
 
@@ -172,6 +181,28 @@ class PolicyEvalConfig:
                  f"1 to {self.samples_per_prompt}, the samples_per_prompt")  # fmt: skip
         given = self.policies or ()
         rule(len(set(given)) == len(given), "policies", list(given), "each policy once")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RankConfig(ResponsesConfig):
+    """Settings of data made of a policy's responses and their scores."""
+
+    policy: Annotated[Text, described("a final/ folder, a checkpoint file, a hub id")] | None
+    """Policy that responds; None for the SFT model."""
+    prompts: Literal["train", "val"]
+    """Side of `data.prompts` that is responded to."""
+    max_prompts: PositiveInt | None
+    """Largest number of prompts, drawn with the seed; None for all."""
+    pairs: Literal["best_worst", "all"]
+    """Preference pairs of a prompt: the best response with the worst one, or each two."""
+    min_margin: NonNegativeFloat
+    """Smallest difference of the scores of a pair."""
+    accept_above: float | None
+    """Score from which a response is accepted as a demonstration; None accepts none."""
+
+    def __post_init__(self) -> None:
+        rule(self.samples_per_prompt > 1, "samples_per_prompt", self.samples_per_prompt,
+             "at least 2, so that there is something to compare")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from lightning_rlhf.core.best_of import best_of_kl
 from lightning_rlhf.core.text_metrics import pass_at_k
 from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval
 from lightning_rlhf.rewards.prefixes import PASS
@@ -35,6 +36,8 @@ class PolicySamples:
     """Samples of each decoding, the same number for every prompt, one prompt after the other."""
     perplexity: float | None
     """Perplexity of the held-out demonstrations; None where the data have none."""
+    best_of: int | None = None
+    """Number of responses of which each sample is the best; None for a policy's own samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,4 +185,21 @@ def passes(
             for k in ks:
                 if usable := [pass_at_k(row.tolist(), k) for row in rows if len(row) >= k]:
                     found[policy.name][f"{PASS}{k}/{name}"] = fmean(usable)
+    return found
+
+
+def best_of(samples: Sequence[Sample], n: int, count: int) -> list[Sample]:
+    """Return the sample of the highest score of each n, the first of equal ones.
+
+    samples: n * count samples of each prompt, one prompt after the other. The KL of a returned
+    sample is that of best-of-n to the policy of the samples, as its prompt's scores estimate it.
+    """
+    found: list[Sample] = []
+    for start in range(0, len(samples), n * count):
+        group = samples[start : start + n * count]
+        kl = best_of_kl([s["score"] for s in group], n)
+        found += [
+            {**max(group[i : i + n], key=lambda s: s["score"]), "kl": kl}
+            for i in range(0, len(group), n)
+        ]
     return found

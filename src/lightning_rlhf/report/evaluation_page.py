@@ -24,6 +24,7 @@ CHARACTERS = 600
 LABELS: Mapping[str, str] = {
     "eval/reward_mean": "reward",
     "eval/kl": "KL to the SFT model, nats a response",
+    "eval/best_of_kl_bound": "largest KL of best-of-n, nats a response",
     "eval/response_tokens": "response length, tokens",
     "eval/ended": "share that ended",
     "eval/perplexity": "perplexity of the demonstrations",
@@ -46,7 +47,10 @@ DEFINITIONS = (
     "that the SFT model, at the sampling temperature, gives their tokens. Distinct-n is the "
     "number of different n-grams of words divided by the number of n-grams, over all "
     "responses. pass@k, for scores of 0 and 1 alone, is 1 - C(n - c, k) / C(n, k) for n "
-    "responses of which c pass, averaged over prompts."
+    "responses of which c pass, averaged over prompts. The KL of the best of n, which has no "
+    "log-probability, is estimated from the scores s of the SFT model's responses to a prompt, as "
+    "sum over s of w log(w / p) with p the share of s and w = P(x <= s)^n - P(x < s)^n; it is at "
+    "most log n - (n - 1) / n, which only scores without ties reach."
 )
 """Definitions of the numbers."""
 

@@ -3,6 +3,9 @@
 JUDGE = "eval/judge/"
 """Prefix of a judge's metrics of the responses."""
 
+BEST_JUDGE = "rank/best_judge/"
+"""Prefix of a judge's metrics of the best response to each prompt."""
+
 PART, EVAL_PART = "rollout/reward/", "eval/reward/"
 """Prefixes of the components of a reward with several components, in training and evaluation."""
 

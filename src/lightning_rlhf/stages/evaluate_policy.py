@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from rich import get_console
 
-from lightning_rlhf.callbacks.evaluation import evaluated, evaluation_metrics, load_judge
+from lightning_rlhf.callbacks.evaluation import evaluation_metrics, load_judge
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_table
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.best_of import best_of_kl_bound
 from lightning_rlhf.core.config import PolicyEvalConfig
-from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.results import EvaluationResult
-from lightning_rlhf.core.types import Rollout
-from lightning_rlhf.data.lengths import Tokenised, tokenise_demonstrations, tokenise_prompts
+from lightning_rlhf.data.lengths import tokenise_demonstrations, tokenise_prompts
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Prompt
-from lightning_rlhf.data.splits import load_demonstrations, load_prompts, sample
+from lightning_rlhf.data.splits import load_demonstrations, load_prompts
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.roles import REFERENCE, SFT
 from lightning_rlhf.report.comparison import (
     DECODINGS,
     Decoding,
     PolicySamples,
-    Sample,
+    best_of,
     compare_all,
     passes,
 )
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
-from lightning_rlhf.rollout.decoded import decode_responses
-from lightning_rlhf.rollout.score import score
 from lightning_rlhf.stages.console import note_on_few, print_line
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.stages.launch import Prepared, identity, make_ready
+from lightning_rlhf.stages.launch import identity, make_ready
 from lightning_rlhf.stages.policies import find_policies, other_decoding
-from lightning_rlhf.stages.policy_answers import Task, answer, load_policy
-from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
-from lightning_rlhf.stages.reward.reward_formats import check_formats
+from lightning_rlhf.stages.policy_answers import (
+    Task,
+    answer,
+    fitting,
+    free,
+    load_policy,
+    sample_responses,
+)
+from lightning_rlhf.stages.policy_scores import Scorer
+from lightning_rlhf.stages.reward.build_rewards import light_sources
 from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 
@@ -62,14 +63,15 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         demonstrations = held_out_demonstrations(settings)
     ready = make_ready(settings, parents)
     light = light_sources(ready, {name for row in rows.rows for name in row.columns})
+    limit = settings.data.max_val_rows
     task = Task(
         ready=ready,
         config=config,
-        prompts=held_out(ready, rows, tokenise_prompts),
+        prompts=fitting(ready, rows, tokenise_prompts, limit),
         rows=[row.columns for row in rows.rows],
-        references=held_out(ready, demonstrations, tokenise_demonstrations)
-        if demonstrations
-        else (),
+        references=()
+        if demonstrations is None
+        else fitting(ready, demonstrations, tokenise_demonstrations, limit),
         sources={name: str(policy.path) for name, policy in policies.items()},
     )
     shown = [
@@ -85,42 +87,42 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         roles, role = load_policy(task, policy)
         answers[name] = answer(task, name, roles, role)
         del roles
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free()
 
-    roles, _ = load_policy(task, parents.get(SFT))
-    answers = {SFT: answer(task, SFT, roles, REFERENCE), **answers}
-    microbatch = MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
-    reward = build_reward(ready, roles, light, microbatch)
-    roles.to(ready.device)
-    check_formats(ready, reward)
-
-    def scored(rollouts: Sequence[Rollout]) -> Iterator[Sample]:
-        """Yield the samples of these responses, with the numbers of reward, reference and judge."""
-        for rollout in rollouts:
-            decoded = decode_responses(rollout.to(ready.device), task.rows, ready.chat)
-            scores = score(
-                roles,
-                decoded,
-                reward,
-                temperature=config.temperature,
-                batch_size=microbatch.rows,
-                over_vocabulary=False,
-            )
-            result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
-            yield from evaluated(result, [term.name for term in reward.terms], judge)
-
+    scorer = Scorer.load(task, light, judge)
+    answers = {SFT: answer(task, SFT, scorer.roles, REFERENCE), **answers}
     with Working("scoring the responses"):
         found = [
             PolicySamples(
                 name=name,
-                samples={d: list(scored(answered.rollouts[d])) for d in DECODINGS},
+                samples={d: list(scorer.samples(answered.rollouts[d])) for d in DECODINGS},
                 perplexity=answered.perplexity,
             )
             for name, answered in answers.items()
         ]
+    if config.best_of is not None:
+        found.append(best_of_sft(scorer, config.best_of, found[0]))
     return hand_over_report(task, report(task, found))
+
+
+def best_of_sft(scorer: Scorer, n: int, sft: PolicySamples) -> PolicySamples:
+    """Return the best of each n responses of the SFT model, as responses of one more policy.
+
+    Its greedy responses are those of the SFT model, of which there is one a prompt.
+    """
+    task = scorer.task
+    count = task.config.samples_per_prompt
+    rollouts = sample_responses(
+        task, f"{SFT}, best of {n}", scorer.roles, REFERENCE, task.config.temperature, n * count
+    )
+    with Working("scoring the responses"):
+        samples = list(scorer.samples(rollouts))
+    return PolicySamples(
+        name=f"best of {n}",
+        samples={"sampled": best_of(samples, n, count), "greedy": sft.samples["greedy"]},
+        perplexity=None,
+        best_of=n,
+    )
 
 
 def held_out_demonstrations(settings: Settings) -> Rows[Demonstration] | None:
@@ -130,23 +132,10 @@ def held_out_demonstrations(settings: Settings) -> Rows[Demonstration] | None:
     return load_demonstrations(settings.data, settings.seed).val
 
 
-def held_out(ready: Prepared, rows: Rows[R], tokenise: Callable[..., Tokenised[E]]) -> Sequence[E]:
-    """Return at most data.max_val_rows of the rows that fit, as tokens: those of the training.
-
-    Raises DataError where none fits.
-    """
-    data = ready.settings.data
-    fitting = tokenise(rows, ready.chat, data)
-    place = {number: i for i, number in enumerate(rows.numbers)}
-    usable = rows.only([place[number] for number in fitting.numbers])
-    kept = set(sample(usable, data.max_val_rows, ready.settings.seed).numbers)
-    pairs = zip(fitting.examples, fitting.numbers, strict=True)
-    return [example for example, number in pairs if number in kept]
-
-
 def report(task: Task, policies: Sequence[PolicySamples]) -> PolicyReport:
     """Return the numbers of all policies and their comparisons."""
-    settings, config, prompts = task.ready.settings, task.config, len(task.prompts)
+    settings, prompts = task.ready.settings, len(task.prompts)
+    config: PolicyEvalConfig = settings.config
     ks = (1, config.samples_per_prompt) if config.pass_k is None else config.pass_k
     passed = passes(policies, prompts, ks)
     numbers: dict[Decoding, dict[str, dict[str, float]]] = {d: {} for d in DECODINGS}
@@ -156,6 +145,8 @@ def report(task: Task, policies: Sequence[PolicySamples]) -> PolicyReport:
         sampled = evaluation_metrics(policy.samples["sampled"]) | passed[policy.name]
         if policy.perplexity is not None:
             sampled["eval/perplexity"] = policy.perplexity
+        if policy.best_of is not None:
+            sampled["eval/best_of_kl_bound"] = best_of_kl_bound(policy.best_of)
         numbers["sampled"][policy.name] = sampled
     return PolicyReport(
         title=f"{run_name(settings)}: {', '.join(p.name for p in policies[1:])} and the SFT model",
@@ -193,7 +184,7 @@ def hand_over_report(task: Task, report: PolicyReport) -> Path:
             close_loggers(loggers, exit_code)
     with written_whole(final) as whole:
         whole.mkdir()
-        report.write(whole, task.config.shown)
+        report.write(whole, settings.config.shown)
     leave_report(folder, settings.definition)
     print_line(f"{settings.stage} finished: {final / PAGE}")
     return final

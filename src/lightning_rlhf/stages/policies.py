@@ -1,4 +1,4 @@
-"""The policies that stage=eval_policy compares: `final/` folders, hub ids, checkpoints of PPO."""
+"""Policies that a stage samples from: `final/` folders, hub ids, checkpoints of PPO."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def find_policies(settings: Settings) -> dict[str, Source]:
     config: PolicyEvalConfig = settings.config
     if config.policies is not None:
         names = short_names(config.policies)
-        return {n: find_policy(s) for n, s in zip(names, config.policies, strict=True)}
+        return {n: find_policy(s, KEY) for n, s in zip(names, config.policies, strict=True)}
     final = earlier(settings, "ppo")
     if final is None:
         raise CheckpointError(
@@ -77,20 +77,23 @@ def find_policies(settings: Settings) -> dict[str, Source]:
     return {"ppo": final}
 
 
-def find_policy(source: str) -> Source:
-    """Return the policy at a `final/` folder, a checkpoint file of PPO or a hub id."""
+def find_policy(source: str, key: str) -> Source:
+    """Return the policy at a `final/` folder, a checkpoint file of PPO or a hub id.
+
+    key: key of the configuration that names it. Raises CheckpointError or HubError that names it.
+    """
     path = Path(source).expanduser()
     if path.suffix == SUFFIX:
         if not path.is_file():
-            raise CheckpointError(f"{KEY}: {source}: no such file; allowed: a checkpoint of PPO")
+            raise CheckpointError(f"{key}: {source}: no such file; allowed: a checkpoint of PPO")
         return Kept(path.resolve())
-    final = find(source, KEY)
+    final = find(source, key)
     stage = final.manifest.stage if final.manifest is not None else None
     file = final.path / "config.json"
     kinds = json_object(file).get("architectures") if file.is_file() else None
     if stage == "rm" or any("Classification" in str(kind) for kind in kinds or ()):
         raise CheckpointError(
-            f"{KEY}: {final.path} is a reward model or another classifier; allowed: the final/ "
+            f"{key}: {final.path} is a reward model or another classifier; allowed: the final/ "
             "folder of stage=sft or stage=ppo, or another causal language model"
         )
     return final
@@ -141,19 +144,27 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 
 def check_policies(settings: Settings, parents: Mapping[str, Final]) -> None:
-    """Raise CheckpointError where a policy cannot be compared with the SFT model.
+    """Raise CheckpointError where a policy cannot be compared with the SFT model."""
+    for policy in find_policies(settings).values():
+        check_policy(policy, parents, KEY)
 
-    All must have the base weights, the tokenizer and the chat template of the SFT model.
+
+def check_policy(policy: Source, parents: Mapping[str, Final], key: str) -> None:
+    """Raise CheckpointError unless a policy stands on the base model of the SFT model.
+
+    Both must have the same base weights, tokenizer and chat template; a checkpoint of PPO must be
+    trained from this SFT model.
+
+    key: key of the configuration that names the policy.
     """
     sft = parents.get(SFT)
-    for policy in find_policies(settings).values():
-        if isinstance(policy, Kept):
-            check_kept(policy, sft)
-        elif sft is not None and sft.manifest is not None and policy.manifest is not None:
-            check_family(policy.path, policy.manifest, sft.path, sft.manifest)
+    if isinstance(policy, Kept):
+        _check_kept(policy, sft, key)
+    elif sft is not None and sft.manifest is not None and policy.manifest is not None:
+        _check_family(policy.path, policy.manifest, sft.path, sft.manifest, key)
 
 
-def check_family(path: Path, ours: Manifest, sft: Path, theirs: Manifest) -> None:
+def _check_family(path: Path, ours: Manifest, sft: Path, theirs: Manifest, key: str) -> None:
     """Raise CheckpointError unless two models have one base, tokenizer and chat template."""
     for what, found, wanted in (
         ("base model", base_of(ours), base_of(theirs)),
@@ -162,7 +173,7 @@ def check_family(path: Path, ours: Manifest, sft: Path, theirs: Manifest) -> Non
     ):
         if found != wanted:
             raise CheckpointError(
-                f"{KEY}: the {what} of {path} is {found!r:.80}, but that of the SFT model {sft} is "
+                f"{key}: the {what} of {path} is {found!r:.80}, but that of the SFT model {sft} is "
                 f"{wanted!r:.80}; allowed: policies trained from the same base model"
             )
 
@@ -173,12 +184,12 @@ def base_of(manifest: Manifest) -> str:
     return f"{manifest.base}, seed {manifest.base_seed}" if is_random else manifest.base
 
 
-def check_kept(policy: Kept, sft: Final | None) -> None:
+def _check_kept(policy: Kept, sft: Final | None, key: str) -> None:
     """Raise CheckpointError unless the file is a checkpoint of PPO from this SFT model."""
     stage = policy.origin().stage
     if stage != "ppo":
         raise CheckpointError(
-            f"{KEY}: {policy.path} is a checkpoint of stage={stage}; allowed: one of stage=ppo, or "
+            f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of stage=ppo, or "
             "a final/ folder"
         )
     policy.lora()
@@ -187,6 +198,6 @@ def check_kept(policy: Kept, sft: Final | None) -> None:
     now = {} if sft is None else {SFT: digest(sft.path)}
     if {role: was for role, was in then.items() if role == SFT} != now:
         raise CheckpointError(
-            f"{KEY}: {policy.path} was trained from another SFT model than "
+            f"{key}: {policy.path} was trained from another SFT model than "
             f"{'the base model' if sft is None else sft.path}; give its own as policy.checkpoint"
         )

@@ -1,22 +1,26 @@
-"""The responses of the policies of stage=eval_policy, one model in memory at a time."""
+"""Responses of policies to the same prompts, one model in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.config import ResponsesConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.core.types import Rollout
 from lightning_rlhf.data.collate import collate_prompts
-from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens
+from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, Tokenised
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Demonstration, Prompt
+from lightning_rlhf.data.splits import sample
 from lightning_rlhf.models.build_roles import (
     check_positions,
     check_room,
@@ -34,6 +38,8 @@ from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.policies import Kept, Source
 
+R = TypeVar("R", Demonstration, Prompt)
+E = TypeVar("E")
 GREEDY = 1e-6
 """Temperature at which a token whose logit is largest by more than 2e-5 has probability 1."""
 
@@ -43,7 +49,7 @@ class Task:
     """The prompts and settings that are the same for every policy."""
 
     ready: Prepared
-    config: PolicyEvalConfig
+    config: ResponsesConfig
     prompts: Sequence[PromptTokens]
     rows: Sequence[dict[str, Any]]
     """Rows of the data that the prompts index."""
@@ -91,32 +97,64 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
     return roles.to(ready.device), POLICY if isinstance(policy, Kept) else REFERENCE
 
 
+def fitting(
+    ready: Prepared, rows: Rows[R], tokenise: Callable[..., Tokenised[E]], limit: int | None
+) -> Sequence[E]:
+    """Return at most `limit` of the rows that fit, drawn with the seed, as tokens.
+
+    Raises DataError where none fits.
+    """
+    fits = tokenise(rows, ready.chat, ready.settings.data)
+    place = {number: i for i, number in enumerate(rows.numbers)}
+    usable = rows.only([place[number] for number in fits.numbers])
+    kept = set(sample(usable, limit, ready.settings.seed).numbers)
+    pairs = zip(fits.examples, fits.numbers, strict=True)
+    return [example for example, number in pairs if number in kept]
+
+
+def free() -> None:
+    """Return the memory of models that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @torch.no_grad()
 def answer(task: Task, name: str, roles: Roles, role: str) -> Answers:
     """Return the responses of a policy, and its perplexity of the demonstrations."""
     config = task.config
-    count = len(task.prompts) * (config.samples_per_prompt + 1)
-    with roles.use_role(role), Working(f"sampling from {name}", count) as working:
+    decodings: dict[Decoding, tuple[float, int]] = {
+        "sampled": (config.temperature, config.samples_per_prompt),
+        "greedy": (GREEDY, 1),
+    }
+    return Answers(
+        rollouts={
+            decoding: sample_responses(task, name, roles, role, temperature, count)
+            for decoding, (temperature, count) in decodings.items()
+        },
+        perplexity=perplexity(loss(task, roles, role)) if task.references else None,
+    )
+
+
+@torch.no_grad()
+def sample_responses(
+    task: Task, name: str, roles: Roles, role: str, temperature: float, count: int
+) -> list[Rollout]:
+    """Return batches of `count` responses of a policy to each prompt, on the CPU.
+
+    name: name of the policy in messages; role: role that is the policy.
+    Raises LogitsError where it cannot be sampled from; TrainingError where the memory runs out.
+    """
+    with roles.use_role(role), Working(f"sampling from {name}", len(task.prompts) * count) as work:
         try:
-            return Answers(
-                rollouts={
-                    "sampled": list(
-                        working.track(
-                            responses(task, roles, config.temperature, config.samples_per_prompt),
-                            len,
-                        )
-                    ),
-                    "greedy": list(working.track(responses(task, roles, GREEDY, 1), len)),
-                },
-                perplexity=perplexity(loss(task, roles)) if task.references else None,
-            )
+            return list(work.track(responses(task, roles, temperature, count), len))
         except LogitsError as error:
             raise LogitsError(f"policy {name}") from error
         except torch.OutOfMemoryError as error:
             key = f"{task.ready.settings.stage}.batch_size"
             raise TrainingError(
-                f"{key} is {config.batch_size}: so many responses at once are too much for the "
-                f"memory of the device; allowed: a smaller {key}: {error}"
+                f"{key} is {task.config.batch_size}: so many responses at once are too much for "
+                f"the memory of the device; allowed: a smaller {key}: {error}"
             ) from error
 
 
@@ -152,8 +190,9 @@ def responses(task: Task, roles: Roles, temperature: float, count: int) -> Itera
         ).to("cpu")
 
 
-def loss(task: Task, roles: Roles) -> float:
-    """Return the active role's mean loss over the response tokens of the demonstrations, in nats.
+@torch.no_grad()
+def loss(task: Task, roles: Roles, role: str) -> float:
+    """Return a role's mean loss over the response tokens of the demonstrations, in nats.
 
     - sum over responses and their tokens of log p(token) / number of those tokens
     """
@@ -164,7 +203,8 @@ def loss(task: Task, roles: Roles) -> float:
         batch = as_responses(
             [e.prompt for e in some], [e.response for e in some], task.ready.chat.pad_token_id
         ).to(task.ready.device)
-        logprobs, _ = rows.fitting(partial(predict, batch, roles, None, 1.0))
+        with roles.use_role(role):
+            logprobs, _ = rows.fitting(partial(predict, batch, roles, None, 1.0))
         total += float(logprobs.double().sum())
         tokens += int(batch.response_mask.sum())
     return -total / tokens

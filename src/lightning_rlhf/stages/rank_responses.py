@@ -1,0 +1,177 @@
+"""The run of stage=rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_rlhf.callbacks.evaluation import load_judge
+from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
+from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
+from lightning_rlhf.core.config import RankConfig
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.data.lengths import tokenise_prompts
+from lightning_rlhf.data.ranked import RankedRows, rank
+from lightning_rlhf.data.readers import counts_text
+from lightning_rlhf.data.splits import load_prompts
+from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io.visible import json_line
+from lightning_rlhf.models.checkpoint import versions
+from lightning_rlhf.models.config import SFT
+from lightning_rlhf.rewards.prefixes import BEST_JUDGE, JUDGE
+from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.folder.folders import FINAL, PARENTS, claim, find_parents
+from lightning_rlhf.stages.launch import identity, make_ready
+from lightning_rlhf.stages.policy_answers import Task, fitting, free, load_policy, sample_responses
+from lightning_rlhf.stages.policy_scores import Scorer
+from lightning_rlhf.stages.rank import STAGE, source
+from lightning_rlhf.stages.reward.build_rewards import light_sources
+from lightning_rlhf.stages.stage import Settings
+
+Sample = Mapping[str, Any]
+
+
+def run_rank(settings: Settings, config: RankConfig) -> Path:
+    """Sample responses of the policy, score them, and write the rows made of them."""
+    parents = find_parents(settings)
+    policy = source(settings)
+    judge = load_judge(settings.data.judge) if settings.data.judge else None
+    with Working("reading the data"):
+        split = load_prompts(settings.data, settings.seed)
+    rows = split.train if config.prompts == "train" else split.val
+    ready = make_ready(settings, parents)
+    light = light_sources(ready, {name for row in rows.rows for name in row.columns})
+    name = SFT if policy is None else str(config.policy)
+    task = Task(
+        ready=ready,
+        config=config,
+        prompts=fitting(ready, rows, tokenise_prompts, config.max_prompts),
+        rows=[row.columns for row in rows.rows],
+        references=(),
+        sources={name: str(policy.path) if policy is not None else _path_of(parents.get(SFT))},
+    )
+    print_line(
+        f"{config.samples_per_prompt} responses of {name} to each of {len(task.prompts)} prompts"
+    )
+    roles, role = load_policy(task, policy if policy is not None else parents.get(SFT))
+    rollouts = sample_responses(
+        task, name, roles, role, config.temperature, config.samples_per_prompt
+    )
+    del roles
+    free()
+    scorer = Scorer.load(task, light, judge)
+    with Working("scoring the responses", len(task.prompts) * config.samples_per_prompt) as working:
+        samples = [
+            sample | {"messages": task.rows[sample["index"]]["messages"]}
+            for sample in working.track(scorer.samples(rollouts), lambda _: 1)
+        ]
+    ranked = rank(
+        samples,
+        pairs=config.pairs,
+        min_margin=config.min_margin,
+        accept_above=config.accept_above,
+    )
+    if not ranked.demonstrations:
+        raise DataError(
+            f"no response can be used: {counts_text(ranked.left_out)}; rank.max_response_tokens is "
+            f"{config.max_response_tokens}"
+        )
+    return hand_over_rows(task, samples, ranked)
+
+
+def _path_of(final: Any) -> str:
+    return "the base model" if final is None else str(final.path)
+
+
+def rank_metrics(samples: Sequence[Sample], ranked: RankedRows, n: int) -> dict[str, float]:
+    """Return the numbers of the ranked responses, of which `n` next to each other answer a prompt.
+
+    The best response is that of the highest score, whether it ended or not.
+    """
+    groups = [samples[i : i + n] for i in range(0, len(samples), n)]
+    best = [max(group, key=lambda s: s["score"]) for group in groups]
+    found = {
+        "rank/reward_mean": fmean(s["score"] for s in samples),
+        "rank/best_reward": fmean(s["score"] for s in best),
+        "rank/best_kl": fmean(best_of_kl([s["score"] for s in group], n) for group in groups),
+        "rank/best_kl_bound": best_of_kl_bound(n),
+        "rank/pairs": float(len(ranked.preferences)),
+        "rank/demonstrations": float(len(ranked.demonstrations)),
+        "rank/accepted": float(len(ranked.accepted)),
+        "rank/left_out": float(sum(ranked.left_out.values())),
+    }
+    for prefix, some in ((JUDGE, samples), (BEST_JUDGE, best)):
+        for part in sorted({part for sample in some for part in sample["judge"]}):
+            known = [s["judge"][part] for s in some if s["judge"].get(part) is not None]
+            if known:
+                found[prefix + part] = fmean(known)
+    return found
+
+
+def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) -> Path:
+    """Write the rows and their provenance to `final/`, log the numbers; return the folder."""
+    ready, config = task.ready, task.config
+    assert isinstance(config, RankConfig)
+    settings = ready.settings
+    metrics = rank_metrics(samples, ranked, config.samples_per_prompt)
+    check_names(metrics)
+    folder = claim(settings, ready.parents)
+    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
+    final, exit_code = folder / FINAL, 1
+    try:
+        for logger in loggers:
+            logger.log_metrics(metrics, step=0)
+        exit_code = 0
+    finally:
+        with Working("closing the loggers"):
+            close_loggers(loggers, exit_code)
+    files = {
+        "preferences.jsonl": ranked.preferences,
+        "demonstrations.jsonl": ranked.demonstrations,
+        **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
+        "samples.jsonl": samples,
+    }
+    with written_whole(final) as whole:
+        whole.mkdir()
+        for name, rows in files.items():
+            (whole / name).write_text("".join(map(_line, rows)), encoding="utf-8")
+        provenance = {
+            "metrics": metrics,
+            "policy": dict(task.sources),
+            "parents": json.loads((folder / PARENTS).read_text(encoding="utf-8")),
+            "left_out": dict(ranked.left_out),
+            "config": settings.tree,
+            "versions": versions(),
+        }
+        (whole / STAGE.numbers).write_text(json.dumps(provenance, indent=1) + "\n", "utf-8")
+    for line in summary(metrics, ranked, config):
+        print_line(line)
+    for name in files:
+        print_line(f"written: {final / name}")
+    return final
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json_line(row) + "\n"
+
+
+def summary(metrics: Mapping[str, float], ranked: RankedRows, config: RankConfig) -> Iterator[str]:
+    """Yield the numbers as lines of the console."""
+    n = config.samples_per_prompt
+    yield (
+        f"reward {metrics['rank/reward_mean']:z.3f}, of the best of {n} "
+        f"{metrics['rank/best_reward']:z.3f} at a KL of {metrics['rank/best_kl']:.2f} nats (bound "
+        f"{metrics['rank/best_kl_bound']:.2f})"
+    )
+    accepted = "" if config.accept_above is None else f", {len(ranked.accepted)} accepted responses"
+    yield (
+        f"{len(ranked.preferences)} preference pairs, {len(ranked.demonstrations)} best "
+        f"responses{accepted}"
+    )
+    if ranked.left_out:
+        yield f"left out: {counts_text(ranked.left_out)}"

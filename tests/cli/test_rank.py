@@ -1,0 +1,124 @@
+"""stage=rank: data from a policy's own responses, ranked by the reward."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from .conftest import Workplace, tree
+
+REWARD = "def longer(prompts, responses):\n    return [float(len(r)) for r in responses]\n"
+JUDGE = "def short(row, response, ended):\n    return {'gold': -float(len(response))}\n"
+
+
+def sft_of(place: Workplace) -> str:
+    return f"policy.checkpoint={place.stage('sft')}/final"
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ranked(pipeline: Workplace) -> Path:
+    """Responses of PPO's policy to the training prompts, ranked by their length."""
+    (pipeline.folder / "reward.py").write_text(REWARD)
+    (pipeline.folder / "judge.py").write_text(JUDGE)
+    before = tree(pipeline.stage("ppo"))
+    outcome = pipeline.mini(
+        "stage=rank", "run=ranked", f"rank.policy={pipeline.stage('ppo')}/final",
+        "reward=function", "reward.path=reward.py:longer", "data.judge=judge.py:short",
+        "rank.samples_per_prompt=4", "rank.batch_size=8", "rank.max_prompts=6",
+        "rank.accept_above=10", "rank.stop_strings=[e,a,o]", sft_of(pipeline),
+    )  # fmt: skip
+    assert outcome.succeeded.out.count("written: ") == 4
+    assert tree(pipeline.stage("ppo")) == before
+    return pipeline.stage("rank", "ranked") / "final"
+
+
+def test_rows_are_those_of_the_scores(ranked: Path) -> None:
+    samples = read(ranked / "samples.jsonl")
+    assert len(samples) == 6 * 4
+    assert len({s["index"] for s in samples}) == 6
+    assert all(s["score"] == len(s["response"]) for s in samples)
+    ended = [s for s in samples if s["ended"] and s["response"].strip()]
+    for row in read(ranked / "demonstrations.jsonl"):
+        of_prompt = [s["score"] for s in ended if s["prompt"] == row["prompt"]]
+        assert row["score"] == len(row["response"]) == max(of_prompt)
+    pairs = read(ranked / "preferences.jsonl")
+    assert pairs
+    assert all(p["margin"] == len(p["chosen"]) - len(p["rejected"]) > 0 for p in pairs)
+    accepted = read(ranked / "accepted.jsonl")
+    assert {a["response"] for a in accepted} == {
+        s["response"] for s in ended if s["score"] >= 10
+    }  # fmt: skip
+
+
+def test_numbers_and_provenance(ranked: Path, pipeline: Workplace) -> None:
+    found, samples = json.loads((ranked / "rank.json").read_text()), read(ranked / "samples.jsonl")
+    metrics = found["metrics"]
+    assert metrics["rank/reward_mean"] == pytest.approx(fmean(s["score"] for s in samples))
+    best = [max(s["score"] for s in samples[i : i + 4]) for i in range(0, 24, 4)]
+    assert metrics["rank/best_reward"] == pytest.approx(fmean(best))
+    assert metrics["rank/best_judge/gold"] == pytest.approx(-fmean(best))
+    assert 0 <= metrics["rank/best_kl"] <= metrics["rank/best_kl_bound"]
+    assert metrics["rank/pairs"] == len(read(ranked / "preferences.jsonl"))
+    policy = pipeline.stage("ppo") / "final"
+    assert found["policy"] == {str(policy): str(policy)}
+    assert set(found["parents"]) == {"sft", "policy"}
+    assert found["config"]["rank"]["samples_per_prompt"] == 4
+
+
+def test_sft_and_rm_read_them(ranked: Path, pipeline: Workplace) -> None:
+    for stage, kind in (("sft", "demonstrations"), ("rm", "preferences")):
+        outcome = pipeline.mini(
+            f"stage={stage}", "run=fed", f"data.{kind}.train={ranked}/{kind}.jsonl",
+            f"data.{kind}.val={ranked}/{kind}.jsonl", f"{stage}.epochs=1",
+            *([] if stage == "sft" else [sft_of(pipeline)]),
+        )  # fmt: skip
+        assert outcome.succeeded
+        assert (pipeline.stage(stage, "fed") / "final").is_dir()
+
+
+def test_the_sft_model_responds_by_default_and_the_seed_fixes_it(pipeline: Workplace) -> None:
+    def run(name: str) -> list[dict[str, Any]]:
+        outcome = pipeline.mini(
+            "stage=rank", f"run={name}", "reward=function", "reward.path=reward.py:longer",
+            "rank.samples_per_prompt=2", "rank.prompts=val", "rank.stop_strings=[e,a,o]", sft_of(pipeline),
+        )  # fmt: skip
+        assert outcome.succeeded
+        return read(pipeline.stage("rank", name) / "final" / "samples.jsonl")
+
+    (pipeline.folder / "reward.py").write_text(REWARD)
+    once = run("once")
+    assert once == run("twice")
+    assert all(abs(s["kl"]) < 1e-4 for s in once)
+    assert not (pipeline.stage("rank", "once") / "final" / "accepted.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("rank.policy=./nowhere", "rank.policy.*nowhere: no such folder"),
+        ("rank.policy={mini}/rm/final", "^rank.policy: .*rm/final is a reward model or another"),
+        ("rank.policy={mini}/sft/checkpoints/000006.ckpt", "checkpoint of stage=sft; allowed"),
+        ("rank.samples_per_prompt=1", "^rank.samples_per_prompt is 1; allowed: at least 2"),
+        ("rank.pairs=some", "^rank.pairs is 'some'; allowed: best_worst, all"),
+        ("rank.min_margin=-1", "^rank.min_margin is -1"),
+    ],
+)
+def test_bad_input_is_named_before_a_model_loads(
+    pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, overrides: str, message: str
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        pytest.fail("a model is loaded")
+
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", loaded)
+    words = overrides.format(mini=pipeline.stage("ppo").parent)
+    found = pipeline.mini("stage=rank", words).error
+    assert re.search(message, found), found
