@@ -89,7 +89,8 @@ def test_the_sft_model_responds_by_default_and_the_seed_fixes_it(pipeline: Workp
     def run(name: str) -> list[dict[str, Any]]:
         outcome = pipeline.mini(
             "stage=rank", f"run={name}", "reward=function", "reward.path=reward.py:longer",
-            "rank.samples_per_prompt=2", "rank.prompts=val", "rank.stop_strings=[e,a,o]", sft_of(pipeline),
+            "rank.samples_per_prompt=2", "rank.prompts=val", "rank.stop_strings=[e,a,o]",
+            sft_of(pipeline),
         )  # fmt: skip
         assert outcome.succeeded
         return read(pipeline.stage("rank", name) / "final" / "samples.jsonl")

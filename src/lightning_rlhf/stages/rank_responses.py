@@ -31,6 +31,7 @@ from lightning_rlhf.stages.policy_answers import Task, fitting, free, load_polic
 from lightning_rlhf.stages.policy_scores import Scorer
 from lightning_rlhf.stages.rank import STAGE, source
 from lightning_rlhf.stages.reward.build_rewards import light_sources
+from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 
 Sample = Mapping[str, Any]
@@ -149,6 +150,7 @@ def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) ->
             "versions": versions(),
         }
         (whole / STAGE.numbers).write_text(json.dumps(provenance, indent=1) + "\n", "utf-8")
+    leave_report(folder, settings.definition)
     for line in summary(metrics, ranked, config):
         print_line(line)
     for name in files:
