@@ -148,6 +148,24 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     assert [weights(done.folder(stage)) for stage in STAGES] == before
 
 
+def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen) -> None:
+    done.write(
+        stages=[*STAGES, "eval_policy"],
+        promises=[{"stage": "eval_policy", "metric": "eval/reward_mean", "gain": -99.0}],
+    )
+    out = done.cook("eval_policy.samples_per_prompt=1").succeeded.out
+    assert done.ran == ["eval_policy"]
+    assert "tables: outputs/default/mini/eval_policy/final" in out
+    found = json.loads((done.folder("eval_policy") / "final" / "evaluation.json").read_text())
+    sft, policy = (
+        found["policies"][name]["sampled"]["eval/reward_mean"] for name in ("sft", "ppo")
+    )
+    promises = json.loads((done.folder("sft").parent / "promises.json").read_text())
+    [row] = promises
+    assert row["verdict"] == "kept"
+    assert row["measured"].startswith(f"{policy - sft:.3f} [")  # with an interval over prompts
+
+
 def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
     file = done.folder("ppo") / "diminishing.json"  # a run of so few iterations writes none
     sentence = "after iteration 7 a further 10% bought nothing"
@@ -489,8 +507,8 @@ def test_a_wrong_value_is_refused_before_the_first_stage(kitchen: Kitchen) -> No
         ({"stage": ["sft"]}, "stages"),
         ({"promises": [{"stage": "ppo", "metric": "eval/kl", "at_moost": 6}]}, "at_moost"),
         ({"promises": [{"stage": "ppo", "metric": "eval/kl"}]}, "eval/kl"),
-        ({"promises": [{"stage": "dpo", "metric": "eval/kl", "at_most": 6}]}, "dpo"),
-        ({"stages": ["sft", "dpo"], "promises": []}, "dpo"),
+        ({"promises": [{"stage": "kto", "metric": "eval/kl", "at_most": 6}]}, "kto"),
+        ({"stages": ["sft", "kto"], "promises": []}, "kto"),
         ({"stages": []}, "stages"),
         ({"program": "bandit.py"}, "stages"),
     ],

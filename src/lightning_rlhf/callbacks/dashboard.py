@@ -23,6 +23,7 @@ SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
     "Compute": ("ppo", ["compute"]),
     "SFT": ("sft", ["update", "eval"]),
     "Reward model": ("rm", ["update", "eval"]),
+    "DPO": ("dpo", ["update", "eval"]),
 }
 """Title of a section -> the stage and the phases whose metrics it shows."""
 TABLES = {"samples": "prompts, responses and scores"}

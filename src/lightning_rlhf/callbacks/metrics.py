@@ -25,6 +25,8 @@ from lightning_rlhf.callbacks.ppo_metrics import (
 )
 from lightning_rlhf.callbacks.supervised_metrics import (
     Phase,
+    dpo_metrics,
+    dpo_sums,
     reward_metrics,
     reward_sums,
     sft_eval_sums,
@@ -32,7 +34,7 @@ from lightning_rlhf.callbacks.supervised_metrics import (
     sft_train_sums,
 )
 from lightning_rlhf.callbacks.terminal import print_line
-from lightning_rlhf.core.results import RESULT, IterationResult, RewardStep, SFTStep
+from lightning_rlhf.core.results import RESULT, DPOStep, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.rewards.prefixes import PART
 
@@ -183,7 +185,7 @@ class SummedMetrics(Rows):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        result: SFTStep | RewardStep = outputs[RESULT]
+        result: SFTStep | RewardStep | DPOStep = outputs[RESULT]
         sums = self._train_sums(result)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._training.append(sums if result.is_made else torch.zeros_like(sums))
@@ -232,6 +234,13 @@ class RewardMetrics(SummedMetrics):
 
     def __init__(self) -> None:
         super().__init__(reward_sums, reward_sums, reward_metrics)
+
+
+class DPOMetrics(SummedMetrics):
+    """Loss, accuracy, implicit rewards and log-probabilities of direct preference optimization."""
+
+    def __init__(self) -> None:
+        super().__init__(dpo_sums, dpo_sums, dpo_metrics)
 
 
 def _gathered(pl_module: LightningModule, rows: Tensor) -> Tensor:
