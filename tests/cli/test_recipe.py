@@ -19,7 +19,9 @@ from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
+from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.report.knee import FEWEST_POINTS
+from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.process import run_command
 from lightning_rlhf.stages.settings import read_settings
@@ -487,6 +489,30 @@ def test_a_misspelt_number_of_a_stage_is_refused_before_anything_runs(kitchen: K
     outcome = kitchen.cook("++ppo.klcoef=0.3")
     assert "ppo.kl_coef" in outcome.error
     assert kitchen.ran == []
+
+
+def test_the_recipe_of_dpo_promises_what_its_stages_measure() -> None:
+    """Its reward, which the evaluation alone reads, is what the judge calls gold."""
+    recipe = read_recipe(RECIPES / "dpo")
+    main.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+        settings = {
+            stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
+            for stage in recipe.stages
+        }
+    for promise in recipe.promises:
+        name = "eval/judge/<part>" if "/judge/" in promise.metric else promise.metric
+        assert promise.stage in METRICS[name].stages
+    [reward] = settings["eval_policy"].reward.values()
+    assert isinstance(reward, FunctionConfig)
+    gold = load_object(reward.path, "reward.path", "function", callable)
+    judge = load_judge(f"{RECIPES / 'quickstart' / 'judge.py'}:judge")
+    turns = [{"role": "user", "content": "What is the capital of Australia?"}]
+    answers = ["Canberra is the capital of Australia.", "Sydney.", ""]
+    found = gold(["?"] * 3, answers, [turns] * 3)
+    assert found == [judge({"messages": turns}, answer, True)["gold"] for answer in answers]
+    assert len({*found}) > 1
 
 
 def test_a_recipe_and_a_stage_exclude_each_other(kitchen: Kitchen) -> None:
