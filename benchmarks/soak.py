@@ -41,6 +41,7 @@ from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main as command_line
+from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
@@ -56,12 +57,14 @@ SMALL = {
             "ppo.rollout_batch_size=32", "ppo.kl_control=adaptive", "ppo.samples_every=2",
             "ppo.score_normalization=running", "ppo.val_samples_per_prompt=1",
             "reward.unfit=warn"],  # the reward model was trained on a tenth of its data
+    "dpo": ["dpo.epochs=0.05", "dpo.val_every=8", "dpo.checkpoint_every=6"],
 }  # fmt: skip
 """Stage -> overrides of a run that takes a few seconds and uses every part of the state."""
 VARIANTS = {
     "sft": ("sft", SMALL["sft"]),
     "rm": ("rm", SMALL["rm"]),
     "ppo": ("ppo", SMALL["ppo"]),
+    "dpo": ("dpo", SMALL["dpo"]),
     "sft, adapter, TensorBoard": (
         "sft", [*SMALL["sft"], "sft.finetune=lora", "logger=tensorboard"],
     ),
@@ -76,6 +79,7 @@ PHASES = ("start", "generation", "scoring", "update", "training", "evaluation",
 OWN = {
     "sft": ("start", "training", "evaluation", "checkpoint", "deletion", "export"),
     "rm": ("start", "training", "evaluation", "checkpoint", "deletion", "export"),
+    "dpo": ("start", "training", "evaluation", "checkpoint", "deletion", "export"),
     "ppo": ("start", "generation", "scoring", "update", "evaluation", "checkpoint", "deletion",
             "export"),
 }  # fmt: skip
@@ -87,6 +91,8 @@ MARKED = [
     (PPOModule, "validation_step", "evaluation"),
     (SFTModule, "training_step", "training"),
     (SFTModule, "validation_step", "evaluation"),
+    (DPOModule, "training_step", "training"),
+    (DPOModule, "validation_step", "evaluation"),
     (RewardModule, "training_step", "training"),
     (RewardModule, "validation_step", "evaluation"),
     (Checkpoints, "save", "checkpoint"),

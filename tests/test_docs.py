@@ -137,7 +137,7 @@ def test_every_formula_names_its_function_and_its_test() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
 def test_dotted_keys_of_the_stages_exist(page: Path) -> None:
     for stage, key in re.findall(
-        r"(?<![\w./])(sft|rm|ppo|eval)\.([a-z]\w*)(?!\w*/)", page.read_text()
+        r"(?<![\w./])(sft|rm|ppo|dpo|eval)\.([a-z]\w*)(?!\w*/)", page.read_text()
     ):
         if key not in ("py", "md", "yaml", "jsonl"):
             assert key in {f.name for f in fields(STAGES[stage].config)}, f"{stage}.{key}"

@@ -37,7 +37,7 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
     """Return the checked configuration of a stage: the values of conf/ with some of them changed.
 
     Args:
-        stage: name of the stage: "sft", "rm", "ppo".
+        stage: name of the stage: "sft", "rm", "ppo", "dpo".
         overrides: words as on the command line: "model=tiny", "ppo.kl_coef=0.1".
         stages: names of stages that get the same overrides, as in a recipe: each reads its section.
             An override of the section of any other stage is refused.

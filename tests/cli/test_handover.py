@@ -82,7 +82,7 @@ def test_a_reward_model_as_policy(finished: Workplace, finetune: str, stage: str
         finished, f"stage={stage}", f"policy.checkpoint={reward}", f"reward.checkpoint={reward}"
     )
     assert f"{reward} is a reward model" in error
-    assert "stage=sft or stage=ppo" in error
+    assert "stage=sft, ppo or dpo" in error
 
 
 @pytest.mark.parametrize(

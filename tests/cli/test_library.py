@@ -171,7 +171,7 @@ def test_the_example_gives_every_stage_its_overrides(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["dpo"], "stage is 'dpo'; allowed: sft, rm, ppo"),
+        (["kto"], "stage is 'kto'; allowed: sft, rm, ppo, dpo"),
         (["ppo", "ppo.kl_coeff=1"], "ppo.kl_coeff is not a known key; did you mean ppo.kl_coef?"),
         (["ppo", "ppo.kl_coef=-1"], "ppo.kl_coef is -1; allowed"),
         (["ppo", "sft.lr=1"], "stage=ppo does not read sft.lr"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 
 import pytest
@@ -14,12 +13,12 @@ from lightning_rlhf.replay.plan import settings_of
 from .conftest import PRESETS, Outcome, Workplace, rows, weights
 
 STAGE = '''
-"""Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290)."""
+"""Hinge loss on the margin of DPO (Liu et al. 2023, https://arxiv.org/abs/2309.06657)."""
 from pydantic.dataclasses import dataclass
 
 import lightning as L
 import torch
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import relu
 
 from lightning_rlhf.callbacks.metric_rows import Rows
 from lightning_rlhf.core.config import SupervisedConfig
@@ -32,10 +31,10 @@ from lightning_rlhf.stages.stage import Stage
 from lightning_rlhf.stages.supervised import read_batches
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class DPOConfig(SupervisedConfig):
+class SLiCConfig(SupervisedConfig):
     beta: PositiveFloat
 
-class DPO(L.LightningModule):
+class SLiC(L.LightningModule):
     strict_loading = False
     def __init__(self, roles, config):
         super().__init__()
@@ -49,12 +48,12 @@ class DPO(L.LightningModule):
             reference = self.logprob(*chosen) - self.logprob(*rejected)
         return self.config.beta * (self.logprob(*chosen) - self.logprob(*rejected) - reference)
     def training_step(self, batch, batch_idx):
-        loss = -logsigmoid(self.margin(batch)).mean()
-        self.log("update/dpo_loss", loss)
+        loss = relu(1 - self.margin(batch)).mean()
+        self.log("update/slic_loss", loss)
         return loss
     def validation_step(self, batch, batch_idx):
-        loss = -logsigmoid(self.margin(batch)).mean()
-        self.log("eval/dpo_loss", loss, batch_size=len(batch))
+        loss = relu(1 - self.margin(batch)).mean()
+        self.log("eval/slic_loss", loss, batch_size=len(batch))
     def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], self.config.lr)
     def state_dict(self, *args, **kwargs):
@@ -64,26 +63,26 @@ def run(settings, config):
     ready = make_ready(settings)
     roles = start_from(settings.model, ready.parents[SFT], trainable=False, seed=settings.seed)
     add_policy(roles, settings.model, settings.seed)
-    metrics = fit(ready, DPO(roles, config), read_batches(ready), [Rows()])
+    metrics = fit(ready, SLiC(roles, config), read_batches(ready), [Rows()])
     return hand_over(ready, roles, POLICY, metrics, head=None)
 
-STAGE = Stage(name="dpo", title="Direct preference optimization", config=DPOConfig,
-              data="preferences", run=run, goal=(("eval/dpo_loss", "min"),))
+STAGE = Stage(name="slic", title="Sequence likelihood calibration", config=SLiCConfig,
+              data="preferences", run=run, goal=(("eval/slic_loss", "min"),))
 '''
 SECTION = """
-# @package dpo
+# @package slic
 defaults: [sft@_here_, _self_]
-definition: mine/dpo.py:STAGE
+definition: mine/slic.py:STAGE
 beta: 0.1
 """
 SMALL = ["epochs=0.75", "batch_size=4", "microbatch_size=2", "val_every=2", "checkpoint_every=1"]
-SMALL = [f"dpo.{word}" for word in SMALL]
+SMALL = [f"slic.{word}" for word in SMALL]
 RECIPE = f"""
-title: Direct preference optimization
-stages: [sft, dpo]
+title: Sequence likelihood calibration
+stages: [sft, slic]
 program: null
-overrides: [+stages=dpo, model=mini, data=small, {", ".join(SMALL)}]
-promises: [{{stage: dpo, metric: eval/dpo_loss, at_most: 1.0}}]
+overrides: [+stages=slic, model=mini, data=small, {", ".join(SMALL)}]
+promises: [{{stage: slic, metric: eval/slic_loss, at_most: 1.1}}]
 next: ["Compare with PPO."]
 """
 OWN = ("--config-dir", "mine")
@@ -97,16 +96,16 @@ def place(finished: Workplace) -> Workplace:
     for group in ("model", "data", "stage_model"):
         (mine / group).symlink_to(PRESETS / group)
     (mine / "stages").mkdir()
-    (mine / "stages" / "dpo.yaml").write_text(SECTION.lstrip())
-    (mine / "dpo.py").write_text(STAGE.lstrip())
+    (mine / "stages" / "slic.yaml").write_text(SECTION.lstrip())
+    (mine / "slic.py").write_text(STAGE.lstrip())
     (mine / "small").mkdir()
     (mine / "small" / "recipe.yaml").write_text(RECIPE.lstrip())
     return finished
 
 
-def dpo(place: Workplace, *overrides: str) -> Outcome:
+def slic(place: Workplace, *overrides: str) -> Outcome:
     return place.call(
-        *OWN, "+stages=dpo", "model=mini", "data=small", "stage=dpo", *SMALL, *overrides
+        *OWN, "+stages=slic", "model=mini", "data=small", "stage=slic", *SMALL, *overrides
     )
 
 
@@ -116,78 +115,78 @@ def test_a_stage_takes_less_than_60_lines() -> None:
 
 
 def test_it_runs_resumes_and_is_in_a_recipe(place: Workplace) -> None:
-    dpo(place).succeeded  # noqa: B018
-    folder = place.stage("dpo")
+    slic(place).succeeded  # noqa: B018
+    folder = place.stage("slic")
     unbroken, table = weights(folder), rows(folder)
-    # The policy starts as the reference, where every margin is 0 and the loss is log 2.
-    losses = [float(row["eval/dpo_loss"]) for row in table]
-    assert losses == pytest.approx([math.log(2)] * 3, abs=0.02)
+    # The policy starts as the reference, where every margin is 0 and the loss is 1.
+    losses = [float(row["eval/slic_loss"]) for row in table]
+    assert losses == pytest.approx([1.0] * 3, abs=0.02)
     assert len({*losses}) == 3
     assert (folder / "curves.png").is_file()
     written = json.loads((folder / "final" / "manifest.json").read_text())
-    assert written["stage"] == "dpo"
+    assert written["stage"] == "slic"
     assert written["parents"] == {"sft": str((place.stage("sft") / "final").resolve())}
-    assert written["config"]["dpo"]["definition"] == "mine/dpo.py:STAGE"
+    assert written["config"]["slic"]["definition"] == "mine/slic.py:STAGE"
 
     shutil.rmtree(folder / "final")
     (folder / "checkpoints" / "000006.ckpt").unlink()
-    assert "dpo.lr was 0.0002, is 0.5" in dpo(place, "resume=true", "dpo.lr=0.5").error
-    out = dpo(place, "resume=true").succeeded.out
-    assert "going on from outputs/default/mini/dpo/checkpoints/000005.ckpt" in out
+    assert "slic.lr was 0.0002, is 0.5" in slic(place, "resume=true", "slic.lr=0.5").error
+    out = slic(place, "resume=true").succeeded.out
+    assert "going on from outputs/default/mini/slic/checkpoints/000005.ckpt" in out
     assert weights(folder) == unbroken
     assert rows(folder) == table
 
     out = place.call(*OWN, "recipe=mine/small").succeeded.out
-    assert "dpo: done already" in out
+    assert "slic: done already" in out
     assert "what it promises" in out
-    with pytest.raises(ConfigError, match=r"dpo.definition is 'mine/dpo.py:STAGE'.*--trust-remote"):
+    with pytest.raises(ConfigError, match=r"slic.definition is 'mine/slic.py:STAGE'.*--trust"):
         settings_of(folder)
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["dpo.definition=mine/dpo.py:RUN"], "has no stage 'RUN', it has ['STAGE']"),
-        (["dpo.definition=mine/other.py:STAGE"], "there is no file"),
-        (["dpo.beta=much"], "dpo.beta"),
-        (["++dpo.betta=1"], "dpo.betta is not a known key; did you mean dpo.beta?"),
-        (["dpo.lr=-1"], "dpo.lr is -1"),
+        (["slic.definition=mine/slic.py:RUN"], "has no stage 'RUN', it has ['STAGE']"),
+        (["slic.definition=mine/other.py:STAGE"], "there is no file"),
+        (["slic.beta=much"], "slic.beta"),
+        (["++slic.betta=1"], "slic.betta is not a known key; did you mean slic.beta?"),
+        (["slic.lr=-1"], "slic.lr is -1"),
         (["data.preferences.train=null"], "data.preferences.train is not set"),
         (["policy.checkpoint=nowhere/at/all"], "policy.checkpoint"),
-        (["run=dpo"], "a name other than sft, rm, ppo, eval"),
+        (["run=slic"], "a name other than sft, rm, ppo, dpo, eval"),
     ],
 )
 def test_its_mistakes_are_told_as_those_of_the_other_stages(
     place: Workplace, overrides: list[str], told: str
 ) -> None:
-    assert told in dpo(place, *overrides).error
-    assert not place.stage("dpo").exists()
+    assert told in slic(place, *overrides).error
+    assert not place.stage("slic").exists()
 
 
 def test_a_stage_without_a_goal_hands_over_its_last_step(place: Workplace) -> None:
-    file = place.folder / "mine" / "dpo.py"
-    file.write_text(file.read_text().replace(', goal=(("eval/dpo_loss", "min"),)', ""))
-    error = dpo(place, "final=best").error
+    file = place.folder / "mine" / "slic.py"
+    file.write_text(file.read_text().replace(', goal=(("eval/slic_loss", "min"),)', ""))
+    error = slic(place, "final=best").error
     assert error == (
-        "dpo.final is 'best', and stage=dpo names no metric of its evaluations (Stage.goal); "
-        "allowed with a metric in dpo.best.metric"
+        "slic.final is 'best', and stage=slic names no metric of its evaluations (Stage.goal); "
+        "allowed with a metric in slic.best.metric"
     )
-    assert "dpo.stop.patience is 2, and " in dpo(place, "dpo.stop.patience=2").error
-    assert not place.stage("dpo").exists()
-    dpo(place).succeeded  # noqa: B018
-    folder = place.stage("dpo")
+    assert "slic.stop.patience is 2, and " in slic(place, "slic.stop.patience=2").error
+    assert not place.stage("slic").exists()
+    slic(place).succeeded  # noqa: B018
+    folder = place.stage("slic")
     ending = json.loads((folder / "ending.json").read_text())
     assert (ending["step"], ending["last_step"], ending["metrics"]) == (6, 6, {})
     assert not (folder / "checkpoints" / "best.ckpt").exists()
 
 
 def test_a_stage_of_the_package_is_not_defined_anew(place: Workplace) -> None:
-    error = place.mini("stage=sft", "++sft.definition=mine/dpo.py:STAGE").error
+    error = place.mini("stage=sft", "++sft.definition=mine/slic.py:STAGE").error
     assert error == (
-        "sft.definition is 'mine/dpo.py:STAGE', but sft is a stage of the package; allowed: "
+        "sft.definition is 'mine/slic.py:STAGE', but sft is a stage of the package; allowed: "
         "another name for a stage of your own"
     )
 
 
 def test_a_stage_that_no_section_defines_is_refused(place: Workplace) -> None:
-    assert "dpo" in place.mini("stage=dpo").error
+    assert "slic" in place.mini("stage=slic").error

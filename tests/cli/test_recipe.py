@@ -19,7 +19,9 @@ from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
+from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.report.knee import FEWEST_POINTS
+from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.process import run_command
 from lightning_rlhf.stages.settings import read_settings
@@ -146,6 +148,24 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     assert out.count("On held-out prompts") == 1
     assert "overwrite=true" in out
     assert [weights(done.folder(stage)) for stage in STAGES] == before
+
+
+def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen) -> None:
+    done.write(
+        stages=[*STAGES, "eval_policy"],
+        promises=[{"stage": "eval_policy", "metric": "eval/reward_mean", "gain": -99.0}],
+    )
+    out = done.cook("eval_policy.samples_per_prompt=1").succeeded.out
+    assert done.ran == ["eval_policy"]
+    assert "tables: outputs/default/mini/eval_policy/final" in out
+    found = json.loads((done.folder("eval_policy") / "final" / "evaluation.json").read_text())
+    sft, policy = (
+        found["policies"][name]["sampled"]["eval/reward_mean"] for name in ("sft", "ppo")
+    )
+    promises = json.loads((done.folder("sft").parent / "promises.json").read_text())
+    [row] = promises
+    assert row["verdict"] == "kept"
+    assert row["measured"].startswith(f"{policy - sft:.3f} [")  # with an interval over prompts
 
 
 def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
@@ -471,6 +491,30 @@ def test_a_misspelt_number_of_a_stage_is_refused_before_anything_runs(kitchen: K
     assert kitchen.ran == []
 
 
+def test_the_recipe_of_dpo_promises_what_its_stages_measure() -> None:
+    """Its reward, which the evaluation alone reads, is what the judge calls gold."""
+    recipe = read_recipe(RECIPES / "dpo")
+    main.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+        settings = {
+            stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
+            for stage in recipe.stages
+        }
+    for promise in recipe.promises:
+        name = "eval/judge/<part>" if "/judge/" in promise.metric else promise.metric
+        assert promise.stage in METRICS[name].stages
+    [reward] = settings["eval_policy"].reward.values()
+    assert isinstance(reward, FunctionConfig)
+    gold = load_object(reward.path, "reward.path", "function", callable)
+    judge = load_judge(f"{RECIPES / 'quickstart' / 'judge.py'}:judge")
+    turns = [{"role": "user", "content": "What is the capital of Australia?"}]
+    answers = ["Canberra is the capital of Australia.", "Sydney.", ""]
+    found = gold(["?"] * 3, answers, [turns] * 3)
+    assert found == [judge({"messages": turns}, answer, True)["gold"] for answer in answers]
+    assert len({*found}) > 1
+
+
 def test_a_recipe_and_a_stage_exclude_each_other(kitchen: Kitchen) -> None:
     error = kitchen.cook("stage=sft").error
     assert "recipe" in error
@@ -489,8 +533,8 @@ def test_a_wrong_value_is_refused_before_the_first_stage(kitchen: Kitchen) -> No
         ({"stage": ["sft"]}, "stages"),
         ({"promises": [{"stage": "ppo", "metric": "eval/kl", "at_moost": 6}]}, "at_moost"),
         ({"promises": [{"stage": "ppo", "metric": "eval/kl"}]}, "eval/kl"),
-        ({"promises": [{"stage": "dpo", "metric": "eval/kl", "at_most": 6}]}, "dpo"),
-        ({"stages": ["sft", "dpo"], "promises": []}, "dpo"),
+        ({"promises": [{"stage": "kto", "metric": "eval/kl", "at_most": 6}]}, "kto"),
+        ({"stages": ["sft", "kto"], "promises": []}, "kto"),
         ({"stages": []}, "stages"),
         ({"program": "bandit.py"}, "stages"),
     ],

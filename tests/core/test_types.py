@@ -50,8 +50,13 @@ def test_fields_of_different_width_are_cut_alike() -> None:
         chosen_mask=torch.ones(2, 3, dtype=torch.bool),
         rejected=torch.arange(10).view(2, 5),
         rejected_mask=torch.ones(2, 5, dtype=torch.bool),
+        prompt_tokens=torch.tensor([1, 2]),
         margin=torch.zeros(2),
     )
+    tokens, mask = pair.stacked()
+    assert tokens[:2, :3].tolist() == pair.chosen.tolist()
+    assert tokens[2:].tolist() == pair.rejected.tolist()
+    assert mask.sum(dim=1).tolist() == [3, 3, 5, 5]
     second = pair.select(slice(1, 2))
     assert second.chosen.tolist() == [[3, 4, 5]]
     assert second.rejected.tolist() == [[5, 6, 7, 8, 9]]
@@ -68,6 +73,8 @@ def test_the_parts_make_up_the_whole(rows: int, size: int) -> None:
     for name in ("tokens", "mask", "index"):
         joined = torch.cat([getattr(part, name) for part in parts] or [getattr(whole, name)])
         assert torch.equal(joined, getattr(whole, name))
+    if parts:
+        assert same(Prompts.joined(parts), whole)
 
 
 def test_repeat_keeps_the_copies_of_a_sequence_together() -> None:

@@ -39,7 +39,7 @@ def kept(stage: Any = "sft", **changes: Any) -> LastBatch:
         DemonstrationTokens(tokens(5), tokens(6)),
     ]
     facts = {"loss": LOSS, "grad_norm": torch.tensor([math.inf, 2.5]), "logprobs": logprobs}
-    if stage == "rm":
+    if stage != "sft":
         examples = [
             PreferenceTokens(tokens(1, 2), tokens(3, 4), tokens(5), 0.1 + 0.2),
             PreferenceTokens(tokens(7), tokens(8), tokens(9, 10), 1e39),  # above any float32
@@ -69,7 +69,7 @@ def written(folder: Path, batch: LastBatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm"])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
 @pytest.mark.parametrize("has_facts", [True, False])
 def test_it_comes_back_as_it_was(tmp_path: Path, stage: Any, has_facts: bool) -> None:
     batch = kept(stage, **({} if has_facts else {"facts": {}}))
@@ -96,7 +96,7 @@ def test_pandas_reads_it(tmp_path: Path) -> None:
 
 def test_none_is_there(tmp_path: Path) -> None:
     path = last_batch_of(tmp_path)
-    with pytest.raises(DataError, match="does not exist: stage=sft and stage=rm leave one where"):
+    with pytest.raises(DataError, match=r"does not exist: stage=sft\|rm\|dpo leaves one where"):
         read_last_batch(path)
 
 

@@ -403,7 +403,7 @@ def test_a_reward_model_is_no_policy(
     random_reward(own, REWARD, torch.Generator().manual_seed(0))
     write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
     for final in (adapters.rm, find(str(tmp_path / "final"), "policy.checkpoint")):
-        with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft or stage=ppo") as e:
+        with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft, ppo or dpo") as e:
             start_from(adapters.config, final, trainable=False, seed=0)
         assert str(final.path) in str(e.value)
 

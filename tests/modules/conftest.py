@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_rlhf.core.config import RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.results import RESULT
@@ -134,6 +134,17 @@ def rm_config(**changes: Any) -> RMConfig:
         "temperature": 1.0,
     }
     return RMConfig(**SUPERVISED | own | changes)
+
+
+def dpo_config(**changes: Any) -> DPOConfig:
+    own = {
+        "beta": 0.5,
+        "loss_type": "sigmoid",
+        "label_smoothing": 0.0,
+        "reference_free": False,
+        "sft_coef": 0.0,
+    }
+    return DPOConfig(**SUPERVISED | own | changes)
 
 
 def ppo_config(**changes: Any) -> PPOConfig:

@@ -27,7 +27,8 @@ from lightning_rlhf.core.types import Demonstrations, Preferences, Prompts, Samp
 from lightning_rlhf.models.flops import Attention, DeltaRule, Flops, Matrix, Rows, model_flops
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
-from lightning_rlhf.modules import sft
+from lightning_rlhf.modules import target_logprobs
+from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
@@ -216,8 +217,8 @@ def test_each_critic_estimator_and_split_is_counted(
 
 def supervised(
     model: Callable[[], PreTrainedModel], role: str, finetune: str, microbatch_size: int
-) -> SFTModule | RewardModule:
-    """SFT or a reward model on a model, of which all weights or an adapter learn."""
+) -> SFTModule | RewardModule | DPOModule:
+    """SFT, a reward model or DPO on a model, of which all weights or an adapter learn."""
     torch.manual_seed(0)
     roles = Roles(model().float().requires_grad_(finetune == "full").eval())
     if role == REWARD:
@@ -230,6 +231,8 @@ def supervised(
     sizes = {"batch_size": 16, "microbatch_size": microbatch_size}
     if role == SFT:
         return SFTModule(roles, conftest.sft_config(**sizes))
+    if role == POLICY:
+        return DPOModule(roles, conftest.dpo_config(**sizes))
     return RewardModule(roles, conftest.rm_config(**sizes), seed=0)
 
 
@@ -237,22 +240,26 @@ def supervised(
     ("model", "finetune", "microbatch_size"),
     [(tiny, "full", 8), (tiny, "lora", 16), (hybrid, "lora", 16), (vocabulary_heavy, "full", 16)],
 )
-@pytest.mark.parametrize("role", [SFT, REWARD])
+@pytest.mark.parametrize("role", [SFT, REWARD, POLICY])
 def test_a_batch_of_a_supervised_stage_is_counted(
     role: str, model: Callable[[], PreTrainedModel], finetune: str, microbatch_size: int,
     counted: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # torch does not count the gradient that a frozen output layer computes in its forward pass.
-    plain = partial(sft.token_logprobs, frozen_head=False)
-    monkeypatch.setattr(sft, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k))
+    plain = partial(target_logprobs.token_logprobs, frozen_head=False)
+    monkeypatch.setattr(
+        target_logprobs, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k)
+    )
+    if role == POLICY and finetune == "full":
+        pytest.skip("the reference of DPO is the model without the policy's adapter")
     module = supervised(model, role, finetune, microbatch_size)
     tokens = torch.arange(16 * 49).view(16, 49) % 64
     mask = torch.ones_like(tokens, dtype=torch.bool)
     batch: Any = Demonstrations(tokens=tokens, mask=mask, target_mask=mask & (mask.cumsum(1) > 17))
-    if role == REWARD:  # 8% of the positions are padding
+    if role != SFT:  # 8% of the positions are padding
         batch = Preferences(
             chosen=tokens, chosen_mask=mask, rejected=tokens[:, :41], rejected_mask=mask[:, :41],
-            margin=torch.zeros(16),
+            margin=torch.zeros(16), prompt_tokens=torch.full((16,), 17),
         )  # fmt: skip
 
     def work() -> tuple[int, StepCompute]:

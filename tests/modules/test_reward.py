@@ -39,6 +39,7 @@ def pad_to(lengths: tuple[int, ...], width: int, seed: int) -> tuple[Tensor, Ten
 
 
 NO_MARGIN = torch.zeros(6)
+PROMPT = torch.ones(6, dtype=torch.long)
 MARGIN = torch.tensor([0.0, 0.25, 1.0, 0.5, 2.0, 0.125])
 
 
@@ -53,6 +54,7 @@ def preferences(
         chosen_mask=chosen_mask,
         rejected=rejected,
         rejected_mask=rejected_mask,
+        prompt_tokens=PROMPT,
         margin=margin,
     )
 
@@ -114,8 +116,9 @@ def test_a_tie_costs_log_2() -> None:
     module = RewardModule(rm_roles("qwen3"), rm_config(center_coef=0.0), seed=0)
     tokens, mask = pad_to(CHOSEN, 9, seed=0)
     batch = Preferences(
-        chosen=tokens, chosen_mask=mask, rejected=tokens, rejected_mask=mask, margin=torch.zeros(6)
-    )
+        chosen=tokens, chosen_mask=mask, rejected=tokens, rejected_mask=mask, prompt_tokens=PROMPT,
+        margin=torch.zeros(6),
+    )  # fmt: skip
     outputs = Outputs()
     fit(module, [batch], [outputs])
     close(outputs.steps[0].loss, torch.tensor(math.log(2)))

@@ -23,6 +23,7 @@ SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
     "Compute": ("ppo", ["compute"]),
     "SFT": ("sft", ["update", "eval", "compute"]),
     "Reward model": ("rm", ["update", "eval", "compute"]),
+    "DPO": ("dpo", ["update", "eval"]),
     "Evaluation of policies": ("eval_policy", ["eval"]),
 }
 """Title of a section -> the stage and the phases whose metrics it shows."""

@@ -1,4 +1,4 @@
-"""Dump of the batch at which SFT or reward modelling stopped because of non-finite updates."""
+"""Dump of the batch at which SFT, reward modelling or DPO stopped because of non-finite updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
-from lightning_rlhf.core.results import RewardRows, SFTRows
+from lightning_rlhf.core.results import PairRows, SFTRows
 from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
@@ -21,12 +21,12 @@ from lightning_rlhf.data.rollouts import machine
 
 
 class SupervisedView(Protocol):
-    """The attributes of an SFT or reward modelling module that this callback reads."""
+    """The attributes of a module of these stages that this callback reads."""
 
     iteration: int
     """Number of finished batches, over all resumes."""
 
-    def predict_step(self, batch: Any, batch_idx: int) -> SFTRows | RewardRows: ...
+    def predict_step(self, batch: Any, batch_idx: int) -> SFTRows | PairRows: ...
 
 
 class KeepLastBatch(Callback):

@@ -29,13 +29,15 @@ from lightning_rlhf.callbacks.ppo_metrics import (
 )
 from lightning_rlhf.callbacks.supervised_metrics import (
     Phase,
+    dpo_metrics,
+    dpo_sums,
     reward_metrics,
     reward_sums,
     sft_eval_sums,
     sft_metrics,
     sft_train_sums,
 )
-from lightning_rlhf.core.results import RESULT, IterationResult, RewardStep, SFTStep
+from lightning_rlhf.core.results import RESULT, DPOStep, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.rewards.prefixes import PART
 
@@ -184,7 +186,7 @@ class SummedMetrics(CountedRows):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        result: SFTStep | RewardStep = outputs[RESULT]
+        result: SFTStep | RewardStep | DPOStep = outputs[RESULT]
         sums = self._train_sums(result)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._training.append(sums if result.is_made else torch.zeros_like(sums))
@@ -235,6 +237,13 @@ class RewardMetrics(SummedMetrics):
 
     def __init__(self) -> None:
         super().__init__(reward_sums, reward_sums, reward_metrics)
+
+
+class DPOMetrics(SummedMetrics):
+    """Loss, accuracy, implicit rewards and log-probabilities of direct preference optimization."""
+
+    def __init__(self) -> None:
+        super().__init__(dpo_sums, dpo_sums, dpo_metrics)
 
 
 def _gathered(pl_module: LightningModule, rows: Tensor) -> Tensor:

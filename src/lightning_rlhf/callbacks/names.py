@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_rlhf.core.config import Mode, Stage
 from lightning_rlhf.rewards.prefixes import BEST_JUDGE, EVAL_PART, INTERVALS, JUDGE, PART, PASS
 
-Phase = Literal["rollout", "update", "eval", "time", "compute"]
+Phase = Literal["rollout", "update", "eval", "time", "compute", "rank"]
 
 FITNESS = "fitness/"
 """Prefix of the metrics of a fitness report, which defines them."""
@@ -46,10 +46,12 @@ class Metric:
 PPO: tuple[Stage, ...] = ("ppo",)
 SFT: tuple[Stage, ...] = ("sft",)
 RM: tuple[Stage, ...] = ("rm",)
+DPO: tuple[Stage, ...] = ("dpo",)
+PAIRS: tuple[Stage, ...] = ("rm", "dpo")
 EVAL_POLICY: tuple[Stage, ...] = ("eval_policy",)
 RANK: tuple[Stage, ...] = ("rank",)
 EVALUATED: tuple[Stage, ...] = ("ppo", "eval_policy")
-EVERY: tuple[Stage, ...] = ("sft", "rm", "ppo")
+EVERY: tuple[Stage, ...] = ("sft", "rm", "ppo", "dpo")
 
 METRICS: dict[str, Metric] = {
     "reward_mean": Metric(
@@ -326,14 +328,50 @@ METRICS: dict[str, Metric] = {
         "share of the same pairs with chosen > rejected, a tie counting one half",
         "share",
         "update",
-        RM,
+        PAIRS,
         "above 0.5; near 1 the model has memorised the pairs",
         band=(0.5, None),
     ),
-    "update/reward_chosen": Metric("mean reward of chosen", "reward", "update", RM, "-"),
-    "update/reward_rejected": Metric("mean reward of rejected", "reward", "update", RM, "-"),
+    "update/reward_chosen": Metric(
+        "mean reward of chosen; of stage=dpo the implicit one, beta log(policy / reference), of a "
+        "token with loss_type sigmoid_norm and ipo",
+        "reward",
+        "update",
+        PAIRS,
+        "-",
+    ),
+    "update/reward_rejected": Metric(
+        "mean reward of rejected, likewise", "reward", "update", PAIRS, "-"
+    ),
     "update/reward_margin": Metric(
-        "mean of chosen - rejected", "reward", "update", RM, "grows, then flattens"
+        "mean of chosen - rejected", "reward", "update", PAIRS, "grows, then flattens"
+    ),
+    "update/dpo_loss": Metric(
+        "preference loss of loss_type with label_smoothing, without the SFT term, mean over pairs "
+        "of the latest trainer.log_every_n_steps steps",
+        "1",
+        "update",
+        DPO,
+        "falls below that of the reference: log 2 = 0.693, with ipo 1 / (2 beta)^2",
+    ),
+    "update/logps_chosen": Metric(
+        "mean over the same pairs of the log-probability of chosen under the policy",
+        "nats a response",
+        "update",
+        DPO,
+        "falls less than logps_rejected; far below its start the policy forgets what SFT learned: "
+        "raise beta or sft_coef",
+    ),
+    "update/logps_rejected": Metric(
+        "the same of rejected", "nats a response", "update", DPO, "falls"
+    ),
+    "update/sft_loss": Metric(
+        "negative log-likelihood of the chosen responses, mean over their tokens; sft_coef weighs "
+        "it",
+        "nats a token",
+        "update",
+        DPO,
+        "no steep rise",
     ),
     "eval/loss": Metric(
         "negative log-likelihood, mean over all target tokens of the validation set",
@@ -364,21 +402,49 @@ METRICS: dict[str, Metric] = {
         "share of validation pairs with chosen > rejected, a tie counting one half",
         "share",
         "eval",
-        RM,
+        PAIRS,
         "0.6 to 0.85; limited by the noise of the labels",
         better="max",
         band=(0.6, 0.85),
     ),
-    "eval/reward_chosen": Metric("mean reward of chosen", "reward", "eval", RM, "-"),
-    "eval/reward_rejected": Metric("mean reward of rejected", "reward", "eval", RM, "-"),
+    "eval/reward_chosen": Metric(
+        "mean reward of chosen, as update/reward_chosen", "reward", "eval", PAIRS, "-"
+    ),
+    "eval/reward_rejected": Metric(
+        "mean reward of rejected, likewise", "reward", "eval", PAIRS, "-"
+    ),
     "eval/reward_margin": Metric(
         "mean of chosen - rejected",
         "reward",
         "eval",
-        RM,
+        PAIRS,
         "positive",
         better="max",
         band=(0.0, None),
+    ),
+    "eval/dpo_loss": Metric(
+        "preference loss as update/dpo_loss, mean over all validation pairs",
+        "1",
+        "eval",
+        DPO,
+        "falls; a rise is overfitting",
+        better="min",
+    ),
+    "eval/logps_chosen": Metric(
+        "mean over validation pairs of the log-probability of chosen under the policy",
+        "nats a response",
+        "eval",
+        DPO,
+        "as update/logps_chosen",
+    ),
+    "eval/logps_rejected": Metric("the same of rejected", "nats a response", "eval", DPO, "falls"),
+    "eval/sft_loss": Metric(
+        "negative log-likelihood of the chosen responses of the validation pairs, mean over tokens",
+        "nats a token",
+        "eval",
+        DPO,
+        "no steep rise",
+        better="min",
     ),
     "fitness/<number>": Metric(
         "a number of the fitness report at the end of the stage, defined in final/report.md",
@@ -476,37 +542,37 @@ METRICS: dict[str, Metric] = {
         EVAL_POLICY,
         "rises",
     ),
-    "rank/reward_mean": Metric("mean score of all responses", "score", "eval", RANK, "-"),
+    "rank/reward_mean": Metric("mean score of all responses", "score", "rank", RANK, "-"),
     "rank/best_reward": Metric(
-        "mean over prompts of the highest score", "score", "eval", RANK, "above rank/reward_mean"
+        "mean over prompts of the highest score", "score", "rank", RANK, "above rank/reward_mean"
     ),
     "rank/best_kl": Metric(
         "KL of best-of-n to the policy, estimated from the scores: sum_s w_s log(w_s / p_s) with "
         "w_s = P(x <= s)^n - P(x < s)^n, mean over prompts",
         "nats a response",
-        "eval",
+        "rank",
         RANK,
         "at most rank/best_kl_bound; far below it, scores or responses repeat",
     ),
     "rank/best_kl_bound": Metric(
-        "log n - (n - 1) / n, the largest KL of best-of-n", "nats a response", "eval", RANK, "-"
+        "log n - (n - 1) / n, the largest KL of best-of-n", "nats a response", "rank", RANK, "-"
     ),
-    "rank/pairs": Metric("number of preference pairs written", "pairs", "eval", RANK, "-"),
+    "rank/pairs": Metric("number of preference pairs written", "pairs", "rank", RANK, "-"),
     "rank/demonstrations": Metric(
-        "number of best responses written", "responses", "eval", RANK, "that of the prompts"
+        "number of best responses written", "responses", "rank", RANK, "that of the prompts"
     ),
-    "rank/accepted": Metric("number of accepted responses written", "responses", "eval", RANK, "-"),
+    "rank/accepted": Metric("number of accepted responses written", "responses", "rank", RANK, "-"),
     "rank/left_out": Metric(
         "number of responses that no row has: cut, repeated, or not to be read",
         "responses",
-        "eval",
+        "rank",
         RANK,
         "few; many that are cut ask for a larger rank.max_response_tokens",
     ),
     "rank/best_judge/<part>": Metric(
         "mean of one of the judge's scores over the best response to each prompt",
         "the judge's",
-        "eval",
+        "rank",
         RANK,
         "gold above eval/judge/gold: the reward finds better responses",
     ),

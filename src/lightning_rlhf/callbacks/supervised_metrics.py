@@ -1,4 +1,4 @@
-"""Metrics of SFT and reward models, computed from sums over batches, micro-batches and processes.
+"""Metrics of SFT, reward models and DPO from sums over batches, micro-batches and processes.
 
 A mean computed from sums is exact; a mean of batch means is not, where batches differ in size.
 """
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.results import PairScores, SFTEvaluation, SFTStep
+from lightning_rlhf.core.results import DPOScores, PairScores, SFTEvaluation, SFTStep
 from lightning_rlhf.core.text_metrics import perplexity
 
 Phase = Literal["update", "eval"]
@@ -38,7 +38,7 @@ def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
 
 
 def reward_sums(scores: PairScores) -> Float[Tensor, " 5"]:
-    """Return [pairs, Bradley-Terry loss, pairs ranked right, chosen, rejected].
+    """Return [pairs, loss of the pairs, pairs ranked right, chosen, rejected].
 
     A tie is half right.
     """
@@ -47,14 +47,34 @@ def reward_sums(scores: PairScores) -> Float[Tensor, " 5"]:
     return torch.stack([column.sum() for column in columns])
 
 
-def reward_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
+def reward_metrics(
+    sums: Sequence[float], phase: Phase, loss_name: str = "rm_loss"
+) -> dict[str, float]:
     """Return means over pairs; rm_loss = -log sigmoid(chosen - rejected)."""
     pairs, *summed = sums
     loss, right, chosen, rejected = (x / pairs if pairs else math.nan for x in summed)
     return {
-        f"{phase}/rm_loss": loss,
+        f"{phase}/{loss_name}": loss,
         f"{phase}/accuracy": right,
         f"{phase}/reward_chosen": chosen,
         f"{phase}/reward_rejected": rejected,
         f"{phase}/reward_margin": chosen - rejected,
+    }
+
+
+def dpo_sums(scores: DPOScores) -> Float[Tensor, " 8"]:
+    """Return `reward_sums`, and the sums of both log-probabilities and of the chosen tokens."""
+    columns = (scores.chosen_logprob, scores.rejected_logprob, scores.chosen_tokens)
+    sums = [column.float().sum() for column in columns]
+    return torch.cat([reward_sums(scores), torch.stack(sums)])
+
+
+def dpo_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
+    """Return means over pairs, and the loss of SFT on the chosen responses, a mean over tokens."""
+    pairs, (chosen, rejected, tokens) = sums[0], sums[5:]
+    return {
+        **reward_metrics(sums[:5], phase, "dpo_loss"),
+        f"{phase}/logps_chosen": chosen / pairs if pairs else math.nan,
+        f"{phase}/logps_rejected": rejected / pairs if pairs else math.nan,
+        f"{phase}/sft_loss": -chosen / tokens if tokens else math.nan,
     }

@@ -92,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="lightning-rlhf export",
-        description="Write the model of a kept checkpoint of stage=sft, rm or ppo as a folder like "
-        "final/, with its tokenizer and manifest.",
+        description="Write the model of a kept checkpoint of stage=sft, rm, ppo or dpo as a folder "
+        "like final/, with its tokenizer and manifest.",
     )
     parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")
     parser.add_argument(

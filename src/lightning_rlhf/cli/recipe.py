@@ -220,19 +220,20 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
     """
     from lightning_rlhf.callbacks.compute import PEAK, compute_line, sum_of
     from lightning_rlhf.stages.diminishing import repeat_conclusion
-    from lightning_rlhf.stages.measured import evaluation_files
+    from lightning_rlhf.stages.measured import evaluation_files, metrics_of
 
-    finals = {stage: find(str(folder_of(s) / FINAL), stage) for stage, s in stages.items()}
-    metrics: dict[str, Mapping[str, float]] = {
-        stage: final.require_manifest(stage).metrics for stage, final in finals.items()
+    folders = {stage: folder_of(settings) for stage, settings in stages.items()}
+    metrics = {
+        stage: metrics_of(folder / FINAL, stages[stage].definition)
+        for stage, folder in folders.items()
     }
     console = get_console()
     if "ppo" in stages:
         after = metrics["ppo"]
         before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
-        folder = folder_of(stages["ppo"])
+        folder = folders["ppo"]
         if "ppo" not in ran:
-            stored = finals["ppo"].require_manifest("ppo").verdicts
+            stored = find(str(folder / FINAL), "ppo").require_manifest("ppo").verdicts
             verdicts = {name: Verdict(**verdict) for name, verdict in stored.items()}
             console.print(before_after_table(before, after, verdicts))
         samples = evaluation_files(folder)
@@ -242,15 +243,18 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
                 "finished stage=ppo leaves. overwrite=true does the recipe again"
             )
         console.print(side_by_side(*samples, n=5))
-    for settings in stages.values():
-        print_line(f"picture: {folder_of(settings) / 'curves.png'}")
-    for stage, final in finals.items():
+    trained = [stage for stage, settings in stages.items() if settings.definition.trains]
+    for stage, folder in folders.items():
+        picture, tables = f"picture: {folder / 'curves.png'}", f"tables: {folder / FINAL}"
+        print_line(picture if stage in trained else tables)
+    for stage in trained:
         if "time/stage_s" not in metrics[stage]:
-            raise CheckpointError(f"{final.path / MANIFEST} is damaged: it lacks time/stage_s")
-    minutes = sum(m["time/stage_s"] for m in metrics.values()) / 60
-    print_line(f"time: {minutes:.1f} minutes in all stages")
+            file = folders[stage] / FINAL / MANIFEST
+            raise CheckpointError(f"{file} is damaged: it lacks time/stage_s")
+    minutes = sum(metrics[stage]["time/stage_s"] for stage in trained) / 60
+    print_line(f"time: {minutes:.1f} minutes in all stages that train")
     if "ppo" in stages:
-        repeat_conclusion(folder_of(stages["ppo"]))
+        repeat_conclusion(folders["ppo"])
     if counted := [stage for stage in stages if PEAK in metrics[stage]]:
         total = sum_of([metrics[stage] for stage in counted])
         print_line(compute_line(total, f" of {', '.join(counted)}"))

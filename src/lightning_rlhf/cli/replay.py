@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         prog="lightning-rlhf replay",
         description="Run a recorded update of stage=ppo record=true once more, compare it bit for "
         "bit with the record, and show what it did to each token: here and in replay_N.html in "
-        "the run folder. Of stage=sft and stage=rm, show the batch that broke the run off as not "
+        "the run folder. Of stage=sft, rm and dpo, show the batch that broke the run off as not "
         "finite: which rows, token by token.",
     )
     parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")

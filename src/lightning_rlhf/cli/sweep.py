@@ -18,10 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 
 from lightning_rlhf.cli.overrides import key_of, parse_overrides
-from lightning_rlhf.core.errors import CheckpointError, RLHFError
-from lightning_rlhf.io.reading import is_number
-from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.models.weights import json_object
+from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.report.tables import SweepRow, sweep_table
 from lightning_rlhf.stages import ppo
 from lightning_rlhf.stages.console import print_line
@@ -151,6 +148,8 @@ class SweepTable:
 
     def add(self, job_return: JobReturn) -> None:
         """Add the result of a job."""
+        from lightning_rlhf.stages.measured import metrics_of  # which imports torch
+
         overrides = tuple(job_return.overrides or [])
         failure = job_return.return_value
         metrics: Mapping[str, float] = {}
@@ -177,23 +176,6 @@ class SweepTable:
             print_line(f"failed: {job}: {failure}")
         if self._failures:
             sys.exit(1)
-
-
-def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
-    """Return the final metrics of a run of the stage by name.
-
-    final: `final/` folder of the run.
-    Raises CheckpointError where it is missing or damaged.
-    """
-    if not final.is_dir():
-        raise CheckpointError(f"{final} is missing")
-    if stage.hands_over == "report":
-        file = final / stage.numbers
-        found = json_object(file).get("metrics")
-        if not isinstance(found, dict) or not all(map(is_number, found.values())):
-            raise CheckpointError(f"{file} is damaged: it holds no metrics")
-        return found
-    return find(str(final), "final").require_manifest(stage.name).metrics
 
 
 def _folder(cfg: DictConfig) -> Path:

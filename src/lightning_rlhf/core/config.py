@@ -34,6 +34,10 @@ FinalStep = Annotated[
     Literal["last", "best"] | PositiveInt, described("last, best, the number of a step")
 ]
 Normalization = Literal["none", "stored", "running"]
+LossType = Literal["sigmoid", "sigmoid_norm", "ipo"]
+
+LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
+"""Assumed share of wrong labels."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -110,7 +114,7 @@ class StageConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SupervisedConfig(StageConfig):
-    """Settings common to supervised fine-tuning and reward modelling."""
+    """Settings common to the stages that read examples with their labels."""
 
     finetune: Finetune
     epochs: Annotated[float, Field(gt=0, le=MOST)]
@@ -213,14 +217,34 @@ class RMConfig(SupervisedConfig):
     """Number of heads of the ensemble, whose spread measures the reward model's uncertainty."""
     margin_coef: NonNegativeFloat
     """Factor of the margins in the data, in units of reward."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    """Assumed share of wrong labels."""
+    label_smoothing: LabelSmoothing
     center_coef: NonNegativeFloat
     """Weight of the loss that centers the rewards of each pair at 0."""
     calibration_samples: Annotated[int, Field(ge=2, le=MOST)]
     """Number of SFT samples on which the reward's mean and standard deviation are measured."""
     temperature: PositiveFloat
     """Sampling temperature of those samples."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DPOConfig(SupervisedConfig):
+    """Settings of direct preference optimization."""
+
+    finetune: Literal["lora"]
+    """Always an adapter: the reference is the same base with the adapter switched off."""
+    beta: PositiveFloat
+    """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at."""
+    loss_type: LossType
+    label_smoothing: LabelSmoothing
+    reference_free: bool
+    """True for a reference that gives every response the same probability."""
+    sft_coef: NonNegativeFloat
+    """Weight of the negative log-likelihood of the chosen responses, mean over their tokens."""
+
+    @property
+    def is_length_normalized(self) -> bool:
+        """Return whether log-ratios are means over the tokens of a response, not sums."""
+        return self.loss_type != "sigmoid"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_rlhf.core.config import LossType
 from lightning_rlhf.core.ppo_config import Reduction
 
 
@@ -33,6 +34,40 @@ def bradley_terry_loss(
     difference = chosen - rejected - margin
     right, wrong = F.logsigmoid(difference), F.logsigmoid(-difference)
     return -(1 - label_smoothing) * right - label_smoothing * wrong
+
+
+def preference_loss(
+    chosen: Float[Tensor, "*B"],
+    rejected: Float[Tensor, "*B"],
+    *,
+    beta: float,
+    loss_type: LossType,
+    label_smoothing: float,
+) -> Float[Tensor, "*B"]:
+    """Return the loss of direct preference optimization for pairs of log-ratios; lower is better.
+
+        h    = chosen - rejected              each log pi(y | x) - log pi_ref(y | x)
+        l(h) = -log sigmoid(beta h)           sigmoid, sigmoid_norm
+        l(h) = (h - 1 / (2 beta))^2           ipo
+        (1 - label_smoothing) l(h) + label_smoothing l(-h)
+
+    With sigmoid, the log-ratio of a response is the sum over its tokens, with sigmoid_norm and ipo
+    the mean. beta towards 0 lets the policy go far from the reference, a large one keeps it near.
+    label_smoothing is the assumed share of wrong labels: 0 trusts all labels, 0.5 none.
+    Source: Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; ipo, Azar et al. 2023,
+    eq. 17, https://arxiv.org/abs/2310.12036; the mean over tokens, Meng et al. 2024, eq. 3,
+    https://arxiv.org/abs/2405.14734; the smoothing, Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
+    Departs: eq. 17 of ipo has the sum over tokens; with the mean, as in TRL, long and short
+    responses have the same target.
+    """
+    difference = chosen - rejected
+
+    def loss(h: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
+        if loss_type == "ipo":
+            return (h - 1 / (2 * beta)) ** 2
+        return -F.logsigmoid(beta * h)
+
+    return (1 - label_smoothing) * loss(difference) + label_smoothing * loss(-difference)
 
 
 def centering_loss(

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -69,7 +69,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCompute:
-    """Tokens, floating-point operations and time of a training step of SFT or a reward model."""
+    """Tokens, floating-point operations and time of a training step of SFT, RM or DPO."""
 
     trained_tokens: int
     """Tokens of prompts and responses that were read."""
@@ -169,7 +169,7 @@ class SFTRows(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairScores:
+class PairScores(Record):
     """Scores of the two responses of each pair; result of `validation_step` of a reward model."""
 
     chosen: Float[Tensor, " B"]
@@ -210,14 +210,58 @@ class RewardStep(PairScores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardRows(Record):
-    """Result of `predict_step` of a reward model: each pair by itself."""
+class PairRows(Record):
+    """Result of `predict_step` of a stage that trains on pairs: each pair by itself."""
 
     loss: Float[Tensor, " B"]
     """Loss of the pair."""
     chosen_score: Float[Tensor, " B"]
-    """Score of the preferred response, mean over the heads."""
+    """Score of the preferred response: mean over the heads of a reward model, reward of DPO."""
     rejected_score: Float[Tensor, " B"]
-    """Score of the other response, mean over the heads."""
+    """Score of the other response, likewise."""
     grad_norm: Float[Tensor, " B"]
     """Global norm of the gradient of the pair's loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOScores(PairScores):
+    """Result of `validation_step` of direct preference optimization.
+
+    The score of a response is its implicit reward, beta * log(pi / pi_ref): of the sum over its
+    tokens, or of their mean where the loss is length-normalized.
+    """
+
+    pair_losses: Float[Tensor, " B"]
+    """Preference loss of each pair, with label smoothing and without the SFT term."""
+    chosen_logprob: Float[Tensor, " B"]
+    """Log-probability of the preferred response under the policy, sum over its tokens, nats."""
+    rejected_logprob: Float[Tensor, " B"]
+    """Log-probability of the other response, likewise."""
+    chosen_tokens: Int[Tensor, " B"]
+    """Number of tokens of the preferred response."""
+
+    @property
+    def losses(self) -> Float[Tensor, " B"]:
+        """Return the preference loss of each pair."""
+        return self.pair_losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOStep(DPOScores):
+    """Result of `training_step` of direct preference optimization, from before the update."""
+
+    loss: Float[Tensor, ""]
+    """Loss with the SFT term: of the pairs their mean, of the tokens theirs."""
+    grad_norm: Float[Tensor, ""]
+    """Global norm of the gradient before clipping."""
+    is_made: bool
+    """False where the update was not made, because it is not finite."""
+    compute: StepCompute
+
+    @property
+    def headline(self) -> dict[str, Float[Tensor, ""]]:
+        """Return the headline metrics of the step by name, means over its pairs."""
+        return {
+            "update/dpo_loss": self.losses.mean(),
+            "update/accuracy": self.ranked_right.mean(),
+        }

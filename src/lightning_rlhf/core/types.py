@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,18 @@ class Record:
         """Yield consecutive records of `size` sequences; the last may be shorter."""
         for start in range(0, len(self), size):
             yield self.select(slice(start, start + size))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the records of all parts as one, in order; they have the same fields."""
+        names = [f.name for f in fields(parts[0])]
+        return replace(
+            parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        )
+
+    def detach(self) -> Self:
+        """Return the same record without gradients."""
+        return self._map(Tensor.detach)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         present = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -67,8 +80,20 @@ class Preferences(Record):
     rejected: Int[Tensor, "B R"]
     """Prompt then the other response, right-padded."""
     rejected_mask: Bool[Tensor, "B R"]
+    prompt_tokens: Int[Tensor, " B"]
+    """Number of tokens of the prompt, with which both sides begin."""
     margin: Float[Tensor, " B"]
     """Margin of the preferred response in the data; 0 where the data have none."""
+
+    def stacked(self) -> tuple[Int[Tensor, "2B W"], Bool[Tensor, "2B W"]]:
+        """Return tokens and mask of both sides as one batch, the chosen rows first."""
+        width = max(self.chosen.shape[1], self.rejected.shape[1])
+        sides = (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask)
+        tokens, mask = (
+            torch.cat([F.pad(side[i], (0, width - side[i].shape[1])) for side in sides])
+            for i in range(2)
+        )
+        return tokens, mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Pr
         chosen_mask=chosen_mask,
         rejected=rejected,
         rejected_mask=rejected_mask,
+        prompt_tokens=torch.tensor([len(e.prompt) for e in examples]),
         margin=torch.tensor([e.margin for e in examples]),
     )
 

@@ -1,4 +1,4 @@
-"""The SFT or reward-model batch that stopped a run: a Parquet file with one row per example.
+"""The batch of SFT, a reward model or DPO that stopped a run: a Parquet file, a row per example.
 
 Columns, of which those of tokens are lists:
 
@@ -7,7 +7,7 @@ Columns, of which those of tokens are lists:
     prompt, response            texts with special tokens visible; for a pair prompt, chosen and
                                 rejected
     prompt_tokens, ...          token ids of each text; the model learns to predict the response, or
-                                to score both sides, each after the prompt
+                                to prefer one side, each after the prompt
     margin                      strength of the preference of a pair
     loss, grad_norm             loss and gradient norm of the row alone, before the update that was
                                 skipped
@@ -48,15 +48,19 @@ from lightning_rlhf.data.sources import Unit
 
 NAME = "last_batch.parquet"
 """Name of the file in a run folder."""
-Kind = Literal["sft", "rm"]
+Kind = Literal["sft", "rm", "dpo"]
+_PAIR = ("prompt", "chosen", "rejected")
+_PAIR_FACTS = ("loss", "grad_norm", "chosen_score", "rejected_score")
 TEXTS: Mapping[Kind, tuple[str, ...]] = {
     "sft": ("prompt", "response"),
-    "rm": ("prompt", "chosen", "rejected"),
+    "rm": _PAIR,
+    "dpo": _PAIR,
 }
 """Fields that hold tokens in the examples of each stage."""
 ROW_FACTS: Mapping[Kind, tuple[str, ...]] = {
     "sft": ("loss", "grad_norm"),
-    "rm": ("loss", "grad_norm", "chosen_score", "rejected_score"),
+    "rm": _PAIR_FACTS,
+    "dpo": _PAIR_FACTS,
 }
 """Measurements of each stage's examples that are one number per row."""
 KINDS: Mapping[str, type | UnionType] = {
@@ -105,7 +109,7 @@ def write_last_batch(path: Path, batch: LastBatch, show: Callable[[Sequence[int]
     columns |= {
         f"{name}_tokens": pa.array(rows, pa.list_(pa.int64())) for name, rows in sides.items()
     }
-    if batch.stage == "rm":
+    if TEXTS[batch.stage] == _PAIR:
         margins = [getattr(example, "margin") for example in batch.examples]  # noqa: B009
         columns["margin"] = pa.array(margins, pa.float64())
     for name, numbers in batch.facts.items():
@@ -131,8 +135,8 @@ def read_last_batch(path: Path) -> LastBatch:
     """
     if not path.is_file():
         raise DataError(
-            f"{path} does not exist: stage=sft and stage=rm leave one where max_nonfinite updates "
-            "in a row are not finite"
+            f"{path} does not exist: stage={'|'.join(TEXTS)} leaves one where max_nonfinite "
+            "updates in a row are not finite"
         )
     return read_table(path, from_table, "the batch that broke a run off")
 
@@ -150,7 +154,7 @@ def from_table(table: pa.Table) -> LastBatch:
         )
     texts = [f"{name}_tokens" for name in TEXTS[stage]]
     types = {"number": pa.int64(), **dict.fromkeys(texts, pa.list_(pa.int64()))}
-    types |= {"margin": pa.float64()} if stage == "rm" else {}
+    types |= {"margin": pa.float64()} if TEXTS[stage] == _PAIR else {}
     known = {**dict.fromkeys(ROW_FACTS[stage], pa.float32()), "logprobs": pa.list_(pa.float32())}
     types |= {name: x for name, x in known.items() if name in table.column_names}
     column = columns(table, types)
@@ -160,7 +164,7 @@ def from_table(table: pa.Table) -> LastBatch:
     if not len(table) or not all(all(map(len, side)) for side in sides[1:]):
         raise ValueError("it has no row, or one without a response")
     examples: list[Any]
-    if stage == "sft":
+    if TEXTS[stage] != _PAIR:
         examples = [DemonstrationTokens(*row) for row in zip(*sides, strict=True)]
     else:
         margins = tensor(column["margin"]).tolist()

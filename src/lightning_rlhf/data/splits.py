@@ -24,7 +24,7 @@ T = TypeVar("T", Demonstration, Preference, Prompt)
 Kind = Literal["demonstrations", "preferences", "prompts"]
 NEEDS: dict[Kind, str] = {
     "demonstrations": 'stage=sft needs demonstrations {"prompt", "response"}',
-    "preferences": 'stage=rm needs preference pairs {"prompt", "chosen", "rejected"}',
+    "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
     "prompts": 'stage=ppo needs prompts {"prompt"}',
 }
 """Description of the data that each kind's stage needs, for errors."""

@@ -43,7 +43,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
         return Roles(load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
     if sft.manifest is not None and sft.manifest.stage == "rm":
         raise CheckpointError(
-            f"{sft.path} is a reward model; allowed: the final/ folder of stage=sft or stage=ppo"
+            f"{sft.path} is a reward model; allowed: the final/ folder of stage=sft, ppo or dpo"
         )
     if sft.manifest is None and sft.is_adapter:
         warnings.warn(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +11,10 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
-from lightning_rlhf.core.results import RESULT, PairScores, RewardRows, RewardStep
+from lightning_rlhf.core.results import RESULT, PairRows, PairScores, RewardStep
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.flops import Flops, role_flops
 from lightning_rlhf.models.roles import REWARD, Roles
@@ -94,14 +92,15 @@ class RewardModule(L.LightningModule):
             rewards = self.rewards(micro_batch)
             loss += backward(self, self.loss_sum(micro_batch, rewards, drawn) / len(batch))
             scores.append(mean_scores(*rewards))
-        return loss, clip_gradients(self, self.config.max_grad_norm), joined(scores)
+        return loss, clip_gradients(self, self.config.max_grad_norm), PairScores.joined(scores)
 
     @halving_microbatches
     def validation_step(self, batch: Preferences, batch_idx: int) -> PairScores:  # type: ignore[override]
         micro_batches = batch.split(self.guard.microbatch.rows)
-        return joined([mean_scores(*self.rewards(micro_batch)) for micro_batch in micro_batches])
+        scores = [mean_scores(*self.rewards(micro_batch)) for micro_batch in micro_batches]
+        return PairScores.joined(scores)
 
-    def predict_step(self, batch: Preferences, batch_idx: int) -> RewardRows:
+    def predict_step(self, batch: Preferences, batch_idx: int) -> PairRows:
         """Return loss, gradient norm and scores of each pair by itself."""
         draws = iter(self.draws(len(batch)).split(1))
 
@@ -114,7 +113,7 @@ class RewardModule(L.LightningModule):
                 "rejected_score": scores.rejected,
             }
 
-        return RewardRows(**facts_by_row(self, batch, facts))
+        return PairRows(**facts_by_row(self, batch, facts))
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
         """Return how often each head draws each pair: by Poisson(1); once with a single head."""
@@ -143,13 +142,7 @@ class RewardModule(L.LightningModule):
 
     def rewards(self, batch: Preferences) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]]:
         """Return each head's rewards of the chosen and of the rejected responses, in one pass."""
-        width = max(batch.chosen.shape[1], batch.rejected.shape[1])
-        sides = (batch.chosen, batch.chosen_mask), (batch.rejected, batch.rejected_mask)
-        tokens, mask = (
-            torch.cat([F.pad(side[i], (0, width - side[i].shape[1])) for side in sides])
-            for i in range(2)
-        )
-        chosen, rejected = self.roles.rewards(tokens, mask).chunk(2)
+        chosen, rejected = self.roles.rewards(*batch.stacked()).chunk(2)
         return chosen, rejected
 
     def configure_optimizers(self) -> Any:
@@ -172,11 +165,3 @@ class RewardModule(L.LightningModule):
 def mean_scores(chosen: Float[Tensor, "B H"], rejected: Float[Tensor, "B H"]) -> PairScores:
     """Return the scores of pairs: means over the heads, without a gradient."""
     return PairScores(chosen=chosen.detach().mean(dim=1), rejected=rejected.detach().mean(dim=1))
-
-
-def joined(scores: Sequence[PairScores]) -> PairScores:
-    """Return the scores of all micro-batches, concatenated in order."""
-    return PairScores(
-        chosen=torch.cat([s.chosen for s in scores]),
-        rejected=torch.cat([s.rejected for s in scores]),
-    )

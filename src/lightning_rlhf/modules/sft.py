@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTRows, SFTStep
 from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.models.flops import Flops, role_flops
@@ -29,6 +28,7 @@ from lightning_rlhf.modules.optim import (
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import sft_compute
+from lightning_rlhf.modules.target_logprobs import target_logprobs
 from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
 
 
@@ -105,14 +105,7 @@ class SFTModule(L.LightningModule):
 
     def logprobs(self, batch: Demonstrations) -> Float[Tensor, " N"]:
         """Return the log-probability of each target token, row after row, nats."""
-        mask = batch.target_mask[:, 1:]
-        hidden = self.roles.hidden_at(batch.tokens[:, :-1], mask)
-        logprobs, _ = token_logprobs(
-            hidden, batch.tokens[:, 1:][mask], self.roles.head,
-            temperature=1.0, vocab_size=self.roles.vocab_size,
-            frozen_head=not self.roles.head_is_trained,
-        )  # fmt: skip
-        return logprobs
+        return target_logprobs(self.roles, batch.tokens, batch.target_mask)
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)

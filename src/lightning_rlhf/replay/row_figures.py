@@ -26,6 +26,11 @@ LEGEND: Mapping[str, Mapping[str, str]] = {
         "gradient norm": "of that loss, before clipping",
         "chosen, rejected": "the scores, mean over the heads",
     },
+    "dpo": {
+        "loss": "of the pair by itself, with the SFT term",
+        "gradient norm": "of that loss, before clipping",
+        "chosen, rejected": "the implicit rewards, beta times the log-ratio to the reference",
+    },
 }
 NAMED = 8
 LOOKS = "a token is red where its loss is not finite, bold from half of the largest on"

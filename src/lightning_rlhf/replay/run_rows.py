@@ -1,4 +1,4 @@
-"""lightning-rlhf replay of SFT and reward modelling: recomputes the batch at which a run ended.
+"""lightning-rlhf replay of SFT, reward models and DPO: recomputes the batch at which a run ended.
 
 Its rows are computed one by one with the weights of the checkpoint from the end of the run: updates
 that are not finite are not made, so these are the weights with which the run computed them.

@@ -228,5 +228,5 @@ def quiet_trainer(settings: Settings, callbacks: list[Callback]) -> L.Trainer:
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=bool(callbacks),
-        inference_mode=False,  # predict_step of SFT and reward modelling takes gradients
+        inference_mode=False,  # predict_step of SFT, reward modelling and DPO takes gradients
     )

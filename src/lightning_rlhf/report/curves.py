@@ -97,18 +97,7 @@ SFT_PANELS = (
     Panel("Learning rate", Axis("", (Line("update/lr", "learning rate", BLUE),))),
 )
 
-RM_PANELS = (
-    Panel(
-        "Loss",
-        Axis(
-            "nats a pair",
-            (
-                Line("update/rm_loss", "training", BLUE),
-                Line("eval/rm_loss", "validation", ORANGE, sparse=True),
-            ),
-        ),
-        reference=(0.6931, "guessing"),
-    ),
+_PAIR_PANELS = (
     Panel(
         "Accuracy",
         Axis(
@@ -140,6 +129,55 @@ RM_PANELS = (
             ),
         ),
         reference=(0.0, "no preference"),
+    ),
+)
+
+RM_PANELS = (
+    Panel(
+        "Loss",
+        Axis(
+            "nats a pair",
+            (
+                Line("update/rm_loss", "training", BLUE),
+                Line("eval/rm_loss", "validation", ORANGE, sparse=True),
+            ),
+        ),
+        reference=(0.6931, "guessing"),
+    ),
+    *_PAIR_PANELS,
+)
+
+DPO_PANELS = (
+    Panel(
+        "Loss, without the SFT term",
+        Axis(
+            "",
+            (
+                Line("update/dpo_loss", "training", BLUE),
+                Line("eval/dpo_loss", "validation", ORANGE, sparse=True),
+            ),
+        ),
+    ),
+    *_PAIR_PANELS,
+    Panel(
+        "Log-probability under the policy",
+        Axis(
+            "nats a response",
+            (
+                Line("update/logps_chosen", "chosen", GREEN),
+                Line("update/logps_rejected", "rejected", PURPLE),
+            ),
+        ),
+    ),
+    Panel(
+        "SFT loss of the chosen responses",
+        Axis(
+            "nats a token",
+            (
+                Line("update/sft_loss", "training", BLUE),
+                Line("eval/sft_loss", "validation", ORANGE, sparse=True),
+            ),
+        ),
     ),
 )
 

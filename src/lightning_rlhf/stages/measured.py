@@ -11,11 +11,17 @@ import numpy as np
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.samples import SAMPLES, eval_samples
-from lightning_rlhf.io.reading import json_lines
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.io.reading import is_number, json_lines
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.weights import json_object
+from lightning_rlhf.report import evaluation_page
 from lightning_rlhf.report.comparison import REWARD, column, ends
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval
 from lightning_rlhf.stages.folder.ending import read_ending
-from lightning_rlhf.stages.folder.folders import METRICS
+from lightning_rlhf.stages.folder.folders import FINAL, METRICS
+from lightning_rlhf.stages.run_files import damage_named
+from lightning_rlhf.stages.stage import Stage
 
 ACCURACY, LOWEST, HIGHEST = "eval/accuracy", "fitness/accuracy_low", "fitness/accuracy_high"
 """Accuracy of a reward model, and the ends of its interval, of the same pairs, in metrics.csv."""
@@ -58,6 +64,8 @@ class StageResult:
     @classmethod
     def read(cls, metrics: Mapping[str, float], folder: Path) -> StageResult:
         """Read samples and metrics.csv of a stage. Raises CheckpointError for a damaged file."""
+        if (folder / FINAL / evaluation_page.NUMBERS).is_file():
+            return cls.of_policies(metrics, folder / FINAL)
         files = evaluation_files(folder) or ()
         read = [[sample for _, sample in json_lines(file)] for file in files]
         first, last = read or ([], [])
@@ -69,6 +77,26 @@ class StageResult:
             if name in (LOWEST, HIGHEST)
         }
         return cls({**fitness, **metrics}, first, last)
+
+    @classmethod
+    def of_policies(cls, metrics: Mapping[str, float], final: Path) -> StageResult:
+        """Read an evaluation of policies: the first policy, with the SFT model as what was before.
+
+        Sampled responses count. Raises CheckpointError for a damaged file.
+        """
+        file, responses = final / evaluation_page.NUMBERS, final / evaluation_page.SAMPLES
+        with damage_named(file):
+            policies = json_object(file)["policies"]
+            sft, policy, *_ = policies
+            numbers = policies[sft]["sampled"].items()
+            start = {f"start/{name}": x for name, x in numbers if x is not None}
+        with damage_named(responses):
+            rows = [row for _, row in json_lines(responses) if row["decoding"] == "sampled"]
+            first, last = (
+                [{"index": row["index"], **row["responses"][name]} for row in rows]
+                for name in (sft, policy)
+            )
+        return cls({**start, **metrics}, first, last)
 
     def metric(self, name: str) -> Measured | None:
         """Return a metric; None where it was not measured."""
@@ -136,3 +164,20 @@ def interval_of(
     """
     known = values[~np.isnan(values)]
     return ends(estimate(known, SEED)) if len(known) > 1 else None
+
+
+def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
+    """Return the final metrics of a run of the stage by name.
+
+    final: `final/` folder of the run.
+    Raises CheckpointError where it is missing or damaged.
+    """
+    if not final.is_dir():
+        raise CheckpointError(f"{final} is missing")
+    if stage.hands_over == "report":
+        file = final / stage.numbers
+        found = json_object(file).get("metrics")
+        if not isinstance(found, dict) or not all(map(is_number, found.values())):
+            raise CheckpointError(f"{file} is damaged: it holds no metrics")
+        return found
+    return find(str(final), "final").require_manifest(stage.name).metrics

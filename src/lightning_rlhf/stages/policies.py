@@ -1,4 +1,4 @@
-"""Policies that a stage samples from: `final/` folders, hub ids, checkpoints of PPO."""
+"""Policies that a stage samples from: `final/` folders, hub ids, checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from lightning_rlhf.core.validation import build
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
 from lightning_rlhf.models.weights import json_object
+from lightning_rlhf.stages import dpo, ppo
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, PARENTS, earlier, folder_of
 from lightning_rlhf.stages.folder.resume import run_id
 from lightning_rlhf.stages.sections import section
 from lightning_rlhf.stages.stage import Settings
 
+TRAINED = (ppo.STAGE.name, dpo.STAGE.name)
+"""Names of the stages that train a policy from the SFT model."""
 KEY = "eval_policy.policies"
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
@@ -26,7 +29,7 @@ DECODING = ("temperature", "max_response_tokens", "stop_strings")
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint of PPO, from which the adapter of its policy is read."""
+    """A checkpoint of a stage of TRAINED, from which the adapter of its policy is read."""
 
     path: Path
     """Path of the file, in the folder `checkpoints/` of its run."""
@@ -68,24 +71,33 @@ def find_policies(settings: Settings) -> dict[str, Source]:
     if config.policies is not None:
         names = short_names(config.policies)
         return {n: find_policy(s, KEY) for n, s in zip(names, config.policies, strict=True)}
-    final = earlier(settings, "ppo")
-    if final is None:
+    finals = {name: earlier(settings, name) for name in TRAINED}
+    found: dict[str, Source] = {name: x for name, x in finals.items() if x is not None}
+    if not found:
+        folders = " and ".join(str(folder_of(settings, name)) for name in finals)
         raise CheckpointError(
-            f"stage={settings.stage} compares policies, and {folder_of(settings, 'ppo')} has none. "
-            f"Run stage=ppo first, or give {KEY}=[FOLDER_OR_HUB_ID,...]"
+            f"stage={settings.stage} compares policies, and {folders} have none. Run "
+            f"{' or '.join(map(given, finals))} first, or give {KEY}=[FOLDER_OR_HUB_ID,...]"
         )
-    return {"ppo": final}
+    return found
+
+
+def given(stage: str) -> str:
+    """Return the word of the command line that chooses a stage."""
+    return f"stage={stage}"
 
 
 def find_policy(source: str, key: str) -> Source:
-    """Return the policy at a `final/` folder, a checkpoint file of PPO or a hub id.
+    """Return the policy at a `final/` folder, a checkpoint file or a hub id.
 
     key: key of the configuration that names it. Raises CheckpointError or HubError that names it.
     """
     path = Path(source).expanduser()
     if path.suffix == SUFFIX:
         if not path.is_file():
-            raise CheckpointError(f"{key}: {source}: no such file; allowed: a checkpoint of PPO")
+            raise CheckpointError(
+                f"{key}: {source}: no such file; allowed: a checkpoint of PPO or DPO"
+            )
         return Kept(path.resolve())
     final = find(source, key)
     stage = final.manifest.stage if final.manifest is not None else None
@@ -94,7 +106,7 @@ def find_policy(source: str, key: str) -> Source:
     if stage == "rm" or any("Classification" in str(kind) for kind in kinds or ()):
         raise CheckpointError(
             f"{key}: {final.path} is a reward model or another classifier; allowed: the final/ "
-            "folder of stage=sft or stage=ppo, or another causal language model"
+            f"folder of {', '.join(map(given, (SFT, *TRAINED)))}, or another causal language model"
         )
     return final
 
@@ -185,12 +197,12 @@ def base_of(manifest: Manifest) -> str:
 
 
 def _check_kept(policy: Kept, sft: Final | None, key: str) -> None:
-    """Raise CheckpointError unless the file is a checkpoint of PPO from this SFT model."""
+    """Raise CheckpointError unless the file is a checkpoint of a policy from this SFT model."""
     stage = policy.origin().stage
-    if stage != "ppo":
+    if stage not in TRAINED:
         raise CheckpointError(
-            f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of stage=ppo, or "
-            "a final/ folder"
+            f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of "
+            f"{' or '.join(map(given, TRAINED))}, or a final/ folder"
         )
     policy.lora()
     file = policy.run / PARENTS

@@ -72,7 +72,7 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
     """Return the models with the policy and the role that is the policy, on the device.
 
     policy: None is the base model.
-    Raises CheckpointError where a checkpoint of PPO is damaged or does not fit the model.
+    Raises CheckpointError where a checkpoint is damaged or does not fit the model.
     """
     ready, config = task.ready, task.config
     settings = ready.settings

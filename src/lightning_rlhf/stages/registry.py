@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.io.user_code import load_object
-from lightning_rlhf.stages import eval_policy, eval_reward, ppo, rank, rm, sft
+from lightning_rlhf.stages import dpo, eval_policy, eval_reward, ppo, rank, rm, sft
 from lightning_rlhf.stages.stage import Stage
 
 STAGES: Mapping[str, Stage] = {
@@ -16,6 +16,7 @@ STAGES: Mapping[str, Stage] = {
         sft.STAGE,
         rm.STAGE,
         ppo.STAGE,
+        dpo.STAGE,
         rank.STAGE,
         eval_policy.STAGE,
         eval_reward.STAGE,

@@ -1,4 +1,4 @@
-"""Data and training steps shared by SFT and reward modelling."""
+"""Data and training steps shared by SFT, reward modelling and DPO."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def batches(stage: str, config: SupervisedConfig, examples: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedTraining(Training):
-    """SFT or reward modelling before the first step."""
+    """SFT, reward modelling or DPO before the first step."""
 
     rows: Rows[Any]
     """Rows that are trained on."""

@@ -27,24 +27,24 @@ class Check:
 
 CHECKS: Mapping[str, tuple[str, str, str]] = {
     "vocabulary": (
-        "sft, rm, ppo",
+        "sft, rm, ppo, dpo",
         "number of the tokenizer's tokens",
         "at most the rows of the model's output layer",
     ),
     "positions": (
-        "sft, rm, ppo",
+        "sft, rm, ppo, dpo",
         "longest sequence: prompt and response in tokens",
         "at most the model's `max_position_embeddings`; a warning above them, as the model was not "
         "trained there",
     ),
     "fingerprint: ROLE": (
-        "rm, ppo",
+        "rm, ppo, dpo",
         "relative difference between the logits of the reference, or of a reward model on the same "
         "base, and those stored in its checkpoint",
         "0.0001 in fp32, 0.03 in 16 bits, 0.5 if quantised",
     ),
     "trainable: ROLE": (
-        "sft, rm, ppo",
+        "sft, rm, ppo, dpo",
         "number of trainable parameters of the base, of each adapter and of each head",
         "policy and critic all, every other role none; in sft and rm all or none of each role, and "
         "some of one",
@@ -65,14 +65,14 @@ CHECKS: Mapping[str, tuple[str, str, str]] = {
         "0.001 nats in fp32, 0.1 in 16 bits",
     ),
     "padding: ROLE": (
-        "sft, rm, ppo",
+        "sft, rm, ppo, dpo",
         "log-probabilities of the policy, values of the critic (with random weights in its head, "
         "which starts at 0), or rewards of each reward model: rows in a batch with more padding on "
         "both sides against each row without any",
         "0.001 in fp32, 0.1 in 16 bits: nats, or of the size of the values where that is above 1",
     ),
     "memory": (
-        "sft, rm, ppo",
+        "sft, rm, ppo, dpo",
         "largest memory of the run by the plan below",
         "what the device has left, with what is loaded; a warning where a smaller micro-batch "
         "fits, failed where none does",

@@ -17,12 +17,15 @@ from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.checkpointing import layers_of
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.stages.preflight.check import Check, Verdict
 from lightning_rlhf.stages.preflight.parameters import by_role
 
+Planned = SFTModule | RewardModule | DPOModule | PPOModule
+"""Modules whose memory is planned."""
 LOGITS_COPIES = 3
 """Number of fp32 tensors of the size of the logits that exist at once: the logits, their softmax,
 and one in between."""
@@ -99,9 +102,7 @@ class MemoryPlan:
         )  # fmt: skip
 
 
-def plan_memory(
-    module: SFTModule | RewardModule | PPOModule, data: StageData[Any], device: torch.device
-) -> MemoryPlan:
+def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> MemoryPlan:
     """Return the plan of a run whose models are loaded."""
     roles = module.roles
     found = by_role(module)
@@ -124,6 +125,8 @@ def plan_memory(
             predicted = max(len(example.response) for example in data.train)
         else:
             sequences = 2  # the two sides of a pair
+        if isinstance(module, DPOModule):
+            predicted = max(len(e.chosen) + len(e.rejected) for e in data.train)
     return MemoryPlan(
         roles=of_roles,
         rollout=rollout,

@@ -21,6 +21,7 @@ from lightning_rlhf.core.types import (
 )
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import VALUE
+from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
@@ -114,6 +115,16 @@ def padding_of_pairs(module: RewardModule, batch: Preferences, limit: float) -> 
         return torch.cat(module.rewards(batch), dim=1).flatten()
 
     return compare("reward", rewards, batch, limit)
+
+
+def padding_of_dpo(module: DPOModule, batch: Preferences, limit: float) -> Check:
+    """Check the log-probabilities of both sides of the pairs."""
+
+    def logprobs(batch: Preferences) -> Tensor:
+        scores = module.scores(batch)
+        return torch.stack([scores.chosen_logprob, scores.rejected_logprob], dim=1).flatten()
+
+    return compare("policy", logprobs, batch, limit, "nats")
 
 
 def compare(

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, VALUE
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.rewards.learned import LearnedReward
@@ -74,7 +75,7 @@ def trainable(module: L.LightningModule) -> Iterator[Check]:
     for role, group in found.items():
         all_of_it, some = sum(p.numel() for p in group), sum(p.numel() for p in trained[role])
         wanted: tuple[int, ...] = (0, all_of_it)
-        if isinstance(module, PPOModule):
+        if isinstance(module, PPOModule | DPOModule):
             wanted = (all_of_it,) if role in (POLICY, CRITIC) else (0,)
         elif isinstance(module, RewardModule) and role == REWARD:
             wanted = (all_of_it,)

@@ -17,14 +17,21 @@ from lightning_rlhf.core.errors import LogitsError, PreflightError, RewardError
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.fingerprint import fingerprint, tolerance
 from lightning_rlhf.models.roles import REFERENCE, SFT, Roles
+from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.preflight.check import LIMITS, Check, Verdict, at_most, rms
-from lightning_rlhf.stages.preflight.memory_plan import MemoryPlan, bytes_of_number, plan_memory
+from lightning_rlhf.stages.preflight.memory_plan import (
+    MemoryPlan,
+    Planned,
+    bytes_of_number,
+    plan_memory,
+)
 from lightning_rlhf.stages.preflight.padding import (
     padding_of_critic,
+    padding_of_dpo,
     padding_of_pairs,
     padding_of_policy,
     padding_of_rewards,
@@ -97,7 +104,7 @@ def examine(
     module.to(device)
     with isolate_rng(), computing_as(ready.settings, device):
         plan = None
-        if isinstance(module, SFTModule | RewardModule | PPOModule):
+        if isinstance(module, Planned):
             plan = plan_memory(module, data, device)
         checks = [*of_inputs(ready, module, data), *trainable(module)]
         memory = [plan.check()] if plan else []
@@ -157,6 +164,8 @@ def of_models(
             yield padding_of_sft(module, batch, limit)
         case RewardModule():
             yield padding_of_pairs(module, batch, limit)
+        case DPOModule():
+            yield padding_of_dpo(module, batch, limit)
         case PPOModule():
             try:
                 sampled = sample(module, batch)

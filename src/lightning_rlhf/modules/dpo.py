@@ -1,0 +1,178 @@
+"""Direct preference optimization: learn a policy from pairs, without a reward model."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from typing import Any
+
+import lightning as L
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lightning_rlhf.core.config import DPOConfig
+from lightning_rlhf.core.losses import preference_loss
+from lightning_rlhf.core.results import RESULT, DPOScores, DPOStep, PairRows
+from lightning_rlhf.core.types import Preferences
+from lightning_rlhf.models.flops import Flops, role_flops
+from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+from lightning_rlhf.modules.optim import (
+    advance_schedule,
+    backward,
+    build_optimizer,
+    check_parameters,
+    clip_gradients,
+    log_headline,
+    step,
+    trainable_state,
+    zero_gradients,
+)
+from lightning_rlhf.modules.step_compute import dpo_compute
+from lightning_rlhf.modules.target_logprobs import target_logprobs
+from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
+
+
+class DPOModule(L.LightningModule):
+    """Preference loss on the log-ratios of policy to reference, plus an SFT term.
+
+        mean over pairs of `preference_loss` - sft_coef * mean over tokens of log pi(chosen token)
+
+    The reference is the same base with the policy's adapter switched off. It reads each
+    micro-batch without a gradient before the policy does, so that it adds no memory.
+    Source: Rafailov et al. 2023, section 4, https://arxiv.org/abs/2305.18290; the SFT term, Pang et
+    al. 2024, eq. 1, https://arxiv.org/abs/2404.19733
+    Departs: the SFT term of Pang et al. is a mean over the tokens of each response by itself; here
+    it is one over those of the batch, as the loss of stage=sft.
+    """
+
+    def __init__(self, roles: Roles, config: DPOConfig) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False
+        self.roles = roles
+        self.config = config
+        self.guard = UpdateGuard("dpo", config)
+        self.iteration = 0
+        """Number of finished batches, over all resumes; updates that were not made count too."""
+        self.logs_headline = True
+        """False where a callback logs the headline metrics together with all others."""
+
+    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, DPOStep]:
+        started = time.perf_counter()
+        loss, grad_norm, scores = self.gradient(batch)
+        is_made = self.guard.check_finite(self, loss, grad_norm)
+        if is_made:
+            step(self)
+        advance_schedule(self)
+        self.iteration += 1
+        result = DPOStep(
+            loss=loss, grad_norm=grad_norm, is_made=is_made, **vars(scores),
+            compute=dpo_compute(
+                self.flops, batch,
+                microbatch_size=self.guard.microbatch.rows,
+                head_is_trained=self.roles.head_is_trained,
+                reads_reference=not self.config.reference_free,
+                seconds=time.perf_counter() - started,
+            ),
+        )  # fmt: skip
+        log_headline(self, result.headline)
+        return {RESULT: result}
+
+    @cached_property
+    def flops(self) -> Flops:
+        """Return the sizes of the model, from which the operations of a step follow."""
+        return role_flops(self.roles, POLICY)
+
+    @halving_microbatches
+    def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, DPOScores]:
+        """Backpropagate the loss of a batch; return it, the norm of its gradient, and the scores.
+
+        Loss and norm are 0-d; the scores are from before the update.
+        """
+        zero_gradients(self)
+        pairs = len(batch)
+        tokens = (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
+        loss, parts = torch.zeros((), device=self.device), []
+        for micro_batch in batch.split(self.guard.microbatch.rows):
+            scores = self.scores(micro_batch)
+            loss += backward(self, self.loss(scores, pairs, tokens))
+            parts.append(scores.detach())
+        return loss, clip_gradients(self, self.config.max_grad_norm), DPOScores.joined(parts)
+
+    def loss(self, scores: DPOScores, pairs: int, tokens: Tensor) -> Tensor:
+        """Return the share of a micro-batch in the loss of its batch, 0-d.
+
+        pairs, tokens: numbers of pairs and of tokens of chosen responses in the batch.
+        """
+        nll = -scores.chosen_logprob.sum() / tokens
+        return scores.pair_losses.sum() / pairs + self.config.sft_coef * nll
+
+    @halving_microbatches
+    def validation_step(self, batch: Preferences, batch_idx: int) -> DPOScores:  # type: ignore[override]
+        micro_batches = batch.split(self.guard.microbatch.rows)
+        return DPOScores.joined([self.scores(micro_batch) for micro_batch in micro_batches])
+
+    def predict_step(self, batch: Preferences, batch_idx: int) -> PairRows:
+        """Return loss, gradient norm and scores of each pair by itself."""
+
+        def facts(pair: Preferences) -> dict[str, Tensor]:
+            scores = self.scores(pair)
+            return {
+                "loss": self.loss(scores, 1, scores.chosen_tokens.sum()),
+                "chosen_score": scores.chosen,
+                "rejected_score": scores.rejected,
+            }
+
+        return PairRows(**facts_by_row(self, batch, facts))
+
+    def scores(self, batch: Preferences) -> DPOScores:
+        """Return log-probabilities, implicit rewards and losses of the pairs."""
+        config, (tokens, mask) = self.config, batch.stacked()
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        targets = mask & (positions >= batch.prompt_tokens.repeat(2)[:, None])
+        if config.reference_free:
+            reference = torch.zeros(len(tokens), device=tokens.device)
+        else:
+            with torch.no_grad():
+                reference = self.logprobs(REFERENCE, tokens, targets)
+        logprobs = self.logprobs(POLICY, tokens, targets)
+        counts = targets.sum(dim=1)
+        ratios = logprobs - reference
+        chosen, rejected = (ratios / counts if config.is_length_normalized else ratios).chunk(2)
+        chosen_logprob, rejected_logprob = logprobs.chunk(2)
+        return DPOScores(
+            chosen=(config.beta * chosen).detach(),
+            rejected=(config.beta * rejected).detach(),
+            pair_losses=preference_loss(
+                chosen, rejected, beta=config.beta, loss_type=config.loss_type,
+                label_smoothing=config.label_smoothing,
+            ),
+            chosen_logprob=chosen_logprob,
+            rejected_logprob=rejected_logprob,
+            chosen_tokens=counts[: len(batch)],
+        )  # fmt: skip
+
+    def logprobs(
+        self, role: str, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]
+    ) -> Float[Tensor, " B"]:
+        """Return the log-probability of each row's target tokens under a role, summed, nats."""
+        with self.roles.use_role(role):
+            found = target_logprobs(self.roles, tokens, targets)
+        return found.new_zeros(targets[:, 1:].shape).masked_scatter(targets[:, 1:], found).sum(1)
+
+    def configure_optimizers(self) -> Any:
+        steps = int(self.trainer.estimated_stepping_batches)
+        return build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return trainable_state(self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["iteration"] = self.iteration
+        checkpoint["learner"] = self.guard.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_parameters(self, checkpoint)
+        self.iteration = checkpoint["iteration"]
+        self.guard.load_state_dict(checkpoint["learner"])

@@ -1,0 +1,114 @@
+"""stage=dpo: what it leaves, cut off and resumed, where its policy is taken, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pandas
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from torch import Tensor
+
+from lightning_rlhf.data.last_batch import last_batch_of
+from lightning_rlhf.modules.dpo import DPOModule
+
+from .conftest import Workplace, rows, weights
+
+STAGE = "stage=dpo"
+
+
+@pytest.fixture(scope="module")
+def trained(pipeline: Workplace) -> Workplace:
+    """The workplace of all stages, with run=default of stage=dpo. To be read."""
+    pipeline.mini(STAGE, "preflight=strict").succeeded  # noqa: B018
+    return pipeline
+
+
+def test_what_it_leaves(trained: Workplace) -> None:
+    folder = trained.stage("dpo")
+    written = json.loads((folder / "final" / "manifest.json").read_text())
+    assert written["stage"] == "dpo"
+    assert written["parents"] == {"sft": str((trained.stage("sft") / "final").resolve())}
+    assert {"eval/dpo_loss", "eval/accuracy", "eval/sft_loss"} <= written["metrics"].keys()
+    for name in ("curves.png", "report.html", "checkpoints/best.ckpt", "checkpoints/000006.ckpt"):
+        assert (folder / name).stat().st_size > 0, name
+    table = rows(folder)
+    first = {name: float(cell) for name, cell in table[0].items()}
+    assert first["eval/dpo_loss"] == pytest.approx(math.log(2), abs=0.05)
+    margin = first["eval/reward_chosen"] - first["eval/reward_rejected"]
+    assert first["eval/reward_margin"] == pytest.approx(margin, abs=1e-6)
+    assert first["eval/logps_chosen"] < 0
+    policy = AutoPeftModelForCausalLM.from_pretrained(folder / "final")
+    assert policy.active_adapters == ["default"]
+
+
+def test_cut_off_and_resumed_it_ends_with_the_same_bits(
+    trained: Workplace, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut("step", 3)
+    assert "PowerCut" in trained.mini(STAGE, "job=cut").err
+    monkeypatch.undo()
+    out = trained.mini(STAGE, "job=cut", "resume=true").succeeded.out
+    assert "going on from outputs/default/mini/cut/dpo/checkpoints/000003.ckpt" in out
+    folder = trained.outputs / "default" / "mini" / "cut" / "dpo"
+    assert weights(folder) == weights(trained.stage("dpo"))
+    assert rows(folder) == rows(trained.stage("dpo"))
+
+
+def test_its_policies_are_compared_with_those_of_ppo(trained: Workplace) -> None:
+    small = ("eval_policy.samples_per_prompt=1", "run=default", "stage=eval_policy")
+    out = trained.mini(*small).succeeded.out
+    assert "ppo, dpo and the SFT model on 4 held-out" in out
+    dpo = trained.stage("dpo")
+    both = f"eval_policy.policies=[{dpo}/final,{dpo}/checkpoints/000006.ckpt]"
+    trained.mini(*small, "job=kept", both).succeeded  # noqa: B018
+    final = trained.outputs / "default" / "mini" / "kept" / "eval_policy" / "final"
+    samples = [json.loads(line)["responses"] for line in (final / "samples.jsonl").open()]
+    for sample in samples:
+        assert sample["dpo"]["response"] == sample["000006"]["response"]
+
+
+def test_a_checkpoint_is_exported_as_final_is(trained: Workplace) -> None:
+    folder = trained.stage("dpo")
+    trained.call("export", str(folder), "--step", "6").succeeded  # noqa: B018
+    exported = folder / "final_000006" / "adapter_model.safetensors"
+    assert exported.read_bytes() == (folder / "final" / exported.name).read_bytes()
+
+
+def test_the_batch_that_no_update_can_be_made_of_is_kept_and_replayed(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = DPOModule.logprobs
+
+    def spoiled(self: DPOModule, role: str, tokens: Tensor, targets: Tensor) -> Tensor:
+        found = scores(self, role, tokens, targets)
+        return torch.where(tokens.sum(dim=1) % 3 == 1, torch.nan, 1.0) * found
+
+    monkeypatch.setattr(DPOModule, "logprobs", spoiled)
+    outcome = finished.mini(STAGE, "job=bad", "dpo.max_nonfinite=1")
+    assert outcome.status == 1
+    assert "(dpo.max_nonfinite)" in outcome.err
+    folder = finished.outputs / "default" / "mini" / "bad" / "dpo"
+    table = pandas.read_parquet(last_batch_of(folder))
+    assert {"chosen", "rejected", "margin", "chosen_score", "loss"} <= {*table.columns}
+    last = finished.call("replay", str(folder)).succeeded.out.splitlines()[-1]
+    assert "the run computed the same numbers of each" in last
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dpo.finetune=full"], "dpo.finetune is 'full'; allowed: lora"),
+        (["dpo.loss_type=hinge"], "dpo.loss_type is 'hinge'; allowed: sigmoid, sigmoid_norm, ipo"),
+        (["dpo.label_smoothing=0.5"], "dpo.label_smoothing is 0.5; allowed: a number"),
+        (["data.preferences.train=null"], "stage=rm and stage=dpo need preference pairs"),
+        (["run=dpo"], "a name other than sft, rm, ppo, dpo"),
+        (["dpo.final=5"], "dpo.final is 5"),
+    ],
+)
+def test_what_is_refused(pipeline: Workplace, overrides: list[str], message: str) -> None:
+    assert message in pipeline.mini(STAGE, "job=refused", *overrides).error
+    assert not (pipeline.outputs / "default" / "mini" / "refused").exists()

@@ -1,0 +1,211 @@
+"""Direct preference optimization: log-probabilities and gradients, and what they depend on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_rlhf.core.types import Preferences
+from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+from lightning_rlhf.modules.dpo import DPOModule
+
+from .conftest import (
+    LORA,
+    Outputs,
+    changed,
+    close,
+    dpo_config,
+    fit,
+    language_model,
+    parameters,
+    same_direction,
+    sft_roles,
+    shake,
+)
+from .test_reward import CHOSEN, REJECTED, pad_to
+
+PROMPT = torch.tensor([2, 2, 1, 4, 0, 0]) + 1
+"""Tokens of each prompt; a row has at least one more."""
+LENGTHS = tuple(tuple(max(n, int(p) + 1) for n, p in zip(side, PROMPT, strict=True))
+                for side in (CHOSEN, REJECTED))  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "smoothed": {"label_smoothing": 0.2},
+    "sigmoid_norm": {"loss_type": "sigmoid_norm"},
+    "ipo": {"loss_type": "ipo"},
+    "reference_free": {"reference_free": True},
+    "sft": {"sft_coef": 0.7},
+}
+
+
+def preferences(chosen_width: int = 9, rejected_width: int = 12) -> Preferences:
+    """Six pairs with common prompts; wider batches hold other ids on the padding alone."""
+    chosen, chosen_mask = pad_to(LENGTHS[0], chosen_width, seed=0)
+    rejected, rejected_mask = pad_to(LENGTHS[1], rejected_width, seed=1)
+    in_prompt = torch.arange(chosen_width) < PROMPT[:, None]
+    rejected = rejected.clone()
+    rejected[:, :chosen_width][in_prompt] = chosen[in_prompt]
+    return Preferences(
+        chosen=chosen, chosen_mask=chosen_mask, rejected=rejected, rejected_mask=rejected_mask,
+        prompt_tokens=PROMPT, margin=torch.zeros(6),
+    )  # fmt: skip
+
+
+def dpo_roles(architecture: str, *, trained: bool = True) -> Roles:
+    """A policy on an SFT adapter, as if it had been trained a while."""
+    roles = sft_roles(architecture)
+    roles.add_adapter(POLICY, LORA, 3)
+    if trained:
+        shake(roles, f".{POLICY}.", seed=3)
+    return roles
+
+
+def slow_logprobs(roles: Roles, role: str, tokens: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Row by row without padding, from all logits in float64: the sum over the response."""
+    found = []
+    with roles.use_role(role):
+        for row, length in enumerate(lengths):
+            logits = roles.causal_lm(input_ids=tokens[row, :length][None]).logits[0].double()
+            logprobs, start = logits.log_softmax(-1), int(PROMPT[row])
+            found.append(sum(logprobs[t - 1, tokens[row, t]] for t in range(start, length)))
+    return torch.stack(found)
+
+
+def slow_loss(roles: Roles, batch: Preferences, **changes: Any) -> Tensor:
+    config = dpo_config(**changes)
+    logprobs, ratios = {}, {}
+    for side, lengths in zip(("chosen", "rejected"), LENGTHS, strict=True):
+        tokens = getattr(batch, side)
+        logprobs[side] = slow_logprobs(roles, POLICY, tokens, lengths)
+        with torch.no_grad():
+            reference = slow_logprobs(roles, REFERENCE, tokens, lengths)
+        ratios[side] = logprobs[side] - (0 if config.reference_free else reference)
+        if config.loss_type != "sigmoid":
+            ratios[side] = ratios[side] / (torch.tensor(lengths) - PROMPT)
+    h, e = ratios["chosen"] - ratios["rejected"], config.label_smoothing
+    if config.loss_type == "ipo":
+        losses = (h - 1 / (2 * config.beta)) ** 2
+    else:
+        losses = (1 + (-config.beta * h).exp()).log() * (1 - e)
+        losses = losses + (1 + (config.beta * h).exp()).log() * e
+    tokens = (torch.tensor(LENGTHS[0]) - PROMPT).sum()
+    return losses.mean() - config.sft_coef * logprobs["chosen"].sum() / tokens
+
+
+def step_of(module: DPOModule, batch: Preferences | None = None) -> Outputs:
+    outputs = Outputs()
+    fit(module, [preferences() if batch is None else batch], [outputs])
+    return outputs
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradient_are_those_of_the_slow_version(variant: str) -> None:
+    changes, slow_roles = VARIANTS[variant], dpo_roles("qwen3")
+    outputs = step_of(DPOModule(dpo_roles("qwen3"), dpo_config(**changes)))
+    expected = slow_loss(slow_roles, preferences(), **changes)
+    expected.backward()
+    close(outputs.steps[0].loss.double(), expected.detach())
+    same_direction(
+        outputs.grads[0],
+        {f"roles.{n}": p.grad for n, p in slow_roles.named_parameters() if p.grad is not None},
+        rtol=2e-5,
+    )
+
+
+def test_scores_are_the_rewards_and_log_probabilities(architecture: str) -> None:
+    roles, batch = dpo_roles(architecture), preferences()
+    with torch.no_grad():
+        found = DPOModule(roles, dpo_config(beta=0.5)).validation_step(batch, 0)
+        for side, lengths in zip(("chosen", "rejected"), LENGTHS, strict=True):
+            policy, reference = (
+                slow_logprobs(roles, role, getattr(batch, side), lengths)
+                for role in (POLICY, REFERENCE)
+            )
+            close(getattr(found, f"{side}_logprob").double(), policy, atol=1e-5)
+            close(getattr(found, side).double(), 0.5 * (policy - reference), atol=1e-5)
+    assert found.chosen_tokens.tolist() == (torch.tensor(LENGTHS[0]) - PROMPT).tolist()
+    # The losses follow from the rewards.
+    close(found.losses, F.softplus(found.rejected - found.chosen))
+
+
+def test_the_first_loss_is_log_2() -> None:
+    """The policy starts as the reference, to the last bit."""
+    outputs = step_of(DPOModule(dpo_roles("qwen3", trained=False), dpo_config()))
+    step = outputs.steps[0]
+    assert step.chosen.abs().max() == step.rejected.abs().max() == 0
+    close(step.loss, torch.tensor(math.log(2)), rtol=0, atol=1e-7)
+    assert outputs.grads[0]
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 3])
+def test_micro_batches_give_the_gradient_of_the_batch(microbatch_size: int) -> None:
+    whole, parts = (
+        step_of(DPOModule(dpo_roles("qwen3"), dpo_config(sft_coef=0.7, microbatch_size=size)))
+        for size in (6, microbatch_size)
+    )
+    same_direction(parts.grads[0], whole.grads[0])
+    for name in ("loss", "grad_norm", "chosen", "rejected", "pair_losses", "chosen_logprob"):
+        close(getattr(parts.steps[0], name), getattr(whole.steps[0], name), atol=1e-5)
+
+
+def test_padding_changes_nothing(architecture: str) -> None:
+    module = DPOModule(dpo_roles(architecture), dpo_config(loss_type="sigmoid_norm"))
+    with torch.no_grad():
+        narrow, wide = (module.scores(preferences(*widths)) for widths in ((9, 12), (14, 20)))
+    for name in ("chosen", "rejected", "pair_losses", "chosen_logprob", "rejected_logprob"):
+        close(getattr(wide, name), getattr(narrow, name), atol=1e-5)
+    assert torch.equal(wide.chosen_tokens, narrow.chosen_tokens)
+
+
+def test_the_adapter_alone_is_trained_and_the_prompt_is_not_learned() -> None:
+    module = DPOModule(dpo_roles("qwen3"), dpo_config())
+    before = parameters(module)
+    outputs = step_of(module)
+    assert all(f".{POLICY}." in name for name in changed(before, parameters(module)))
+    assert module.roles.role == POLICY
+    # The last token of a prompt is read and not predicted: another one before it is no target.
+    batch = preferences()
+    counted = outputs.steps[0].chosen_tokens
+    assert counted.tolist() == (batch.chosen_mask.sum(dim=1) - PROMPT).tolist()
+
+
+def test_it_learns_to_prefer_the_chosen_side() -> None:
+    module = DPOModule(
+        Roles(language_model("qwen3")), dpo_config(lr=1e-2, beta=0.3, microbatch_size=6)
+    )
+    module.roles.add_adapter(POLICY, LORA, 3)
+    outputs = Outputs()
+    fit(module, [preferences()] * 15, [outputs])
+    first, last = outputs.steps[0], outputs.steps[-1]
+    assert first.loss == pytest.approx(math.log(2), abs=1e-6)
+    assert last.ranked_right.min() == 1
+    assert last.loss < 0.1
+    # The reference is the model as it was.
+    with torch.no_grad():
+        kept = slow_logprobs(module.roles, REFERENCE, preferences().chosen, LENGTHS[0])
+        fresh = Roles(language_model("qwen3"))
+        close(kept, slow_logprobs(fresh, REFERENCE, preferences().chosen, LENGTHS[0]))
+
+
+def test_rows_by_themselves_are_those_of_the_batch() -> None:
+    module, batch = DPOModule(dpo_roles("qwen3"), dpo_config(sft_coef=0.7)), preferences()
+    rows = module.predict_step(batch, 0)
+    alone = [
+        module.loss(scores, 1, scores.chosen_tokens.sum())
+        for row in batch.split(1)
+        for scores in [module.scores(row)]
+    ]
+    close(rows.loss, torch.stack(alone).detach())
+    scores = module.scores(batch)
+    close(rows.chosen_score, scores.chosen, atol=1e-5)
+    swapped = replace(
+        batch, chosen=batch.rejected, chosen_mask=batch.rejected_mask, rejected=batch.chosen,
+        rejected_mask=batch.chosen_mask,
+    )  # fmt: skip
+    close(module.scores(swapped).rejected, scores.chosen, atol=1e-5)
