@@ -26,6 +26,7 @@ KEY = {
     "ppo": "data.prompts.train",
 }
 GOOD = b'{"prompt": "a", "response": "b"}\n'
+ENDINGS = ".jsonl, .jsonl.gz, .json, .csv, .txt, .parquet"
 OTHER = b'{"prompt": "c", "response": "d"}\n'
 
 
@@ -143,10 +144,16 @@ FILES: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("x.parquet", rows(prompt=[b"\xff"], response=["b"]), ["row 1", "'prompt'", "bytes"]),
     ("x.parquet", rows(prompt=column([], string())), ["x.parquet holds no row", "empty"]),
     ("x.parquet", rows(messages=[turn("user", "a")]), ["row 1", "'messages'", "dict"]),
-    ("x.csv", wrote(b"prompt,response\na,b\n"), ["'data/x.csv'", ".jsonl, .jsonl.gz, .parquet"]),
-    ("x", wrote(GOOD), ["'data/x'", ".jsonl, .jsonl.gz, .parquet"]),
-    ("x.JSONL", wrote(GOOD), ["'data/x.JSONL'", ".jsonl, .jsonl.gz, .parquet"]),
-    ("folder", Path.mkdir, ["'data/folder'", ".jsonl, .jsonl.gz, .parquet"]),
+    ("x.tsv", wrote(b"prompt\tresponse\na\tb\n"), ["'data/x.tsv'", ENDINGS]),
+    ("x", wrote(GOOD), ["'data/x'", ENDINGS]),
+    ("x.JSONL", wrote(GOOD), ["'data/x.JSONL'", ENDINGS]),
+    ("folder", Path.mkdir, ["'data/folder'", ENDINGS]),
+    ("x.csv", wrote(b"question,answer\na,b\n"), ["line 2: field 'response' is missing"]),
+    ("x.csv", wrote(b'prompt,response\na,"b\n'), ["line 2: broken CSV"]),
+    ("x.csv", wrote(b"prompt,response\na,b,c\n"), ["line 2: another number of cells", "found 3"]),
+    ("x.json", wrote(b"[" + GOOD + b", {]"), ["line 2: broken JSON"]),
+    ("x.txt", wrote(b"a\n\xff\n"), ["line 2: not UTF-8"]),
+    ("x.txt", wrote("a".encode("utf-16")), ["x.txt is in UTF-16"]),
 ]
 
 

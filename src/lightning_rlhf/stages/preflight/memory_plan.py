@@ -121,7 +121,7 @@ def plan_memory(
     else:
         batch = module.config.batch_size
         if isinstance(module, SFTModule):
-            predicted = max(len(example.response) for example in data.train)
+            predicted = max(example.targets for example in data.train)
         else:
             sequences = 2  # the two sides of a pair
     return MemoryPlan(
