@@ -355,14 +355,30 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
         (
             read_demonstrations,
             {"Instruction": "a", "outputs": "b"},
-            "the nearest is data.format=alpaca (instruction, output); "
-            "data.columns.instruction=COLUMN names the column of the source that is its "
-            "'instruction'",
+            "the nearest is data.format=alpaca (instruction, output): "
+            "data.columns.instruction=Instruction data.columns.output=outputs reads it as such",
+        ),
+        (
+            read_demonstrations,
+            {"question": "a", "answer": "b"},
+            "the nearest is data.format=native (prompt, response): "
+            "data.columns.prompt=question data.columns.response=answer reads it as such",
+        ),
+        (
+            read_preferences,
+            {"prompt": "a", "response": "b"},
+            "its rows are of data.format=native (prompt, response), which holds demonstrations and "
+            "prompts, no preferences; ",
         ),
         (
             read_prompts,
             {"prompts": "a"},
-            "the nearest is data.format=native (prompt); data.columns.prompt=COLUMN",
+            "the nearest is data.format=native (prompt): data.columns.prompt=prompts reads",
+        ),
+        (
+            read_demonstrations,
+            {"xyz": "a"},
+            "; data.columns.",
         ),
     ],
 )

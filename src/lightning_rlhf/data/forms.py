@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -175,7 +174,7 @@ def check_serves(format: Format, kind: Kind, key: str) -> None:
     if not forms_of(format, kind):
         raise DataError(
             f"data.format={format} holds {_held(format)}, no {kind}, which {key} needs; "
-            f"{NEEDS[kind]}; allowed: {', '.join(_serving(kind))}"
+            f"{NEEDS[kind]}; allowed: {', '.join(serving(kind))}"
         )
 
 
@@ -185,45 +184,11 @@ def fitting(names: Collection[str], format: Format, kind: Kind) -> Form | None:
     return max(fit, key=lambda form: (form.format == "native", len(form.columns)), default=None)
 
 
-def nearest(names: Collection[str], format: Format, kind: Kind) -> Form:
-    """Return the form whose columns are most alike to `names`."""
-
-    def alike(form: Form) -> float:
-        ratios = [
-            max((difflib.SequenceMatcher(None, column.lower(), name.lower()).ratio()
-                 for name in names), default=0.0)
-            for column in form.needed(kind)
-        ]  # fmt: skip
-        return sum(ratios) / len(ratios)
-
-    return max(forms_of(format, kind), key=alike)
-
-
-def hint(names: Collection[str], format: Format, kind: Kind) -> str:
-    """Return what to do about a source with columns `names`, which no form of the kind fits."""
-    others = [
-        form
-        for form in FORMS
-        if format in (AUTO, form.format) and names and set(form.columns) <= set(names)
-    ]
-    if others:
-        found = max(others, key=lambda form: len(form.columns))
-        return (
-            f"; its rows are of {found.title}, which holds {_held(found.format)}, no {kind}; "
-            f"{kind} are in data.format={', '.join(_serving(kind))}"
-        )
-    near = nearest(names, format, kind)
-    lacking = next(column for column in near.needed(kind) if column not in names)
-    return (
-        f"; the nearest is {near.title}; data.columns.{lacking}=COLUMN names the column of the "
-        f"source that is its {lacking!r}"
-    )
-
-
 def _held(format: Format) -> str:
     kinds = {kind: None for form in FORMS if form.format == format for kind in form.parse}
     return " and ".join(kinds)
 
 
-def _serving(kind: Kind) -> list[str]:
+def serving(kind: Kind) -> list[str]:
+    """Return the formats that hold data of a kind."""
     return [name for name in get_args(Format) if name != AUTO and forms_of(name, kind)]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from lightning_rlhf.data.forms import AUTO, Form, Format, Kind, fitting, hint, nearest
+from lightning_rlhf.data.forms import AUTO, Form, Format, Kind, fitting
+from lightning_rlhf.data.nearest import hint, nearest
 from lightning_rlhf.data.parsing import (
     MAX_LINE_BYTES,
     BadRow,
@@ -70,7 +71,7 @@ class Reading:
     @property
     def hint(self) -> str:
         """Return what to do where the columns fit no form; empty where they fit."""
-        return hint(self.found, self.columns.format, self.kind) if self.found else ""
+        return hint(self.found, self.kind) if self.found else ""
 
     @property
     def found_and_hint(self) -> str:

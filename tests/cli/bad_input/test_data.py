@@ -166,6 +166,30 @@ def test_a_file_is_named(
 
 
 @pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (
+            [*RM, "data.format=alpaca", "data.preferences.train=data/sft_train.jsonl"],
+            ["data.format=alpaca holds demonstrations and prompts, no preferences", "helpsteer"],
+        ),
+        (
+            [*RM, "data.preferences.train=data/sft_train.jsonl"],
+            ["data/sft_train.jsonl, line 1: field 'chosen' is missing", "no preferences; "],
+        ),
+        ([*SFT, "data.format=alpca"], ["data.format is 'alpca'; allowed: auto, native, alpaca"]),
+        ([*SFT, "data.train_on=first"], ["data.train_on is 'first'; allowed: last, all"]),
+        ([*SFT, "data.columns.prompt=5"], ["data.columns is {'prompt': 5}; allowed: a mapping of"]),
+        (
+            [*SFT, "data.format=shp"],
+            ["'history' is missing", "shp (history, ", "; its rows are of data.format=native (pro"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_form_that_does_not_fit(refused: Refusals, command: list[str], named: list[str]) -> None:
+    refused(*command, named=named)
+
+
+@pytest.mark.parametrize(
     ("source", "named"),
     [
         (5, ["data.demonstrations.train is 5", "a file, a hub data set, or null"]),
