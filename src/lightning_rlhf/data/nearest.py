@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
+from functools import partial
 
 from lightning_rlhf.data.forms import AUTO, FORMS, Form, Format, Kind, fitting, forms_of, serving
 
@@ -52,10 +53,7 @@ def hint(names: Collection[str], kind: Kind) -> str:
         )
     near = nearest(names, AUTO, kind)
     lacking = [column for column in near.needed(kind) if column not in names]
-    alike = {
-        column: max(names, key=lambda name, column=column: _likeness(column, name))
-        for column in lacking
-    }
+    alike = {column: max(names, key=partial(_likeness, column)) for column in lacking}
     if all(_likeness(column, name) > _ALIKE_ENOUGH for column, name in alike.items()):
         maps = " ".join(f"data.columns.{column}={name}" for column, name in alike.items())
         return f"; the nearest is {near.title}: {maps} reads it as such"

@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS, LastBatch
-from lightning_rlhf.data.lengths import PreferenceTokens
+from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.report.token_text import marked, scale, signed
 
 LEGEND: Mapping[str, Mapping[str, str]] = {
@@ -65,15 +65,15 @@ def replayed_rows(
     for i, example in enumerate(batch.examples):
         sides = {name: getattr(example, name) for name in TEXTS[batch.stage]}
         prompt = sides.pop("prompt")
-        is_pair = isinstance(example, PreferenceTokens)
-        of_tokens = [] if is_pair else [next(losses) for _ in range(example.targets)]
+        targets = example.targets if isinstance(example, DemonstrationTokens) else 0
+        of_tokens = [next(losses) for _ in range(targets)]
         rows.append(
             ReplayedRow(
                 place=f"{batch.unit} {batch.numbers[i]}",
                 facts={name: column[i] for name, column in numbers.items()},
                 prompt=show(list(prompt)),
                 tokens={name: [show([token]) for token in ids] for name, ids in sides.items()},
-                losses=[] if is_pair else of_tokens[-len(sides["response"]) :],
+                losses=of_tokens[-len(sides["response"]) :] if targets else [],
             )
         )
     return rows
