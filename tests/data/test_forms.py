@@ -427,6 +427,19 @@ def test_other_names_of_a_table_s_columns(tmp_path: Path) -> None:
     assert read.rows == (Demonstration(turns("a"), "b"),)
 
 
+def test_numbers_of_a_csv_file(tmp_path: Path) -> None:
+    """Its cells are text: a margin, and labels."""
+    file = tmp_path / "mine.csv"
+    file.write_text('prompt,chosen,rejected,margin\na,"b, ""c""\nd",e,1.5\n\na,b,e,\n')
+    assert read_preferences(str(file), "stop").rows == (
+        Preference(turns("a"), 'b, "c"\nd', "e", 1.5),
+        Preference(turns("a"), "b", "e", None),
+    )
+    assert read_preferences(str(file), "stop").numbers == (2, 5)
+    file.write_text("prompt,completion,label\na,b,True\na,c,0\n")
+    assert read_preferences(str(file), "stop").rows == (Preference(turns("a"), "b", "c"),)
+
+
 def test_a_column_that_the_form_does_not_read(make_config: MakeConfig) -> None:
     make_config(columns={"prompt": "question"})
     with pytest.raises(ConfigError) as error:

@@ -5,8 +5,7 @@ Each is first turned into a dialogue, a tuple of messages, and then split before
 
 from __future__ import annotations
 
-import math
-
+from lightning_rlhf.data.fields import number_in
 from lightning_rlhf.data.parsing import (
     IDENTICAL,
     BadRow,
@@ -111,7 +110,8 @@ def _difference(chosen: Messages, rejected: Messages) -> str:
 
 
 def _margin(row: Row) -> float | None:
-    margin = row["margin"] if has(row, "margin") else None
-    if not isinstance(margin, int | float) or isinstance(margin, bool):
+    try:
+        margin = number_in(row, "margin")
+    except BadRow:
         return None
-    return float(margin) if math.isfinite(margin) and margin >= 0 else None
+    return margin if margin >= 0 else None
