@@ -13,6 +13,7 @@ PREFIXES = {
     "eval": ("eval/", "fitness/"),
     "time": "time/",
     "compute": "compute/",
+    "rank": ("rank/", "eval/"),
 }
 HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
 

@@ -18,9 +18,9 @@ CONF = HOME / "conf"
 def test_each_key_with_its_value_then_and_now(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"stage": "sft", "sft": {"lr": 0.1}, "model": {"name": "a"}}))
-    now = {"stage": "sft", "sft": {"lr": 0.2}, "data": {"name": "b"}, "model": {"name": "a"}}
+    now = {"stage": "sft", "sft": {"lr": 0.2}, "policy": {"name": "b"}, "model": {"name": "a"}}
     assert changes(STAGES[now["stage"]], now, file) == [
-        'data.name was not there, is "b"',
+        'policy.name was not there, is "b"',
         "sft.lr was 0.1, is 0.2",
     ]
 
@@ -69,3 +69,16 @@ def test_a_run_of_a_version_without_a_choice_of_kernels_goes_on_as_it_was(tmp_pa
     assert changes(STAGES["sft"], now, file) == []
     now["model"] = {"name": "a", "kernels": "plain"}
     assert changes(STAGES["sft"], now, file) == ['model.kernels was "auto", is "plain"']
+
+
+def test_a_run_of_a_version_without_forms_of_data_goes_on_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    then = {"stage": "sft", "data": {"val_fraction": 0.1}}
+    file.write_text(json.dumps(then))
+    now = {"format": "auto", "columns": {}, "train_on": "last", "val_fraction": 0.1}
+    assert changes(STAGES["sft"], {"stage": "sft", "data": now}, file) == []
+    now |= {"train_on": "all", "columns": {"prompt": "question"}}
+    assert changes(STAGES["sft"], {"stage": "sft", "data": now}, file) == [
+        'data.columns.prompt was not there, is "question"',
+        'data.train_on was "last", is "all"',
+    ]

@@ -8,7 +8,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -26,6 +26,7 @@ from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, RMConfig, S
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
+from lightning_rlhf.data.forms import Kind, forms_of
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.rewards.config import HTTPConfig
 from lightning_rlhf.stages import paths
@@ -60,6 +61,11 @@ def options(group: str) -> list[str]:
 
 
 STAGES, MODELS = options("stages"), options("model")
+FORMS = [
+    name for name in options("data") if "defaults" in OmegaConf.load(CONF / "data" / f"{name}.yaml")
+]
+"""Presets that name a form of data and its sources, and have all else from data=files."""
+DATA = [name for name in options("data") if name not in FORMS]
 HUB = ["model.name=other", "model.name_or_path=someone/model"]
 """What model=hub asks for."""
 
@@ -108,7 +114,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_stage_and_model_composes_with_all_else(stage: str, model: str) -> None:
-    others = [options(group) for group in ("data", "reward", "trainer", "logger")]
+    others = [DATA, *(options(group) for group in ("reward", "trainer", "logger"))]
     rounds = max(len(names) for names in others)
     for i in range(rounds):
         data, reward, trainer, logger = (names[i % len(names)] for names in others)
@@ -167,13 +173,51 @@ def test_a_list_of_texts_arrives_as_a_tuple() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> None:
-    groups = [options(group) for group in ("data", "reward", "logger")]
+    groups = [DATA, options("reward"), options("logger")]
     for data, reward, logger in itertools.product(*groups):
         settings = read_settings(
             composed(f"stage={stage}", f"data={data}", *given(reward), f"logger={logger}")
         )
         assert isinstance(settings.data.demonstrations, Split)
         assert (settings.data.judge is not None) == (data in ("course", "quickstart"))
+
+
+@pytest.fixture(scope="module")
+def files_data() -> DataConfig:
+    """The values of data=files."""
+    return read_settings(composed("stage=sft", "data=files")).data
+
+
+@pytest.mark.parametrize("data", FORMS)
+def test_every_form_of_data_composes_and_names_what_it_holds(
+    data: str, files_data: DataConfig
+) -> None:
+    settings = read_settings(composed("stage=sft", f"data={data}"))
+    assert settings.data.format == data
+    for kind in get_args(Kind):
+        split = getattr(settings.data, kind)
+        assert split.train is None or forms_of(settings.data.format, kind), kind
+    own = {"format", "on_bad_row", *get_args(Kind)}
+    keys = names(DataConfig) - own
+    assert [getattr(settings.data, key) for key in keys] == [
+        getattr(files_data, key) for key in keys
+    ]
+
+
+def test_columns_take_any_name_that_a_form_has() -> None:
+    data = read_settings(composed("stage=sft", "data=files", "data.columns.prompt=question")).data
+    assert data.columns == {"prompt": "question"}
+    with pytest.raises(
+        ConfigError, match=r"^data\.columns\.promt is 'question'; allowed: one that"
+    ):
+        read_settings(composed("stage=sft", "data=files", "data.columns.promt=question"))
+
+
+def test_a_preset_of_an_earlier_version_has_its_data_read_as_then() -> None:
+    """One of the user's own that lists all keys, without those that were added since."""
+    given = ("~data.format", "~data.columns", "~data.train_on")
+    data = read_settings(composed("stage=sft", *given)).data
+    assert (data.format, data.columns, data.train_on) == ("auto", {}, "last")
 
 
 @pytest.mark.parametrize("stage", STAGES)

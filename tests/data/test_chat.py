@@ -185,3 +185,44 @@ def test_decoding_shows_what_was_said(
     pieces: tuple[str, ...], said: str, chatml: PreTrainedTokenizerFast, ids: Ids
 ) -> None:
     assert ChatFormat(chatml, {}).decode_response(ids(chatml, *pieces)) == said
+
+
+def test_a_text_without_a_prompt_starts_with_bos_or_after_eos(
+    chatml: PreTrainedTokenizerFast, llama: PreTrainedTokenizerFast, ids: Ids
+) -> None:
+    assert ChatFormat(llama, {}).prompt_tokens(()) == ids(llama, "<|bos|>")
+    assert ChatFormat(chatml, {}).prompt_tokens(()) == ids(chatml, "<|eos|>")
+
+
+TOOLS = (
+    Message("user", "Time?"),
+    Message.of(
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "clock", "arguments": {"zone": "UTC"}}}],
+        }
+    ),
+    Message("tool", "noon"),
+)
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_of_tools_reach_the_template(make_tokenizer: Make, ids: Ids) -> None:
+    tokenizer = make_tokenizer(CALLS, eos_token="<|eos|>")
+    assert ChatFormat(tokenizer, {}).prompt_tokens(TOOLS) == ids(
+        tokenizer,
+        *("<|im_start|>", "user\nTime?", "<|im_end|>", "\n"),
+        *("<|im_start|>", 'assistant\nclock {"zone": "UTC"}', "<|im_end|>", "\n"),
+        *("<|im_start|>", "tool\nnoon", "<|im_end|>", "\n"),
+        *("<|im_start|>", "assistant\n"),
+    )
+
+
+def test_a_template_that_leaves_out_calls_of_tools(chatml: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="leaves out the call of the tool 'clock'"):
+        ChatFormat(chatml, {}).prompt_tokens(TOOLS)

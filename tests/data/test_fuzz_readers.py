@@ -13,14 +13,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.data.forms import FORMS
 from lightning_rlhf.data.readers import (
     Rows,
     read_demonstrations,
     read_preferences,
     read_prompts,
 )
+from lightning_rlhf.data.reading import Columns
 
-READ = st.sampled_from([read_demonstrations, read_preferences, read_prompts])
+READERS: dict[str, Any] = {
+    "demonstrations": read_demonstrations,
+    "preferences": read_preferences,
+    "prompts": read_prompts,
+}
+READ = st.sampled_from(list(READERS.values()))
 QUICK = settings(
     derandomize=True,
     max_examples=80,
@@ -81,6 +88,40 @@ def test_any_values(tmp_path: Path, read: Read, rows: list[Any]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     count = rows_or_error(read, file)
     assert count is None or 0 < count <= len(rows)
+
+
+@settings(QUICK, max_examples=60)
+@given(
+    read=READ,
+    content=st.binary(max_size=60) | st.text('[]{}",:\n\r a1', max_size=60).map(str.encode),
+    ending=st.sampled_from(["json", "csv", "txt"]),
+)
+def test_any_bytes_as_text(tmp_path: Path, read: Read, content: bytes, ending: str) -> None:
+    file = tmp_path / f"x.{ending}"
+    start = {"json": b'[{"text": "a"},', "csv": b"text,prompt\n", "txt": b""}[ending]
+    for whole in (content, start + content):
+        file.write_bytes(whole)
+        rows_or_error(read, file)
+
+
+FORM_VALUES = VALUES | st.lists(st.fixed_dictionaries({"from": TEXTS, "value": TEXTS}), max_size=3)
+
+
+@settings(QUICK, max_examples=150)
+@given(data=st.data(), kind=st.sampled_from(sorted(READERS)))
+def test_any_values_of_any_form(tmp_path: Path, data: st.DataObject, kind: Any) -> None:
+    """In rows that have all columns of a form, and so are read as it."""
+    form = data.draw(st.sampled_from([form for form in FORMS if kind in form.parse]))
+    columns = (*form.columns, *form.also)
+    rows = st.fixed_dictionaries(dict.fromkeys(columns, FORM_VALUES))
+    file = tmp_path / "x.jsonl"
+    lines = data.draw(st.lists(rows, min_size=1, max_size=2))
+    file.write_text("".join(json.dumps(row) + "\n" for row in lines))
+
+    def read(source: str, on_bad_row: Any) -> Rows[Any]:
+        return READERS[kind](source, on_bad_row, Columns(form.format))
+
+    rows_or_error(read, file)
 
 
 @settings(QUICK, max_examples=60)

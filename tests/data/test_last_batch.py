@@ -22,7 +22,7 @@ from lightning_rlhf.data.last_batch import (
     read_last_batch,
     write_last_batch,
 )
-from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens
+from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, PreferenceTokens
 
 LOSS = torch.tensor([math.nan, 1 / 3])
 
@@ -127,3 +127,33 @@ def test_a_full_disk_leaves_nothing(
     with largest_file(100), pytest.raises(StorageError):
         written(tmp_path, kept())
     assert not list(tmp_path.iterdir())
+
+
+def dialogues() -> LastBatch:
+    """Of the first prompt the second token is learned too, of the other none."""
+    examples = [
+        DialogueTokens(tokens(1, 2), tokens(3, 4), tokens(1)),
+        DialogueTokens(tokens(5), tokens(6), tokens()),
+    ]
+    logprobs = torch.tensor([-9.0, -0.1, math.nan, -math.inf])
+    facts = {"loss": LOSS, "grad_norm": LOSS, "logprobs": logprobs}
+    return kept(examples=examples, facts=facts)
+
+
+def test_the_learned_turns_of_a_dialogue_come_back(tmp_path: Path) -> None:
+    batch = dialogues()
+    path = written(tmp_path, batch)
+    found = read_last_batch(path)
+    assert found.examples == batch.examples
+    assert torch.equal(found.facts["logprobs"][:2], batch.facts["logprobs"][:2])
+    assert [len(row) for row in pandas.read_parquet(path)["logprobs"]] == [3, 1]
+
+
+@pytest.mark.parametrize("position", [-1, 2])
+def test_a_learned_token_outside_of_the_prompt(position: int, tmp_path: Path) -> None:
+    path = written(tmp_path, dialogues())
+    table = pq.read_table(path).drop(["learned"])
+    column = pa.array([[position], []], pa.list_(pa.int64()))
+    pq.write_table(table.append_column("learned", column), path)
+    with pytest.raises(DataError, match="a position in its column 'learned' is outside"):
+        read_last_batch(path)

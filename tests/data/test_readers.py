@@ -335,7 +335,7 @@ def test_a_bad_row_stops_with_file_line_and_reason(
         (read_demonstrations, {}, "'response' is missing (found none; a demonstration is {"),
         (read_demonstrations, {"response": "A"}, "(found 'response'; 'response' is a text, which"),
         (read_preferences, {"prompt": "A", "Rejected": "B"}, "(found 'prompt', 'Rejected'; a pref"),
-        (read_prompts, {"text": "A", "prompt": None}, "(found 'text'; a prompt is {"),
+        (read_prompts, {"body": "A", "prompt": None}, "(found 'body'; a prompt is {"),
     ],
 )
 def test_a_missing_field_is_told_with_those_that_are_there(
@@ -412,7 +412,8 @@ def test_an_empty_file(content: str, tmp_path: Path) -> None:
 
 
 def test_nothing_left(jsonl: Jsonl) -> None:
-    with pytest.raises(DataError, match=r"can be used: 2 field 'prompt' is missing$"):
+    said = r"can be used: 2 field 'prompt' is missing; its columns are 'a'; the nearest is "
+    with pytest.raises(DataError, match=said):
         read_prompts(jsonl({"a": 1}, {"a": 2}), "skip")
 
 
@@ -421,7 +422,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / "nowhere.jsonl"), "stop")
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "folder"])
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.arrow", "folder"])
 def test_a_source_of_another_kind(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +433,7 @@ def test_a_source_of_another_kind(
         with pytest.raises(DataError, match=r"neither a file ending in \.jsonl"):
             read_prompts(source, "stop")
     with pytest.raises(DataError, match=r"neither a file ending in \.jsonl"):
-        read_prompts("elsewhere/rows.csv", "stop")  # not there, but no hub id either
+        read_prompts("elsewhere/rows.tsv", "stop")  # not there, but no hub id either
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:

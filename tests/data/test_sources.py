@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data import parsing, readers, sources
+from lightning_rlhf.data import parsing, readers, reading, text_files
 from lightning_rlhf.data.readers import read_demonstrations, read_preferences, read_prompts
 
 GOOD = {"prompt": "a", "response": "b", "chosen": "b", "rejected": "c"}
@@ -40,7 +40,7 @@ def error(read: Any, source: str, on_bad_row: str = "stop") -> str:
 
 def long_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, end: bytes) -> bytes:
     """Lines 1 and 3 are good, line 2 has 101 bytes where 100 are allowed."""
-    for module in (parsing, readers, sources):
+    for module in (parsing, readers, reading, text_files):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     good = json.dumps(GOOD).encode()
     assert len(good) < 100
@@ -174,8 +174,8 @@ CALLS = [{"id": "1", "function": {"name": "f"}}]
             "(messages[1].content is NoneType, and messages[1].tool_calls stands for it",
         ),
         (
-            [HI, turn("tool", "x"), turn("assistant", "y")],
-            "(found 'tool' in messages[1].role; known",
+            [HI, turn("robot", "x"), turn("assistant", "y")],
+            "(found 'robot' in messages[1].role; known",
         ),
         ([HI, {"from": "gpt", "value": "x"}], "(messages[1] has 'from', 'value')"),
         ([HI, "x"], "(messages[1] is str)"),

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from lightning_rlhf.callbacks.evaluation import load_judge
-from lightning_rlhf.data.parsing import parse_preference
+from lightning_rlhf.data.native import parse_preference
 from lightning_rlhf.data.rows import Messages, prompt_row
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from lightning_rlhf.data.last_batch import LastBatch
-from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens
+from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, PreferenceTokens
 from lightning_rlhf.replay.row_figures import (
     ReplayedRow,
     heading,
@@ -63,6 +63,16 @@ def shown(batch: LastBatch, rows: list[ReplayedRow], count: int) -> str:
         console.print(part)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
+
+
+def test_losses_of_earlier_turns_are_not_those_of_the_response() -> None:
+    """Of three tokens of the prompt two are learned, whose losses come first."""
+    batch = kept("sft", [DialogueTokens(ids(1, 3, 5), ids(2, 3), ids(1, 2))])
+    facts = {"loss": torch.ones(1), "grad_norm": torch.ones(1)}
+    facts["logprobs"] = torch.tensor([-4.0, -3.0, -2.0, -1.0])
+    (row,) = replayed_rows(batch, facts, show)
+    assert row.tokens == {"response": ["[red]", " b"]}
+    assert row.losses == [2.0, 1.0]
 
 
 def test_tokens_stand_beside_their_own_losses() -> None:

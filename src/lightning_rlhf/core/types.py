@@ -67,7 +67,8 @@ class Demonstrations(Record):
     mask: Bool[Tensor, "B S"]
     """True on prompt and response."""
     target_mask: Bool[Tensor, "B S"]
-    """True on the tokens to be predicted: the response with its end token."""
+    """True on the tokens to be predicted: the response with its end token, and with
+    data.train_on=all what the assistant wrote in the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,11 @@ class ChatFormat:
             tokenizer.chat_template = PLAIN_TEMPLATE
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs)
-        self.end_token_id = self._find_end_token()
+        end_token_id, end_marker = self._find_end_token()
+        self.end_token_id = end_token_id
         """Last token of every response: the template's end-of-turn marker, else the eos token."""
+        self.end_marker = end_marker
+        """Text of the template's end-of-turn marker; None if it has none."""
         eos = tokenizer.eos_token_id
         self.end_token_ids = tuple(
             dict.fromkeys(token for token in (self.end_token_id, eos) if token is not None)
@@ -91,22 +94,17 @@ class ChatFormat:
     def prompt_tokens(self, prompt: str | Messages) -> list[int]:
         """Return the tokens of the prompt and of the opening of the assistant's turn.
 
-        A string is treated as one user message.
+        A string is treated as one user message. Without a message, it is the token with which a
+        text starts: bos, else the eos of the text before it.
 
         Raises:
-            DataError: the chat template rejects these messages.
+            DataError: the chat template rejects these messages, or leaves out calls of tools.
             ConfigError: the chat template takes more time or memory than it may.
         """
-        try:
-            text = self._written(prompt, add_generation_prompt=True)
-        except ConfigError:
-            raise
-        except Exception as error:  # a template is a program and may raise anything
-            roles = ", ".join(turn["role"] for turn in _as_dicts(prompt))
-            raise DataError(
-                f"the chat template refuses a prompt with the turns {roles}: {_told(error)}"
-            ) from error
-        return self._encode(text)
+        if not prompt:
+            bos = self.tokenizer.bos_token_id
+            return [self.end_token_ids[-1] if bos is None else bos]
+        return self._encode(self.opened(prompt))
 
     def response_tokens(self, response: str) -> list[int]:
         """Return the tokens of the response followed by the end token."""
@@ -141,6 +139,27 @@ class ChatFormat:
         """
         return self._written(messages)
 
+    def opened(self, prompt: str | Messages) -> str:
+        """Return the prompt as the template renders it, with the opening of the next turn."""
+        try:
+            text = self._written(prompt, add_generation_prompt=True)
+        except ConfigError:
+            raise
+        except Exception as error:  # a template is a program and may raise anything
+            roles = ", ".join(turn["role"] for turn in _as_dicts(prompt))
+            raise DataError(
+                f"the chat template refuses a prompt with the turns {roles}: {_told(error)}"
+            ) from error
+        calls = () if isinstance(prompt, str) else (call for t in prompt for call in t.tool_calls)
+        for call in calls:
+            if (name := call["function"]["name"]) not in text:
+                raise DataError(
+                    f"the chat template of tokenizer {self.tokenizer.name_or_path!r} leaves out "
+                    f"the call of the tool {name!r}; dialogues with tools need a model whose "
+                    "template writes them"
+                )
+        return text
+
     def _written(self, messages: str | Messages, **form: bool) -> str:
         return write_dialogue(self.tokenizer, _as_dicts(messages), **form, **self.template_kwargs)
 
@@ -148,8 +167,9 @@ class ChatFormat:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
 
-    def _find_end_token(self) -> int:
-        """Return the special token that follows an assistant's text in the template, else eos."""
+    def _find_end_token(self) -> tuple[int, str | None]:
+        """Return the special token that follows an assistant's text in the template and its text,
+        else eos and None."""
         name = self.tokenizer.name_or_path
         question, answer = (message.content for message in _SENTINELS)
         try:
@@ -171,14 +191,14 @@ class ChatFormat:
         marker = self._encode(after.lstrip())[:1]
         added = self.tokenizer.added_tokens_decoder
         if marker and marker[0] in added and added[marker[0]].special:
-            return marker[0]
+            return marker[0], added[marker[0]].content
         eos: int | None = self.tokenizer.eos_token_id
         if eos is None:
             raise ConfigError(
                 f"tokenizer {name!r} has no eos token, and its chat template ends an assistant's "
                 "turn with no special token, so that no response could end; set eos_token"
             )
-        return eos
+        return eos, None
 
 
 def _told(error: Exception) -> str:
@@ -187,7 +207,7 @@ def _told(error: Exception) -> str:
     return words if isinstance(error, TemplateError) else f"{type(error).__name__}: {words}"
 
 
-def _as_dicts(messages: str | Messages) -> list[dict[str, str]]:
+def _as_dicts(messages: str | Messages) -> list[dict[str, Any]]:
     if isinstance(messages, str):
         messages = (Message("user", messages),)
-    return [{"role": message.role, "content": message.content} for message in messages]
+    return [message.as_dict() for message in messages]

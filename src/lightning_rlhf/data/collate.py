@@ -14,14 +14,26 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_rlhf.core.types import Demonstrations, Preferences, Prompts
-from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
+from lightning_rlhf.data.lengths import (
+    DemonstrationTokens,
+    DialogueTokens,
+    PreferenceTokens,
+    PromptTokens,
+)
 
 
 def collate_demonstrations(examples: Sequence[DemonstrationTokens], pad_id: int) -> Demonstrations:
-    """Return demonstrations right-padded to the longest [B,S]; their targets are the responses."""
+    """Return demonstrations right-padded to the longest [B,S].
+
+    Their targets are the responses, and the learned tokens of the prompts of dialogues.
+    """
     tokens, mask = pad([[*e.prompt, *e.response] for e in examples], pad_id, "right")
     prompt_mask = _lengths_mask([len(e.prompt) for e in examples], tokens.shape[1])
-    return Demonstrations(tokens=tokens, mask=mask, target_mask=mask & ~prompt_mask)
+    target_mask = mask & ~prompt_mask
+    for row, example in enumerate(examples):
+        if isinstance(example, DialogueTokens):
+            target_mask[row, list(example.learned)] = True
+    return Demonstrations(tokens=tokens, mask=mask, target_mask=target_mask)
 
 
 def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Preferences:

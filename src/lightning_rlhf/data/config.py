@@ -5,10 +5,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described, section
+from lightning_rlhf.core.validation import (
+    STRICT,
+    Options,
+    PositiveInt,
+    Text,
+    described,
+    rule,
+    section,
+)
+from lightning_rlhf.data.forms import Format, columns_of
 
 TooLong = Literal["drop", "cut"]
 Source = Annotated[Text, described("a file, a hub data set")]
+ColumnNames = Annotated[dict[str, str], described("a mapping of columns to columns of the source")]
 JudgePath = Annotated[Text, Field(pattern=r"\.py:", description="path.py:function")]
 
 
@@ -29,6 +39,12 @@ class DataConfig:
     demonstrations: Annotated[Split, section(Split)]
     preferences: Annotated[Split, section(Split)]
     prompts: Annotated[Split, section(Split)]
+    format: Format
+    """Form of the rows, see `data.forms`; "auto" finds it by their columns."""
+    columns: ColumnNames
+    """Column that the form reads -> column of the source that is read as it."""
+    train_on: Literal["last", "all"]
+    """Turns of the assistant that SFT learns; the last one is the response."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)]
     """Share of the prompts held out where a split names no validation source."""
     max_val_rows: PositiveInt | None
@@ -48,3 +64,9 @@ class DataConfig:
     """Further arguments of the tokenizer's chat template."""
     judge: JudgePath | None
     """`path.py:function` that scores responses in evaluations, or null."""
+
+    def __post_init__(self) -> None:
+        known = columns_of(self.format)
+        for name, column in self.columns.items():
+            words = f"one that data.format={self.format} reads: {', '.join(sorted(known))}"
+            rule(name in known, f"columns.{name}", column, words)

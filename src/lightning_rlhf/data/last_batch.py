@@ -8,10 +8,13 @@ Columns, of which those of tokens are lists:
                                 rejected
     prompt_tokens, ...          token ids of each text; the model learns to predict the response, or
                                 to prefer one side, each after the prompt
+    learned                     with data.train_on=all: positions of the tokens of the prompt that
+                                 are learned as well
     margin                      strength of the preference of a pair
     loss, grad_norm             loss and gradient norm of the row alone, before the update that was
                                 skipped
-    logprobs                    log-probabilities of the response tokens, nats
+    logprobs                    log-probabilities of the response tokens, nats; with
+                                data.train_on=all after those of the prompt
     chosen_score, rejected_score
 
 The columns from `loss` on are absent if they could not be computed.
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens
+from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, PreferenceTokens
 from lightning_rlhf.data.parquet import (
     FACTS,
     columns,
@@ -112,10 +115,14 @@ def write_last_batch(path: Path, batch: LastBatch, show: Callable[[Sequence[int]
     if TEXTS[batch.stage] == _PAIR:
         margins = [getattr(example, "margin") for example in batch.examples]  # noqa: B009
         columns["margin"] = pa.array(margins, pa.float64())
+    dialogues = [e for e in batch.examples if isinstance(e, DialogueTokens)]
+    if dialogues:
+        columns["learned"] = pa.array([list(e.learned) for e in dialogues], pa.list_(pa.int64()))
     for name, numbers in batch.facts.items():
         column = pa.array(numbers.float().cpu().numpy())
         if name == "logprobs":
-            ends = np.cumsum([0, *map(len, sides["response"])])
+            counts = [e.targets for e in batch.examples if isinstance(e, DemonstrationTokens)]
+            ends = np.cumsum([0, *counts])
             column = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), column)
         columns[name] = column
     facts = {
@@ -155,6 +162,8 @@ def from_table(table: pa.Table) -> LastBatch:
     texts = [f"{name}_tokens" for name in TEXTS[stage]]
     types = {"number": pa.int64(), **dict.fromkeys(texts, pa.list_(pa.int64()))}
     types |= {"margin": pa.float64()} if TEXTS[stage] == _PAIR else {}
+    is_dialogue = stage == "sft" and "learned" in table.column_names
+    types |= {"learned": pa.list_(pa.int64())} if is_dialogue else {}
     known = {**dict.fromkeys(ROW_FACTS[stage], pa.float32()), "logprobs": pa.list_(pa.float32())}
     types |= {name: x for name, x in known.items() if name in table.column_names}
     column = columns(table, types)
@@ -164,7 +173,13 @@ def from_table(table: pa.Table) -> LastBatch:
     if not len(table) or not all(all(map(len, side)) for side in sides[1:]):
         raise ValueError("it has no row, or one without a response")
     examples: list[Any]
-    if TEXTS[stage] != _PAIR:
+    if is_dialogue:
+        learned = [array("i", positions) for positions in column["learned"].to_pylist()]
+        for positions, prompt in zip(learned, sides[0], strict=True):
+            if any(not 0 <= k < len(prompt) for k in positions):
+                raise ValueError("a position in its column 'learned' is outside of the prompt")
+        examples = [DialogueTokens(*row) for row in zip(*sides, learned, strict=True)]
+    elif TEXTS[stage] != _PAIR:
         examples = [DemonstrationTokens(*row) for row in zip(*sides, strict=True)]
     else:
         margins = tensor(column["margin"]).tolist()

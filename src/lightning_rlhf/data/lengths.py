@@ -21,6 +21,7 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.readers import Rows, counts_text
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
+from lightning_rlhf.data.turns import turn_targets
 
 R = TypeVar("R")
 E = TypeVar("E")
@@ -37,6 +38,24 @@ class DemonstrationTokens:
     def length(self) -> int:
         """Return the number of tokens of the whole sequence."""
         return len(self.prompt) + len(self.response)
+
+    @property
+    def targets(self) -> int:
+        """Return the number of tokens to imitate."""
+        return len(self.response)
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueTokens(DemonstrationTokens):
+    """Tokens of a prompt in which the assistant's earlier turns are imitated as well."""
+
+    learned: Sequence[int]
+    """Positions of the tokens of the prompt to imitate, ascending."""
+
+    @property
+    def targets(self) -> int:
+        """Return the number of tokens to imitate."""
+        return len(self.learned) + len(self.response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,7 @@ class _Dropped(Exception):
 def tokenise_demonstrations(
     rows: Rows[Demonstration], chat: ChatFormat, config: DataConfig
 ) -> Tokenised[DemonstrationTokens]:
-    """Return the tokens of prompts and responses.
+    """Return the tokens of prompts and responses; as DialogueTokens if data.train_on is "all".
 
     Raises:
         DataError: no row is left.
@@ -103,9 +122,12 @@ def tokenise_demonstrations(
     fit_prompt = _prompt_fitter(chat, config)
 
     def convert(index: int, row: Demonstration) -> tuple[DemonstrationTokens, set[str]]:
-        prompt, prompt_cut = fit_prompt(row.prompt)
+        messages, prompt, prompt_cut = fit_prompt(row.prompt)
         response, response_cut = _fit_response(row.response, chat, config)
-        return DemonstrationTokens(prompt, response), prompt_cut | response_cut
+        cut = prompt_cut | response_cut
+        if config.train_on == "last":
+            return DemonstrationTokens(prompt, response), cut
+        return DialogueTokens(prompt, response, _compact(turn_targets(chat, messages))), cut
 
     return _tokenise(rows, convert, config)
 
@@ -121,7 +143,7 @@ def tokenise_preferences(
     fit_prompt = _prompt_fitter(chat, config)
 
     def convert(index: int, row: Preference) -> tuple[PreferenceTokens, set[str]]:
-        prompt, prompt_cut = fit_prompt(row.prompt)
+        _, prompt, prompt_cut = fit_prompt(row.prompt)
         chosen, chosen_cut = _fit_response(row.chosen, chat, config)
         rejected, rejected_cut = _fit_response(row.rejected, chat, config)
         if chosen == rejected:
@@ -143,7 +165,7 @@ def tokenise_prompts(
     fit_prompt = _prompt_fitter(chat, config)
 
     def convert(index: int, row: Prompt) -> tuple[PromptTokens, set[str]]:
-        prompt, prompt_cut = fit_prompt(row.prompt)
+        _, prompt, prompt_cut = fit_prompt(row.prompt)
         return PromptTokens(prompt, index), prompt_cut
 
     return _tokenise(rows, convert, config)
@@ -177,34 +199,44 @@ def _tokenise(
 
 def _prompt_fitter(
     chat: ChatFormat, config: DataConfig
-) -> Callable[[Messages], tuple[array[int], set[str]]]:
-    """Return a function from a prompt to its tokens and to {"prompt cut"} or an empty set."""
+) -> Callable[[Messages], tuple[Messages, array[int], set[str]]]:
+    """Return a function from a prompt to what fits of it and the tokens of that.
+
+    The third value is {"prompt cut"} or an empty set.
+    """
 
     @cache  # many rows often share a prompt
-    def fit(prompt: Messages) -> tuple[array[int], set[str]]:
+    def fit(prompt: Messages) -> tuple[Messages, array[int], set[str]]:
         tokens = chat.prompt_tokens(prompt)
         if len(tokens) <= config.max_prompt_tokens:
-            return _compact(tokens), set()
+            return prompt, _compact(tokens), set()
         if config.long_prompts == "drop":
             raise _Dropped("prompt too long")
-        return _compact(_cut_prompt(prompt, chat, config.max_prompt_tokens)), {"prompt cut"}
+        fitting = _cut_prompt(prompt, chat, config.max_prompt_tokens)
+        return fitting, _compact(chat.prompt_tokens(fitting)), {"prompt cut"}
 
     return fit
 
 
-def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> list[int]:
+def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
     system = tuple(turn for turn in prompt[:1] if turn.role == "system")
     starts = [i for i, turn in enumerate(prompt) if turn.role == "user"]
     for start in starts[1:]:
-        tokens = chat.prompt_tokens((*system, *prompt[start:]))
-        if len(tokens) <= limit:
-            return tokens
+        fitting = (*system, *prompt[start:])
+        if len(chat.prompt_tokens(fitting)) <= limit:
+            return fitting
+    if prompt[-1].role != "user":
+        raise _Dropped("prompt too long to cut: it ends with the turn of a tool")
     text = prompt[-1].content.rstrip()
 
-    def last_characters(count: int) -> list[int]:
-        return chat.prompt_tokens((*system, Message("user", text[-count:].lstrip())))
+    def last_characters(count: int) -> Messages:
+        return (*system, Message("user", text[-count:].lstrip()))
 
-    fits = bisect_right(range(1, len(text)), limit, key=lambda count: len(last_characters(count)))
+    fits = bisect_right(
+        range(1, len(text)),
+        limit,
+        key=lambda count: len(chat.prompt_tokens(last_characters(count))),
+    )
     if not fits:
         raise _Dropped("prompt too long to cut: the chat template alone exceeds the limit")
     return last_characters(fits)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any, Literal
 
-from lightning_rlhf.data.parsing import BadRow, parse_demonstration, parse_preference
+from lightning_rlhf.data.native import parse_demonstration, parse_preference
+from lightning_rlhf.data.parsing import BadRow
 
 Row = dict[str, Any]
 Pairs = Literal["best_worst", "all"]

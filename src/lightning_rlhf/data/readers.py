@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Generic, Literal, Self, TypeVar
+from itertools import combinations, islice
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data.parsing import (
-    DEMONSTRATION_FIELDS,
-    MAX_LINE_BYTES,
-    PREFERENCE_FIELDS,
-    BadRow,
-    Row,
-    decode_row,
-    is_answered,
-    parse_demonstration,
-    parse_preference,
-    parse_prompt,
-)
-from lightning_rlhf.data.rows import Demonstration, Messages, Preference, Prompt
-from lightning_rlhf.data.sources import NumberedRows, Unit, open_source
+from lightning_rlhf.data.forms import Form, Kind
+from lightning_rlhf.data.parsing import MAX_LINE_BYTES, BadRow, NumberedRows, UnusedRow
+from lightning_rlhf.data.reading import BY_NAME, Columns, Reading, begin
+from lightning_rlhf.data.rows import Demonstration, Messages, Preference, Prompt, Scored
+from lightning_rlhf.data.sources import Unit, open_source
 
 OnBadRow = Literal["stop", "skip"]
 T = TypeVar("T")
 LOOK_AHEAD = 1_000
 """Number of rows after a bad first row that are searched for a usable one."""
+UNPAIRED = "no other response to the prompt has another score"
+"""Reason for leaving out a scored response."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +48,33 @@ class Rows(Generic[T]):
         )
 
 
-def read_demonstrations(source: str, on_bad_row: OnBadRow) -> Rows[Demonstration]:
+def read_demonstrations(
+    source: str, on_bad_row: OnBadRow, columns: Columns = BY_NAME
+) -> Rows[Demonstration]:
     """Read demonstrations; from a file of preferences, the prompts with the chosen responses.
 
     Raises:
-        DataError: the file cannot be read, has no usable row, or has a bad row while `on_bad_row`
-            is "stop"; names file, line and reason.
+        DataError: the file cannot be read, holds no demonstrations, has no usable row, or has a bad
+            row while `on_bad_row` is "stop"; names file, line and reason.
         HubError: the Hub dataset cannot be loaded.
     """
-    return _read(source, on_bad_row, parse_demonstration, DEMONSTRATION_FIELDS)
+    rows, _ = _read(source, on_bad_row, "demonstrations", columns)
+    return rows
 
 
-def read_preferences(source: str, on_bad_row: OnBadRow) -> Rows[Preference]:
-    """Read preference pairs. Raises the same errors as `read_demonstrations`."""
-    return _read(source, on_bad_row, parse_preference, PREFERENCE_FIELDS)
+def read_preferences(
+    source: str, on_bad_row: OnBadRow, columns: Columns = BY_NAME
+) -> Rows[Preference]:
+    """Read preference pairs. Raises the same errors as `read_demonstrations`.
+
+    Scored responses to one prompt are paired, each with every other that has another score; the
+    number of a pair is that of the row with the chosen response.
+    """
+    rows, form = _read(source, on_bad_row, "preferences", columns)
+    return _paired(rows) if form.is_scored else rows
 
 
-def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
+def read_prompts(source: str, on_bad_row: OnBadRow, columns: Columns = BY_NAME) -> Rows[Prompt]:
     """Read prompts from a file of any of the three kinds.
 
     A prompt that comes with responses is kept once, at its first occurrence; rows that hold only a
@@ -79,7 +82,7 @@ def read_prompts(source: str, on_bad_row: OnBadRow) -> Rows[Prompt]:
 
     Raises the same errors as `read_demonstrations`.
     """
-    read = _read(source, on_bad_row, lambda row: (parse_prompt(row), is_answered(row)), None)
+    read, _ = _read(source, on_bad_row, "prompts", columns)
     kept: list[int] = []
     seen: set[Messages] = set()
     for i, (prompt, answered) in enumerate(read.rows):
@@ -97,33 +100,31 @@ def counts_text(counts: Counter[str]) -> str:
 
 
 def _read(
-    source: str,
-    on_bad_row: OnBadRow,
-    parse: Callable[[Row], T],
-    columns: Collection[str] | None,
-) -> Rows[T]:
-    opened = open_source(source, columns)
-    rows: list[T] = []
+    source: str, on_bad_row: OnBadRow, kind: Kind, columns: Columns
+) -> tuple[Rows[Any], Form]:
+    opened = open_source(source)
+    reading, raw_rows = begin(opened, kind, columns)
+    rows: list[Any] = []
     numbers: list[int] = []
     left_out: Counter[str] = Counter()
-    for number, raw in opened.rows:
+    for number, raw in raw_rows:
         try:
-            rows.append(parse(decode_row(raw)))
+            rows.append(reading.record(raw))
             numbers.append(number)
         except BadRow as bad:
-            if on_bad_row == "stop":
-                message = f"{source}, {opened.unit} {number}: {bad}"
-                if rows or _any_usable(raw, opened.rows, parse):
+            if on_bad_row == "stop" and not isinstance(bad, UnusedRow):
+                message = f"{source}, {opened.unit} {number}: {bad}{reading.hint}"
+                if rows or _any_usable(raw, raw_rows, reading):
                     message += ". With data.on_bad_row=skip such rows are left out and counted"
                 raise DataError(message) from bad
             left_out[bad.reason] += 1
     if not rows:
         reasons = f": {counts_text(left_out)}" if left_out else ", it is empty"
-        raise DataError(f"{source} holds no row that can be used{reasons}")
-    return Rows(source, tuple(rows), left_out, opened.unit, tuple(numbers))
+        raise DataError(f"{source} holds no row that can be used{reasons}{reading.found_and_hint}")
+    return Rows(source, tuple(rows), left_out, opened.unit, tuple(numbers)), reading.form
 
 
-def _any_usable(bad: object, rows: NumberedRows, parse: Callable[[Row], T]) -> bool:
+def _any_usable(bad: object, rows: NumberedRows, reading: Reading) -> bool:
     """Return whether one of the LOOK_AHEAD rows after a bad one can be used.
 
     Returns False after a line that is too long, as the rest of that line may be of any length.
@@ -132,6 +133,30 @@ def _any_usable(bad: object, rows: NumberedRows, parse: Callable[[Row], T]) -> b
         return False
     for _, raw in islice(rows, LOOK_AHEAD):
         with suppress(BadRow):
-            parse(decode_row(raw))
+            reading.record(raw)
             return True
     return False
+
+
+def _paired(read: Rows[Scored]) -> Rows[Preference]:
+    """Return the pairs of responses to one prompt with different scores, in the file's order."""
+    by_prompt: dict[Messages, list[int]] = {}
+    for i, row in enumerate(read.rows):
+        by_prompt.setdefault(row.prompt, []).append(i)
+    pairs: list[Preference] = []
+    numbers: list[int] = []
+    used: set[int] = set()
+    for positions in by_prompt.values():
+        for two in combinations(positions, 2):
+            better, worse = sorted(two, key=lambda i: -read.rows[i].score)
+            high, low = read.rows[better], read.rows[worse]
+            if high.score == low.score or high.response.strip() == low.response.strip():
+                continue
+            margin = high.score - low.score if high.is_graded else None
+            pairs.append(Preference(high.prompt, high.response, low.response, margin))
+            numbers.append(read.numbers[better])
+            used.update(two)
+    left_out = read.left_out + Counter({UNPAIRED: len(read) - len(used)})
+    if not pairs:
+        raise DataError(f"{read.source} holds no pair of responses: {counts_text(left_out)}")
+    return Rows(read.source, tuple(pairs), left_out, read.unit, tuple(numbers))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
+_FURTHER = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+"""Keys of a turn besides "role" and "content" that chat templates read, by role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,31 @@ class Message:
 
     role: Role
     content: str
+    further: str = ""
+    """JSON object of the further keys that chat templates read: `tool_calls` of an assistant's
+    turn, `tool_call_id` and `name` of a tool's; empty if it has none of them."""
+
+    @classmethod
+    def of(cls, turn: Mapping[str, Any]) -> Self:
+        """Return the message of a mapping with "role", "content" and any further keys."""
+        keys = _FURTHER.get(turn["role"], ())
+        further = {key: turn[key] for key in keys if turn.get(key)}
+        return cls(
+            turn["role"],
+            turn["content"],
+            json.dumps(further, ensure_ascii=False) if further else "",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the message as chat templates and rewards read it."""
+        turn: dict[str, Any] = {"role": self.role, "content": self.content}
+        return turn | json.loads(self.further) if self.further else turn
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Return the calls of tools in an assistant's turn."""
+        calls: list[dict[str, Any]] = self.as_dict().get("tool_calls", [])
+        return calls
 
 
 Messages = tuple[Message, ...]
@@ -24,6 +53,7 @@ class Demonstration:
     """A prompt with the response to imitate."""
 
     prompt: Messages
+    """Turns before the response; empty for a text that answers nothing."""
     response: str
 
 
@@ -48,9 +78,20 @@ class Prompt:
     turns, {"role", "content"} each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A response with a score, to be compared with others to the same prompt."""
+
+    prompt: Messages
+    response: str
+    score: float
+    is_graded: bool
+    """True if a difference of two scores is the strength of a preference."""
+
+
 def prompt_row(messages: Messages) -> dict[str, Any]:
     """Return a prompt as rewards and judges read it: as text, and as its turns."""
-    turns = [asdict(message) for message in messages]
+    turns = [message.as_dict() for message in messages]
     return {"prompt": prompt_text(messages), "messages": turns}
 
 

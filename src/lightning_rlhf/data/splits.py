@@ -6,10 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.data.forms import NEEDS, Kind, check_serves
 from lightning_rlhf.data.readers import (
     OnBadRow,
     Rows,
@@ -17,17 +18,11 @@ from lightning_rlhf.data.readers import (
     read_preferences,
     read_prompts,
 )
-from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
+from lightning_rlhf.data.reading import Columns
+from lightning_rlhf.data.rows import Demonstration, Messages, Preference, Prompt
 from lightning_rlhf.data.sources import open_source
 
 T = TypeVar("T", Demonstration, Preference, Prompt)
-Kind = Literal["demonstrations", "preferences", "prompts"]
-NEEDS: dict[Kind, str] = {
-    "demonstrations": 'stage=sft needs demonstrations {"prompt", "response"}',
-    "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
-    "prompts": 'stage=ppo needs prompts {"prompt"}',
-}
-"""Description of the data that each kind's stage needs, for errors."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +68,8 @@ LOAD: Mapping[Kind, Callable[[DataConfig, int], TrainVal[Any]]] = {
 def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
     """Return the training source and the validation source, checked by their names alone.
 
-    Raises ConfigError if there is no training source, and DataError if a file is missing or its
-    name has no supported form; both name the key.
+    Raises ConfigError if there is no training source, and DataError if a file is missing, its name
+    has no supported form, or data.format holds no such data; all name the key.
     """
     splits = {
         "demonstrations": config.demonstrations,
@@ -84,23 +79,25 @@ def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
     split, key = splits[kind], f"data.{kind}"
     if split.train is None:
         raise ConfigError(f"{key}.train is not set; {NEEDS[kind]}: {key}.train=path.jsonl")
+    check_serves(config.format, kind, f"{key}.train={split.train}")
     for part, source in (("train", split.train), ("val", split.val)):
         try:
             if source is not None:
-                open_source(source, None)
+                open_source(source)
         except DataError as error:
             raise DataError(f"{key}.{part}: {error}") from error
     return split.train, split.val
 
 
 def _load(
-    kind: Kind, read: Callable[[str, OnBadRow], Rows[T]], config: DataConfig, seed: int
+    kind: Kind, read: Callable[[str, OnBadRow, Columns], Rows[T]], config: DataConfig, seed: int
 ) -> TrainVal[T]:
     train, val = check_sources(config, kind)
-    rows = read(train, config.on_bad_row)
+    columns = Columns(config.format, config.columns)
+    rows = read(train, config.on_bad_row, columns)
     if val is None:
         return _hold_out(rows, config.val_fraction, seed)
-    return TrainVal(rows, read(val, config.on_bad_row))
+    return TrainVal(rows, read(val, config.on_bad_row, columns))
 
 
 def sample(rows: Rows[T], limit: int | None, seed: int) -> Rows[T]:
@@ -113,7 +110,7 @@ def sample(rows: Rows[T], limit: int | None, seed: int) -> Rows[T]:
 
 
 def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:
-    prompts = list(dict.fromkeys(row.prompt for row in rows.rows))
+    prompts = list(dict.fromkeys(_prompt_or_text(row) for row in rows.rows))
     if len(prompts) == 1:
         raise DataError(
             f"{rows.source} has one prompt only, so none can be held out for validation; "
@@ -121,9 +118,14 @@ def _hold_out(rows: Rows[T], fraction: float, seed: int) -> TrainVal[T]:
         )
     count = min(max(1, round(fraction * len(prompts))), len(prompts) - 1)
     held_out = set(random.Random(seed).sample(prompts, count))
-    is_held_out = [row.prompt in held_out for row in rows.rows]
+    is_held_out = [_prompt_or_text(row) in held_out for row in rows.rows]
     train, val = (
         rows.only([i for i, held in enumerate(is_held_out) if held == side])
         for side in (False, True)
     )
     return TrainVal(train, replace(val, left_out=Counter()))  # counted in `train`
+
+
+def _prompt_or_text(row: Demonstration | Preference | Prompt) -> Messages | str:
+    """Return the prompt of a row; of a text without a prompt, the text."""
+    return row.response if isinstance(row, Demonstration) and not row.prompt else row.prompt

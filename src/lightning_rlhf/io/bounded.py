@@ -84,7 +84,7 @@ def _address_space(more: int) -> Iterator[None]:
 
 
 def write_dialogue(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], **arguments: Any
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **arguments: Any
 ) -> str:
     """Return the dialogue as rendered by the tokenizer's chat template, within the limits above.
 
@@ -95,15 +95,33 @@ def write_dialogue(
         Exception: any error of a template that refuses these messages.
     """
     most = CHARACTERS + 10 * sum(len(message["content"]) for message in messages)
-    try:
-        with bounded(SECONDS, MEMORY):
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-    except (TimeoutError, MemoryError) as error:
-        found = "more memory" if isinstance(error, MemoryError) else "more processor time"
-        raise _beyond(tokenizer, f"takes {found} than it may") from error
+    text: str = _bounded_template(tokenizer, messages, tokenize=False, **arguments)
     if len(text) > most:
         raise _beyond(tokenizer, f"writes {len(text)} characters, of which {most} are allowed")
     return text
+
+
+def assistant_mask(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **arguments: Any
+) -> list[int]:
+    """Return 1 for each token inside `{% generation %}` of the chat template, and 0 for the others.
+
+    Raises the errors of `write_dialogue`.
+    """
+    encoded = _bounded_template(
+        tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True, **arguments
+    )
+    mask: list[int] = encoded["assistant_masks"]
+    return mask
+
+
+def _bounded_template(tokenizer: Tokenizer, messages: Any, **arguments: Any) -> Any:
+    try:
+        with bounded(SECONDS, MEMORY):
+            return tokenizer.apply_chat_template(messages, **arguments)
+    except (TimeoutError, MemoryError) as error:
+        found = "more memory" if isinstance(error, MemoryError) else "more processor time"
+        raise _beyond(tokenizer, f"takes {found} than it may") from error
 
 
 def _beyond(tokenizer: Tokenizer, found: str) -> ConfigError:

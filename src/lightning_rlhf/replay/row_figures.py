@@ -14,6 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS, LastBatch
+from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.report.token_text import marked, scale, signed
 
 LEGEND: Mapping[str, Mapping[str, str]] = {
@@ -69,14 +70,15 @@ def replayed_rows(
     for i, example in enumerate(batch.examples):
         sides = {name: getattr(example, name) for name in TEXTS[batch.stage]}
         prompt = sides.pop("prompt")
-        of_tokens = [next(losses) for _ in sides["response"]] if "response" in sides else []
+        targets = example.targets if isinstance(example, DemonstrationTokens) else 0
+        of_tokens = [next(losses) for _ in range(targets)]
         rows.append(
             ReplayedRow(
                 place=f"{batch.unit} {batch.numbers[i]}",
                 facts={name: column[i] for name, column in numbers.items()},
                 prompt=show(list(prompt)),
                 tokens={name: [show([token]) for token in ids] for name, ids in sides.items()},
-                losses=of_tokens,
+                losses=of_tokens[-len(sides["response"]) :] if targets else [],
             )
         )
     return rows

@@ -38,12 +38,7 @@ def encode_responses(
     rows: Sequence[Mapping[str, Any]], responses: Sequence[str], chat: ChatFormat
 ) -> DecodedResponses:
     """Return texts as responses of the policy: left-padded prompts, an end token after each."""
-    prompts = [
-        chat.prompt_tokens(
-            tuple(Message(turn["role"], turn["content"]) for turn in row["messages"])
-        )
-        for row in rows
-    ]
+    prompts = [chat.prompt_tokens(tuple(map(Message.of, row["messages"]))) for row in rows]
     encoded = [chat.response_tokens(text) for text in responses]
     rollout = as_responses(prompts, encoded, chat.pad_token_id)
     return DecodedResponses(rollout=rollout, rows=rows, responses=responses)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, Origin, read_run
-from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
@@ -22,7 +22,7 @@ from lightning_rlhf.stages.stage import Settings
 
 TRAINED = (ppo.STAGE.name, dpo.STAGE.name)
 """Names of the stages that train a policy from the SFT model."""
-KEY = "eval_policy.policies"
+KEY, RESPONDER = "eval_policy.policies", "rank.policy"
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
 
@@ -109,6 +109,15 @@ def find_policy(source: str, key: str) -> Source:
             f"folder of {', '.join(map(given, (SFT, *TRAINED)))}, or another causal language model"
         )
     return final
+
+
+def responder(settings: Settings) -> Source | None:
+    """Return the policy of which stage=rank samples responses; None for the SFT model.
+
+    Raises CheckpointError or HubError where it is not there or is no policy.
+    """
+    config: RankConfig = settings.config
+    return None if config.policy is None else find_policy(config.policy, RESPONDER)
 
 
 def policy_folders(settings: Settings) -> dict[str, Final]:

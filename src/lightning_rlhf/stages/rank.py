@@ -7,10 +7,8 @@ from pathlib import Path
 
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.models.checkpoint import Final
-from lightning_rlhf.stages.policies import Source, check_policy, find_policy
+from lightning_rlhf.stages.policies import RESPONDER, check_policy, responder
 from lightning_rlhf.stages.stage import Settings, Stage
-
-KEY = "rank.policy"
 
 
 def run(settings: Settings, config: RankConfig) -> Path:
@@ -20,22 +18,16 @@ def run(settings: Settings, config: RankConfig) -> Path:
     return run_rank(settings, config)
 
 
-def source(settings: Settings) -> Source | None:
-    """Return the policy that responds; None for the SFT model of the run."""
-    config: RankConfig = settings.config
-    return None if config.policy is None else find_policy(config.policy, KEY)
-
-
 def read(settings: Settings) -> Mapping[str, Final]:
     """Return the policy that responds, where it is a folder."""
-    policy = source(settings)
+    policy = responder(settings)
     return {"policy": policy} if isinstance(policy, Final) else {}
 
 
 def check(settings: Settings, parents: Mapping[str, Final]) -> None:
     """Raise CheckpointError where the policy is not of the same base model as the SFT model."""
-    if (policy := source(settings)) is not None:
-        check_policy(policy, parents, KEY)
+    if (policy := responder(settings)) is not None:
+        check_policy(policy, parents, RESPONDER)
 
 
 STAGE = Stage(

@@ -27,9 +27,9 @@ from lightning_rlhf.rewards.prefixes import BEST_JUDGE, JUDGE
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import FINAL, PARENTS, claim, find_parents
 from lightning_rlhf.stages.launch import identity, make_ready
+from lightning_rlhf.stages.policies import responder
 from lightning_rlhf.stages.policy_answers import Task, fitting, free, load_policy, sample_responses
 from lightning_rlhf.stages.policy_scores import Scorer
-from lightning_rlhf.stages.rank import STAGE, source
 from lightning_rlhf.stages.reward.build_rewards import light_sources
 from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
@@ -40,7 +40,7 @@ Sample = Mapping[str, Any]
 def run_rank(settings: Settings, config: RankConfig) -> Path:
     """Sample responses of the policy, score them, and write the rows made of them."""
     parents = find_parents(settings)
-    policy = source(settings)
+    policy = responder(settings)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
         split = load_prompts(settings.data, settings.seed)
@@ -149,7 +149,9 @@ def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) ->
             "config": settings.tree,
             "versions": versions(),
         }
-        (whole / STAGE.numbers).write_text(json.dumps(provenance, indent=1) + "\n", "utf-8")
+        (whole / settings.definition.numbers).write_text(
+            json.dumps(provenance, indent=1) + "\n", "utf-8"
+        )
     leave_report(folder, settings.definition)
     for line in summary(metrics, ranked, config):
         print_line(line)

@@ -26,6 +26,7 @@ KEY = {
     "ppo": "data.prompts.train",
 }
 GOOD = b'{"prompt": "a", "response": "b"}\n'
+ENDINGS = ".jsonl, .jsonl.gz, .json, .csv, .txt, .parquet"
 OTHER = b'{"prompt": "c", "response": "d"}\n'
 
 
@@ -143,10 +144,16 @@ FILES: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("x.parquet", rows(prompt=[b"\xff"], response=["b"]), ["row 1", "'prompt'", "bytes"]),
     ("x.parquet", rows(prompt=column([], string())), ["x.parquet holds no row", "empty"]),
     ("x.parquet", rows(messages=[turn("user", "a")]), ["row 1", "'messages'", "dict"]),
-    ("x.csv", wrote(b"prompt,response\na,b\n"), ["'data/x.csv'", ".jsonl, .jsonl.gz, .parquet"]),
-    ("x", wrote(GOOD), ["'data/x'", ".jsonl, .jsonl.gz, .parquet"]),
-    ("x.JSONL", wrote(GOOD), ["'data/x.JSONL'", ".jsonl, .jsonl.gz, .parquet"]),
-    ("folder", Path.mkdir, ["'data/folder'", ".jsonl, .jsonl.gz, .parquet"]),
+    ("x.tsv", wrote(b"prompt\tresponse\na\tb\n"), ["'data/x.tsv'", ENDINGS]),
+    ("x", wrote(GOOD), ["'data/x'", ENDINGS]),
+    ("x.JSONL", wrote(GOOD), ["'data/x.JSONL'", ENDINGS]),
+    ("folder", Path.mkdir, ["'data/folder'", ENDINGS]),
+    ("x.csv", wrote(b"question,answer\na,b\n"), ["line 2: field 'response' is missing"]),
+    ("x.csv", wrote(b'prompt,response\na,"b\n'), ["line 2: broken CSV"]),
+    ("x.csv", wrote(b"prompt,response\na,b,c\n"), ["line 2: another number of cells", "found 3"]),
+    ("x.json", wrote(b"[" + GOOD + b", {]"), ["line 2: broken JSON"]),
+    ("x.txt", wrote(b"a\n\xff\n"), ["line 2: not UTF-8"]),
+    ("x.txt", wrote("a".encode("utf-16")), ["x.txt is in UTF-16"]),
 ]
 
 
@@ -156,6 +163,30 @@ def test_a_file_is_named(
 ) -> None:
     make(refused.folder / "data" / name)
     refused.value(KEY["sft"], f"data/{name}", *SFT, named=named)
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (
+            [*RM, "data.format=alpaca", "data.preferences.train=data/sft_train.jsonl"],
+            ["data.format=alpaca holds demonstrations and prompts, no preferences", "helpsteer"],
+        ),
+        (
+            [*RM, "data.preferences.train=data/sft_train.jsonl"],
+            ["data/sft_train.jsonl, line 1: field 'chosen' is missing", "no preferences; "],
+        ),
+        ([*SFT, "data.format=alpca"], ["data.format is 'alpca'; allowed: auto, native, alpaca"]),
+        ([*SFT, "data.train_on=first"], ["data.train_on is 'first'; allowed: last, all"]),
+        ([*SFT, "data.columns.prompt=5"], ["data.columns is {'prompt': 5}; allowed: a mapping of"]),
+        (
+            [*SFT, "data.format=shp"],
+            ["'history' is missing", "shp (history, ", "; its rows are of data.format=native (pro"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_form_that_does_not_fit(refused: Refusals, command: list[str], named: list[str]) -> None:
+    refused(*command, named=named)
 
 
 @pytest.mark.parametrize(

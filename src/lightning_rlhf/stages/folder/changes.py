@@ -27,8 +27,12 @@ VOLATILE = (
 its results."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Pattern of keys that decide whether a run starts and do not change its results."""
-ADDED_TO_MODEL = {"kernels": "auto"}
-"""Keys of `model` that configurations of earlier versions lack -> the values that they ran with."""
+ADDED_TO_SECTION: Mapping[str, dict[str, Any]] = {
+    "model": {"kernels": "auto"},
+    "data": {"format": "auto", "columns": {}, "train_on": "last"},
+}
+"""Section -> keys of it that configurations of earlier versions lack, with the values that they ran
+with."""
 ADDED_TO_STAGE: dict[str, Any] = {
     "final": "last",
     "best": {"metric": None, "mode": None},
@@ -64,8 +68,13 @@ def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
 
 def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored configuration with the keys that earlier versions lack."""
-    tree, model = {**ADDED, **tree}, tree.get("model")
-    return {**tree, "model": ADDED_TO_MODEL | model} if isinstance(model, dict) else tree
+    tree = {**ADDED, **tree}
+    sections = {name: tree.get(name) for name in ADDED_TO_SECTION}
+    return tree | {
+        name: ADDED_TO_SECTION[name] | section
+        for name, section in sections.items()
+        if isinstance(section, dict)
+    }
 
 
 def stage_completed(tree: Mapping[str, Any], stage: Stage) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
     else:
         batch = module.config.batch_size
         if isinstance(module, SFTModule):
-            predicted = max(len(example.response) for example in data.train)
+            predicted = max(example.targets for example in data.train)
         else:
             sequences = 2  # the two sides of a pair
         if isinstance(module, DPOModule):

@@ -223,4 +223,4 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     """Return the turns of a row as the chat template takes them."""
-    return tuple(Message(turn["role"], turn["content"]) for turn in messages)
+    return tuple(map(Message.of, messages))

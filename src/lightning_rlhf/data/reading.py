@@ -1,0 +1,114 @@
+"""The form in which the rows of a source are read, found by its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from lightning_rlhf.data.forms import AUTO, Form, Format, Kind, fitting
+from lightning_rlhf.data.nearest import hint, nearest
+from lightning_rlhf.data.parsing import (
+    MAX_LINE_BYTES,
+    BadRow,
+    NumberedRows,
+    Row,
+    decode_row,
+    has,
+)
+from lightning_rlhf.data.sources import Source
+
+FIRST_ROWS = 100
+"""Number of rows by whose columns the form of a source is found."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How the columns of a source are read: their format, and other names that they have."""
+
+    format: Format = AUTO
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Column of the form -> column of the source that is read as it."""
+
+    def renamed(self, row: Row) -> Row:
+        """Return the row with the columns that the form reads, besides its own."""
+        return {**row, **{ours: row[name] for ours, name in self.names.items() if has(row, name)}}
+
+
+BY_NAME = Columns()
+"""The form is found by the columns, which have its names."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The form of a source's rows, by which each is turned into what its stage needs."""
+
+    kind: Kind
+    columns: Columns
+    form: Form
+    found: tuple[str, ...]
+    """Columns of the source, or of its first row; empty where they fit a form."""
+
+    def record(self, raw: bytes | Row | BadRow) -> Any:
+        """Return the record of a row; of prompts, also whether the row holds more.
+
+        Raises BadRow if it cannot be used.
+        """
+        row = self.columns.renamed(decode_row(raw))
+        record = self.form.read(self.kind, row)
+        return (record, self.form.is_answered(row)) if self.kind == "prompts" else record
+
+    @property
+    def columns_read(self) -> set[str] | None:
+        """Return the columns of a table to read; None for all, which rewards may want."""
+        if self.kind == "prompts":
+            return None
+        ours = {*self.form.columns, *self.form.also}
+        return ours | {name for column, name in self.columns.names.items() if column in ours}
+
+    @property
+    def hint(self) -> str:
+        """Return what to do where the columns fit no form; empty where they fit."""
+        return hint(self.found, self.kind) if self.found else ""
+
+    @property
+    def found_and_hint(self) -> str:
+        """Return the columns that were found before the hint."""
+        names = ", ".join(map(repr, self.found))[:200]
+        return f"; its columns are {names}{self.hint}" if self.found else ""
+
+
+def begin(opened: Source, kind: Kind, columns: Columns) -> tuple[Reading, NumberedRows]:
+    """Return how the rows of a source are read, and the rows.
+
+    The form is that of a table's columns, else of the first rows. The package's own form is taken
+    if one of them has it.
+    """
+    if opened.names is not None:
+        names = opened.names()
+        ours = [column for column, name in columns.names.items() if name in names]
+        reading = _reading([*names, *ours], kind, columns)
+        return reading, opened.rows(reading.columns_read)
+    rows = opened.rows(None)
+    head: list[tuple[int, bytes | Row | BadRow]] = []
+    found: list[Reading] = []
+    for number, raw in islice(rows, FIRST_ROWS):
+        head.append((number, raw))
+        with suppress(BadRow):
+            row = columns.renamed(decode_row(raw))
+            found.append(_reading([name for name in row if has(row, name)], kind, columns))
+        is_own = bool(found) and not found[-1].found and found[-1].form.format == "native"
+        if is_own or (isinstance(raw, bytes) and len(raw) > MAX_LINE_BYTES):
+            break  # the rest of a line that is too long may be of any length
+    fits = sorted(found, key=lambda reading: (bool(reading.found), reading.form.format != "native"))
+    return fits[0] if fits else _reading((), kind, columns), chain(head, rows)
+
+
+def _reading(names: Collection[str], kind: Kind, columns: Columns) -> Reading:
+    if form := fitting(names, columns.format, kind):
+        return Reading(kind, columns, form, found=())
+    # Its messages name the columns of all forms of the package's own.
+    near = nearest(() if columns.format == AUTO else names, columns.format, kind)
+    return Reading(kind, columns, near, found=tuple(names))
