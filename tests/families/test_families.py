@@ -13,7 +13,12 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from lightning_rlhf.models.build_roles import attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
@@ -185,6 +190,34 @@ def test_one_line_loads_the_model_that_the_stage_wrote(
     written = load_file(run.path(stage) / "roles/fingerprint.safetensors")["self"]
     # peft fits the vocabulary to the tokenizer's 1756 tokens.
     close(model(PROBE).logits[0, -1, :1756], written[:1756])
+
+
+@torch.no_grad()
+def test_other_programs_load_the_reward_model_and_the_merged_weights(
+    run: Run, command: Callable[[Path, list[str]], None], tmp_path: Path
+) -> None:
+    """SFT an adapter, so that the reward's includes it; a multimodal base has a vision tower."""
+    if run.finetune == "full":
+        pytest.skip("as in tests/cli/test_artefacts.py")
+    final = run.final["rm"]
+    tokens = tokens_of(final)
+    head = load_file(final.own_file("reward_head.safetensors"))
+    hidden = run.plain("rm")(tokens, output_hidden_states=True).hidden_states[-1][:, -1]
+    expected = hidden @ head["linear.weight"].T
+    classifier: Any = AutoModelForSequenceClassification.from_pretrained(final.path, num_labels=1)
+    close(classifier.eval()(tokens).logits, expected)
+
+    for stage in ("rm", "ppo"):
+        merge = ["export", str(run.path(stage)), "--merge", "--out", str(tmp_path / stage)]
+        command(tmp_path, merge)
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "rm", output_loading_info=True
+    )
+    assert info["missing_keys"] == set()
+    close(classifier.eval()(tokens).logits, expected)
+    policy, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo", output_loading_info=True)
+    assert info["missing_keys"] == info["unexpected_keys"] == set()
+    close(policy.eval()(tokens).logits, run.plain("ppo")(tokens).logits)
 
 
 def test_a_fully_trained_reward_model_can_be_asked(

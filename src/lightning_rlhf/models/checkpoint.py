@@ -3,7 +3,7 @@
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
 manifest.json                origin of the model and its final metrics
-roles/                       what only the stages here read; earlier versions wrote it beside the rest
+roles/                       what only the stages here read; it may be beside the rest too
     reward_head.safetensors | value_head.safetensors
     fingerprint.safetensors  logits on a fixed probe input: of this model, and of its parent model
     adapter_model.safetensors, adapter_config.json   of a reward model: its adapter on the SFT model

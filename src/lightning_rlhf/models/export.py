@@ -13,13 +13,12 @@ import torch
 from jaxtyping import Float
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import MANIFEST, ROLES, Manifest
 from lightning_rlhf.models.fingerprint import FINGERPRINT
-from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import BASE, REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.models.sequence_classifier import classifier_adapter, save_classifier
 
@@ -33,6 +32,7 @@ def write_final(
     head: str | None,
     below: Float[Tensor, " V"] | None = None,
     more: Path | None = None,
+    card: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write `role` of `roles` as the folder `folder`, atomically: completely or not at all.
@@ -40,6 +40,7 @@ def write_final(
     head: name of the scalar head to save with it; None saves no head.
     below: fingerprint of the model it was trained from, where training has changed that model.
     more: folder of further files to copy into `folder`.
+    card: text of README.md; None writes none.
     dtype: data type in which whole weights are stored; None stores them as they are.
 
     Raises StorageError where the disk is full.
@@ -71,11 +72,13 @@ def write_final(
         if head is not None:
             save_file(_on_cpu(roles.heads[head].state_dict()), own / f"{head}_head.safetensors")
         save_file(fingerprints, own / FINGERPRINT)
+        if card is not None:
+            (beside / "README.md").write_text(card, encoding="utf-8")
         (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
 
 
 def save_adapter(
-    folder: Path, roles: Roles, name: str, base: str, rewards: RewardHeads | None = None
+    folder: Path, roles: Roles, name: str, base: str, rewards: nn.Module | None = None
 ) -> None:
     """Write an adapter of the model.
 

@@ -224,7 +224,7 @@ def leave_unpacked(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
 """Patterns of the files that are downloaded from the hub."""
 
 

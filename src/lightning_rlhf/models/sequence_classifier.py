@@ -47,22 +47,24 @@ def trunk_name(config: PretrainedConfig, causal_lm: PreTrainedModel) -> str | No
     return next((name for name, part in empty.named_modules() if type(part) is trunk), None)
 
 
-def score_weight(heads: RewardHeads) -> Float[Tensor, "1 d"]:
+def score_weight(heads: nn.Module) -> Float[Tensor, "1 d"]:
     """Return the weight of a classifier's output layer, which has no bias.
 
     score = mean over heads of (reward - bias of the head): Bradley-Terry rewards are defined up to
     a constant.
     """
+    assert isinstance(heads, RewardHeads)
     return heads.linear.weight.detach().float().mean(dim=0, keepdim=True).cpu()
 
 
-def score_bias(heads: RewardHeads) -> float:
+def score_bias(heads: nn.Module) -> float:
     """Return the constant by which the reward is larger than a classifier's score."""
+    assert isinstance(heads, RewardHeads)
     return float(heads.linear.bias.detach().float().mean())
 
 
 def classifier_adapter(
-    config: LoraConfig, state: dict[str, Tensor], causal_lm: PreTrainedModel, heads: RewardHeads
+    config: LoraConfig, state: dict[str, Tensor], causal_lm: PreTrainedModel, heads: nn.Module
 ) -> tuple[LoraConfig, dict[str, Tensor]] | None:
     """Return an adapter on a language model as one on the classifier of the same base weights.
 
@@ -97,7 +99,7 @@ def _stored_config(causal_lm: PreTrainedModel) -> PretrainedConfig:
 
 
 def save_classifier(
-    folder: Path, causal_lm: PreTrainedModel, heads: RewardHeads, pad_token_id: int | None
+    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module, pad_token_id: int | None
 ) -> bool:
     """Write a fully trained reward model as a sequence classifier with one label.
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.data.chat import ChatFormat
@@ -21,11 +22,12 @@ from lightning_rlhf.models.checkpoint import (
 )
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.roles import REWARD, SFT, Roles
-from lightning_rlhf.models.sequence_classifier import with_padding
+from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.ending import read_ending
-from lightning_rlhf.stages.folder.folders import FINAL
+from lightning_rlhf.stages.folder.folders import FINAL, run_name
+from lightning_rlhf.stages.model_card import Described, in_code, license_of, result_of
 from lightning_rlhf.stages.prepare import Prepared
 from lightning_rlhf.stages.run_report import leave_report
 
@@ -74,8 +76,20 @@ def hand_over(
     tokenizer = ready.tokenizer
     if head == REWARD:
         tokenizer = with_padding(tokenizer, ready.chat.end_token_ids)
+    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    card = Described(
+        name=in_code(folder),
+        title=run_name(settings),
+        manifest=manifest,
+        kind=settings.definition.data,
+        chat=ready.chat,
+        is_adapter=is_adapter,
+        reward_bias=score_bias(roles.heads[REWARD]) if head == REWARD else None,
+        license=license_of(sft.path if sft else None, Path(roles.causal_lm.name_or_path)),
+        result=result_of(manifest.metrics, ready.folder if export is None else None),
+    )
     with Working(f"writing {folder}"):
-        write_final(folder, roles, role, tokenizer, manifest, head, below, more)
+        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card=card.text())
     if stands_on_random_weights(folder):
         print_line(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "
