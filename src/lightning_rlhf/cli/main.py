@@ -52,6 +52,7 @@ from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE
 
 COMMANDS = {
+    "chat": "lightning_rlhf.cli.chat:chat",
     "compare": "lightning_rlhf.cli.compare:compare",
     "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
     "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
