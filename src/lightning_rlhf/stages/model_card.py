@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,5 +235,4 @@ def in_code(folder: Path) -> str:
 
 def with_name(text: str, name: str) -> str:
     """Return a card whose code loads the model from `name`, as the hub id that it is pushed to."""
-    lines: list[Any] = text.split("\n")
-    return "\n".join(f'name = "{name}"' if x.startswith('name = "') else x for x in lines)
+    return re.sub(r'^name = "[^"]*"', f'name = "{name}"', text, flags=re.MULTILINE)
