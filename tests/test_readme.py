@@ -34,7 +34,7 @@ def test_metrics_table_is_the_one_in_the_code() -> None:
 def test_the_quickstart_has_the_same_numbers_in_both_places() -> None:
     table = README.read_text().split("<!-- quickstart table: begin -->")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
-    after = {row[1]: row[3] for row in rows if len(row) == 5}
+    after = {row[1]: row[3] for row in rows if len(row) == 6}
     first = re.search(r"^\| nothing \|(.*)\|$", QUICKSTART.read_text(), re.MULTILINE)
     assert first is not None
     _, reward, gold, correct, polite, _, kl = (cell.strip() for cell in first[1].split("|"))

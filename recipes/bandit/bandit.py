@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from step import Step
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -47,26 +48,6 @@ READS = (
     "lr", "adam_eps", "lr_schedule", "warmup_fraction",
 )  # fmt: skip
 """Keys of the ppo section that are used here; the KL penalty is always in the reward."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """Measurements of one iteration of one run, exact expectations under the policy."""
-
-    clip_range: float
-    """Clip range of the run."""
-    kl_coef: float
-    """KL coefficient of the run."""
-    iteration: int
-    """Number of the iteration, from 1."""
-    expected_reward: float
-    """Expected reward: mean over contexts of sum_a policy(a | c) mean[c, a]."""
-    kl: float
-    """KL(policy || reference), mean over contexts, nats."""
-    update_size: float
-    """KL(policy before || policy after) of this iteration, mean over contexts, nats."""
-    best_arm: float
-    """Probability of the best arm, mean over contexts."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lightning_rlhf.report.curves import BLUE, GREEN, ORANGE
 from lightning_rlhf.report.figures import DPI, GREY, STYLE
 
 if TYPE_CHECKING:
-    from bandit import Step
+    from step import Step
 
 PANELS = {
     "expected_reward": "Expected reward",
