@@ -25,7 +25,6 @@ from lightning_rlhf.io.visible import visible
 from lightning_rlhf.stages.console import print_error
 
 if TYPE_CHECKING:
-    from lightning_rlhf.models.checkpoint import Final
     from lightning_rlhf.stages.chat import Conversation, Reply
 
 HELP = """/temperature NUMBER   0 takes the most probable token
@@ -65,6 +64,7 @@ def opened(given: argparse.Namespace) -> Conversation:
     from lightning_rlhf.models.checkpoint import find
     from lightning_rlhf.models.weights import check_weights
     from lightning_rlhf.replay.plan import refuse_code
+    from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
 
     finals = [find(source, "FINAL") for source in given.finals]
     for final in finals:
@@ -75,7 +75,7 @@ def opened(given: argparse.Namespace) -> Conversation:
             )
         if not given.trust_remote_code:
             refuse_code(final.manifest.config, final.path / "manifest.json")
-    names = names_of(finals)
+    names = short_names(finals)
     reward = given.reward or reward_of(finals)
 
     import torch
@@ -99,40 +99,6 @@ def opened(given: argparse.Namespace) -> Conversation:
         generator=torch.Generator().manual_seed(given.seed),
         system=given.system,
     )
-
-
-def names_of(finals: Sequence[Final]) -> list[str]:
-    """Return a short name for each model: that of its stage's folder, where no other has it."""
-    paths = [final.path.resolve() for final in finals]
-    short = [path.parent.name if path.name == "final" else path.name for path in paths]
-    names = [
-        name if short.count(name) == 1 else str(path)
-        for name, path in zip(short, paths, strict=True)
-    ]
-    if len({*names}) < len(names):
-        raise ConfigError(f"FINAL names {names[0]} twice; allowed: each model once")
-    return names
-
-
-def reward_of(finals: Sequence[Final]) -> str | None:
-    """Return the reward model that one of the models was trained on, where it is there."""
-    for final in finals:
-        folder = final.parent("reward")
-        if folder is not None and folder.is_dir():
-            return str(folder)
-    return None
-
-
-def sampled_as(final: Final) -> tuple[float, int]:
-    """Return temperature and largest number of tokens with which a model was trained to respond.
-
-    The temperature is 1, the model's own distribution, where its stage samples nothing.
-    """
-    assert final.manifest is not None
-    config = final.manifest.config
-    section = config.get(final.manifest.stage) or {}
-    most = section.get("max_response_tokens") or config["data"]["max_response_tokens"]
-    return float(section.get("temperature", 1.0)), int(most)
 
 
 def typed() -> Iterator[str]:
@@ -218,7 +184,7 @@ def answer(conversation: Conversation, text: str, console: Console) -> None:
         """Return the replies beside each other, one column for each model."""
         table = Table(expand=True)
         for name in texts:
-            table.add_column(Text(name), ratio=1)
+            table.add_column(Text(name), ratio=1, overflow="fold")
         table.add_row(*(Text(visible(said)) for said in texts.values()))
         if replies:
             below = (replies.get(name) for name in texts)

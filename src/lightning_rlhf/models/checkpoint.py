@@ -136,7 +136,7 @@ class Final:
     def parent(self, role: str) -> Path | None:
         """Return the folder of the model that it was trained from; None where it has none."""
         parents = {} if self.manifest is None else self.manifest.parents
-        return self.path / parents[role] if role in parents else None
+        return (self.path / parents[role]).resolve() if role in parents else None
 
     @property
     def base_folder(self) -> str | None:

@@ -207,7 +207,7 @@ class Conversation:
 
     def _scored(self, asked: Messages, text: str) -> float:
         assert self.score is not None
-        turns = [{"role": turn.role, "content": turn.content} for turn in asked]
+        turns: Any = [{"role": turn.role, "content": turn.content} for turn in asked]
         return float(self.score([turns], [text], {})[0])
 
 

@@ -1,8 +1,8 @@
-"""The base model and the chat template that a `final/` folder was trained with."""
+"""The configuration that a `final/` folder was trained with: base, chat template, sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
@@ -30,3 +30,37 @@ def trained_as(final: Final) -> tuple[ModelConfig, Mapping[str, Any]]:
         return build(ModelConfig, model, "model"), arguments
     except ConfigError as error:
         raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
+
+
+def short_names(finals: Sequence[Final]) -> list[str]:
+    """Return a short name for each model: that of its stage's folder, where no other has it."""
+    paths = [final.path.resolve() for final in finals]
+    short = [path.parent.name if path.name == "final" else path.name for path in paths]
+    names = [
+        name if short.count(name) == 1 else str(path)
+        for name, path in zip(short, paths, strict=True)
+    ]
+    if len({*names}) < len(names):
+        raise ConfigError(f"FINAL names {names[0]} twice; allowed: each model once")
+    return names
+
+
+def reward_of(finals: Sequence[Final]) -> str | None:
+    """Return the reward model that one of the models was trained on, where it is there."""
+    for final in finals:
+        folder = final.parent("reward")
+        if folder is not None and folder.is_dir():
+            return str(folder)
+    return None
+
+
+def sampled_as(final: Final) -> tuple[float, int]:
+    """Return temperature and largest number of tokens with which a model was trained to respond.
+
+    The temperature is 1, the model's own distribution, where its stage samples nothing.
+    """
+    assert final.manifest is not None
+    config = final.manifest.config
+    section = config.get(final.manifest.stage) or {}
+    most = section.get("max_response_tokens") or config["data"]["max_response_tokens"]
+    return float(section.get("temperature", 1.0)), int(most)
