@@ -367,10 +367,10 @@ def kinds(world: Path) -> list[Kind]:
             "jinja": [m.any_bytes]}  # fmt: skip
     models = [("sft", "model.safetensors"), ("sft", "config.json"), ("sft", "tokenizer.json"),
               ("sft", "tokenizer_config.json"), ("sft", "generation_config.json"),
-              ("sft", "chat_template.jinja"), ("sft", "fingerprint.safetensors")]  # fmt: skip
+              ("sft", "chat_template.jinja"), ("sft", "roles/fingerprint.safetensors")]  # fmt: skip
     manifests = [("sft", "manifest.json"), ("rm", "manifest.json")]
-    adapters = [("rm", "adapter_config.json"), ("rm", "adapter_model.safetensors"),
-                ("rm", "reward_head.safetensors")]  # fmt: skip
+    adapters = [("rm", "roles/adapter_config.json"), ("rm", "roles/adapter_model.safetensors"),
+                ("rm", "roles/reward_head.safetensors")]  # fmt: skip
     return [
         rows_kind(),
         overrides_kind(world),

@@ -94,9 +94,9 @@ def tokens(folder: Path, sample: dict[str, Any]) -> torch.Tensor:
 def own_scores(final: Path, said: Sequence[dict[str, Any]]) -> list[float]:
     """Of a `final/` of `train`: adapter, head, and the scale in its manifest."""
     manifest = json.loads((final / "manifest.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(manifest["parents"]["sft"])
-    model = PeftModel.from_pretrained(model, final).eval()
-    head = load_file(final / "reward_head.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(final / manifest["parents"]["sft"])
+    model = PeftModel.from_pretrained(model, final / "roles").eval()
+    head = load_file(final / "roles/reward_head.safetensors")
     found = []
     for sample in said:
         ids = tokens(final, sample)

@@ -194,7 +194,7 @@ class TestCheckpointsThatDoNotFit:
     def test_a_reward_head_of_another_size(self, finished: Workplace) -> None:
         copy = edited_reward(finished)
         head = {"linear.weight": torch.zeros(1, 48), "linear.bias": torch.zeros(1)}
-        save_file(head, copy / "reward_head.safetensors")
+        save_file(head, copy / "roles/reward_head.safetensors")
         error = self.refused(finished, "stage=ppo", f"reward.checkpoint={copy}",
                              f"policy.checkpoint={finished.stage('sft') / 'final'}")  # fmt: skip
         assert "48" in error
@@ -203,7 +203,7 @@ class TestCheckpointsThatDoNotFit:
 
     def test_a_reward_model_without_a_head(self, finished: Workplace) -> None:
         copy = edited_reward(finished)
-        (copy / "reward_head.safetensors").unlink()
+        (copy / "roles/reward_head.safetensors").unlink()
         error = self.refused(finished, "stage=ppo", f"reward.checkpoint={copy}",
                              f"policy.checkpoint={finished.stage('sft') / 'final'}")  # fmt: skip
         assert "reward_head.safetensors" in error

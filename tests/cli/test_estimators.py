@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_unbroken_one(
     assert any("heads.value" in name for name in trained) == (variant in ("adapter", "model"))
     assert any(".critic." in name for name in trained) == (variant == "adapter")
     assert any(name.startswith("critic_roles.model") for name in trained) == (variant == "model")
-    assert not (whole / "final" / "value_head.safetensors").exists()
+    assert not (whole / "final" / "roles/value_head.safetensors").exists()
     assert len({row["update/kl_coef"] for row in rows(whole) if "update/kl_coef" in row}) == (
         3 if variant in ("adapter", "model") else 1
     )

@@ -154,7 +154,7 @@ def test_training_goes_on_from_what_ppo_left(finished: Workplace, finetune: str)
     start = ["run=next", f"policy.checkpoint={policy}", "ppo.lr=1e-30"]  # stays where it starts
     finished.mini(*ppo, *start).succeeded  # noqa: B018
     before, after = (
-        load_file(folder / "fingerprint.safetensors")
+        load_file(folder / "roles/fingerprint.safetensors")
         for folder in (policy, final(finished, "ppo", "next"))
     )
     torch.testing.assert_close(after["self"], before["self"], atol=1e-5, rtol=0)

@@ -49,10 +49,15 @@ def test_the_run_folder(pipeline: Workplace, stage: str) -> None:
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     weight_files = {
         "sft": ["model.safetensors", "config.json"],
-        "rm": ["adapter_model.safetensors", "adapter_config.json", "reward_head.safetensors"],
-        "ppo": ["adapter_model.safetensors", "adapter_config.json", "value_head.safetensors"],
+        "rm": ["adapter_model.safetensors", "adapter_config.json", "roles/reward_head.safetensors"],
+        "ppo": ["adapter_model.safetensors", "adapter_config.json", "roles/value_head.safetensors"],
     }
-    common = ["manifest.json", "tokenizer.json", "chat_template.jinja", "fingerprint.safetensors"]
+    common = [
+        "manifest.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "roles/fingerprint.safetensors",
+    ]
     for name in (*common, *weight_files[stage]):
         assert (folder / "final" / name).stat().st_size > 0, name
     assert not list(folder.rglob("*.tmp"))
@@ -70,7 +75,8 @@ def test_the_configuration_is_kept(pipeline: Workplace, stage: str) -> None:
 
 
 def test_parents_are_found_by_default_and_named(pipeline: Workplace) -> None:
-    finals = {stage: str((pipeline.stage(stage) / "final").resolve()) for stage in STAGES}
+    """By paths from their own folder, so that outputs/ can be moved."""
+    finals = {stage: f"../../{stage}/final" for stage in STAGES}
     assert manifest(pipeline.stage("sft"))["parents"] == {}
     assert manifest(pipeline.stage("rm"))["parents"] == {"sft": finals["sft"]}
     assert manifest(pipeline.stage("ppo"))["parents"] == {

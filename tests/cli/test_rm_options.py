@@ -41,7 +41,7 @@ def test_margins_of_the_data_change_what_is_learned(finished: Workplace) -> None
         finished.mini(*command).succeeded  # noqa: B018
         found.append(weights(finished.outputs / "default" / "mini" / f"coef{coef}" / "rm"))
     assert found[0] == weights(finished.stage("rm"))  # a margin without a price has no say
-    assert found[1]["reward_head.safetensors"] != found[0]["reward_head.safetensors"]
+    assert found[1]["roles/reward_head.safetensors"] != found[0]["roles/reward_head.safetensors"]
 
 
 # Data with problems.
@@ -111,7 +111,7 @@ def before_training(place: Workplace, job: str) -> list[dict[str, Any]]:
 
 def test_an_ensemble_hands_over_all_its_heads(ensemble: Workplace) -> None:
     final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
-    head = load_file(final / "reward_head.safetensors")
+    head = load_file(final / "roles/reward_head.safetensors")
     (weight,) = [tensor for tensor in head.values() if tensor.dim() == 2]
     assert weight.shape == (3, 32)
     assert len({tuple(row) for row in weight.tolist()}) == 3

@@ -13,7 +13,12 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from lightning_rlhf.models.build_roles import attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
@@ -87,14 +92,15 @@ class Run:
 
     def plain(self, stage: str) -> PeftModel:
         """The adapter of `stage` on what its adapter_config.json names, as peft loads them."""
-        named = json.loads((self.path(stage) / "adapter_config.json").read_text())
+        folder = self.final[stage].adapter
+        named = json.loads((folder / "adapter_config.json").read_text())
         below = Path(named["base_model_name_or_path"])
         if (below / "config.json").is_file():
             model = AutoModelForCausalLM.from_pretrained(below)
-            return PeftModel.from_pretrained(model, self.path(stage)).eval()
+            return PeftModel.from_pretrained(model, folder).eval()
         assert below == self.path("sft")
         model = self.plain_sft()
-        model.load_adapter(str(self.path(stage)), adapter_name=stage)
+        model.load_adapter(str(folder), adapter_name=stage)
         model.base_model.set_adapter(["sft", stage])
         return model.eval()
 
@@ -154,16 +160,16 @@ def test_three_stages_hand_over_to_each_other_and_to_the_ecosystem(run: Run) -> 
     assert (policy - sft).abs().max() > 1e-3
     start = run.final["ppo"].manifest.metrics["start/eval/kl"]
     assert start == pytest.approx(0, abs=1e-5)
-    written = load_file(run.path("ppo") / "fingerprint.safetensors")
+    written = load_file(run.path("ppo") / "roles/fingerprint.safetensors")
     close(written["self"], run.plain("ppo")(PROBE).logits[0, -1])
 
     # rm: on the same SFT model; its score, by hand from peft's model and the head's file.
-    written = load_file(run.path("rm") / "fingerprint.safetensors")
+    written = load_file(run.path("rm") / "roles/fingerprint.safetensors")
     close(written["below"], run.plain_sft()(PROBE).logits[0, -1])
     owner = attach_reward(
         roles, REWARD, run.final["rm"], config, run.final["rm"].manifest.tokenizer_hash
     )
-    head = load_file(run.path("rm") / "reward_head.safetensors")
+    head = load_file(run.path("rm") / "roles/reward_head.safetensors")
     hidden = run.plain("rm")(tokens, output_hidden_states=True).hidden_states[-1][:, -1]
     close(owner.reward(tokens, mask), hidden @ head["linear.weight"][0] + head["linear.bias"])
     assert owner is roles
@@ -181,9 +187,37 @@ def test_one_line_loads_the_model_that_the_stage_wrote(
     peft_can = through_peft and run.final[stage].is_adapter  # full weights are no adapter
     load: Any = AutoPeftModelForCausalLM if peft_can else AutoModelForCausalLM
     model = load.from_pretrained(run.path(stage)).eval()
-    written = load_file(run.path(stage) / "fingerprint.safetensors")["self"]
+    written = load_file(run.path(stage) / "roles/fingerprint.safetensors")["self"]
     # peft fits the vocabulary to the tokenizer's 1756 tokens.
     close(model(PROBE).logits[0, -1, :1756], written[:1756])
+
+
+@torch.no_grad()
+def test_other_programs_load_the_reward_model_and_the_merged_weights(
+    run: Run, command: Callable[[Path, list[str]], None], tmp_path: Path
+) -> None:
+    """SFT an adapter, so that the reward's includes it; a multimodal base has a vision tower."""
+    if run.finetune == "full":
+        pytest.skip("as in tests/cli/test_artefacts.py")
+    final = run.final["rm"]
+    tokens = tokens_of(final)
+    head = load_file(final.own_file("reward_head.safetensors"))
+    hidden = run.plain("rm")(tokens, output_hidden_states=True).hidden_states[-1][:, -1]
+    expected = hidden @ head["linear.weight"].T
+    classifier: Any = AutoModelForSequenceClassification.from_pretrained(final.path, num_labels=1)
+    close(classifier.eval()(tokens).logits, expected)
+
+    for stage in ("rm", "ppo"):
+        merge = ["export", str(run.path(stage)), "--merge", "--out", str(tmp_path / stage)]
+        command(tmp_path, merge)
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "rm", output_loading_info=True
+    )
+    assert info["missing_keys"] == set()
+    close(classifier.eval()(tokens).logits, expected)
+    policy, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo", output_loading_info=True)
+    assert info["missing_keys"] == info["unexpected_keys"] == set()
+    close(policy.eval()(tokens).logits, run.plain("ppo")(tokens).logits)
 
 
 def test_a_fully_trained_reward_model_can_be_asked(
@@ -202,9 +236,9 @@ def test_a_fully_trained_reward_model_can_be_asked(
     assert (folder / "ppo" / "final" / "manifest.json").is_file()
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder / "rm" / "final").eval()
-        written = load_file(folder / "rm" / "final" / "fingerprint.safetensors")["self"]
+        written = load_file(folder / "rm" / "final" / "roles/fingerprint.safetensors")["self"]
         close(model(PROBE).logits[0, -1], written)
-    weight = load_file(folder / "rm" / "final" / "reward_head.safetensors")["linear.weight"]
+    weight = load_file(folder / "rm" / "final" / "roles/reward_head.safetensors")["linear.weight"]
     assert weight.shape == (1, 32)
 
 

@@ -42,7 +42,7 @@ Make = Callable[..., Any]
 # i * 7919 mod 97 for i = 1..16; 7919 = 81 * 97 + 62.
 PROBE = torch.tensor([[62 * i % 97 for i in range(1, 17)]])
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-COMMON_FILES = TOKENIZER_FILES | {"manifest.json", "fingerprint.safetensors"}
+COMMON_FILES = TOKENIZER_FILES | {"manifest.json", "roles", "roles/fingerprint.safetensors"}
 
 
 def copy(final: Final, to: Path) -> Final:
@@ -76,10 +76,14 @@ def test_the_folder_holds_what_its_docstring_lists(lineage: Any) -> None:
     adapter = {"adapter_model.safetensors", "adapter_config.json"}
     weights = {"model.safetensors", "config.json", "generation_config.json"}
     sft = COMMON_FILES | (adapter if lineage.finetune == "lora" else weights)
-    rm = COMMON_FILES | adapter | {"reward_head.safetensors"}
-    ppo = COMMON_FILES | adapter | {"value_head.safetensors"}
+    rm = (
+        COMMON_FILES
+        | adapter
+        | {"roles/reward_head.safetensors", *(f"roles/{name}" for name in adapter)}
+    )
+    ppo = COMMON_FILES | adapter | {"roles/value_head.safetensors"}
     for final, files in ((lineage.sft, sft), (lineage.rm, rm), (lineage.ppo, ppo)):
-        assert {file.name for file in final.path.iterdir()} == files
+        assert {str(file.relative_to(final.path)) for file in final.path.rglob("*")} == files
         assert not final.path.with_name("final.tmp").exists()
     assert lineage.sft.is_adapter == (lineage.finetune == "lora")
     assert lineage.rm.is_adapter
@@ -103,14 +107,14 @@ def test_the_fingerprints_are_those_of_the_models(lineage: Any) -> None:
 
     def reward() -> Any:
         if lineage.finetune == "full":
-            return PeftModel.from_pretrained(sft(), lineage.rm.path)
+            return PeftModel.from_pretrained(sft(), lineage.rm.adapter)
         model = sft()
-        model.load_adapter(str(lineage.rm.path), adapter_name="rm")
+        model.load_adapter(str(lineage.rm.adapter), adapter_name="rm")
         model.base_model.set_adapter(["sft", "rm"])
         return model
 
     def check(final: Final, name: str, expected: torch.Tensor) -> None:
-        stored = load_file(final.path / "fingerprint.safetensors")[name]
+        stored = load_file(final.path / "roles/fingerprint.safetensors")[name]
         torch.testing.assert_close(stored, expected, atol=1e-5, rtol=0)
 
     check(lineage.sft, "self", plain_logits(sft()))
@@ -313,7 +317,7 @@ def test_a_reward_model_with_another_tokenizer_is_refused(adapters: Any) -> None
 
 def test_a_missing_head_is_an_error_and_never_a_random_one(adapters: Any, tmp_path: Path) -> None:
     final = copy(adapters.rm, tmp_path / "copy")
-    (final.path / "reward_head.safetensors").unlink()
+    (final.path / "roles/reward_head.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no reward_head\.safetensors"):
         attach(adapters, final)
 
@@ -321,7 +325,7 @@ def test_a_missing_head_is_an_error_and_never_a_random_one(adapters: Any, tmp_pa
 def test_a_head_for_another_hidden_size_is_refused(adapters: Any, tmp_path: Path) -> None:
     final = copy(adapters.rm, tmp_path / "copy")
     head = {"linear.weight": torch.zeros(1, 7), "linear.bias": torch.zeros(1)}
-    save_file(head, final.path / "reward_head.safetensors")
+    save_file(head, final.path / "roles/reward_head.safetensors")
     with pytest.raises(CheckpointError, match=r"size 7.*32"):
         attach(adapters, final)
 
@@ -331,7 +335,7 @@ def test_a_broken_head_is_one_error_that_names_the_file(
     adapters: Any, tmp_path: Path, damage: str
 ) -> None:
     final = copy(adapters.rm, tmp_path / "copy")
-    file = final.path / "reward_head.safetensors"
+    file = final.path / "roles/reward_head.safetensors"
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-8])
     else:
@@ -357,7 +361,7 @@ def test_a_reward_adapter_trained_on_another_model_is_refused(
 
 def test_a_reward_adapter_that_was_changed_is_refused(adapters: Any, tmp_path: Path) -> None:
     final = copy(adapters.rm, tmp_path / "copy")
-    file = final.path / "adapter_model.safetensors"
+    file = final.adapter / "adapter_model.safetensors"
     state = load_file(file)
     name = next(name for name in state if "lora_B" in name)
     save_file(state | {name: state[name] + 0.3}, file)
@@ -378,7 +382,7 @@ def test_a_broken_adapter_is_one_error_that_names_the_folder(
 
     for which, load in ((adapters.sft, start), (adapters.rm, reward)):
         final = copy(which, tmp_path / f"{damage}-{which.manifest.stage}")
-        file = final.path / "adapter_model.safetensors"
+        file = final.adapter / "adapter_model.safetensors"
         if damage == "absent":
             file.unlink()
         elif damage == "cut":

@@ -119,7 +119,7 @@ def test_the_reward_is_that_of_its_own_stage(lineage: Any, tokens: Tensor) -> No
     base = AutoModelForCausalLM.from_pretrained(
         lineage.sft.path if lineage.finetune == "full" else lineage.base
     )
-    model = PeftModel.from_pretrained(base, lineage.rm.path, adapter_name="rm").eval()
+    model = PeftModel.from_pretrained(base, lineage.rm.adapter, adapter_name="rm").eval()
     if lineage.finetune == "lora":
         model.load_adapter(str(lineage.sft.path), adapter_name="sft")
         model.base_model.set_adapter(["sft", "rm"])

@@ -1,4 +1,4 @@
-"""lightning-rlhf export: a folder like `final/` from any kept checkpoint of a run."""
+"""lightning-rlhf export: a folder like `final/` from a kept checkpoint, or with whole weights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
+from lightning_rlhf.core.config import DType
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.stages.console import print_error
@@ -20,10 +22,14 @@ def export(arguments: Sequence[str]) -> None:
     """Export a checkpoint; exit with status 1 after an error."""
     given = parser().parse_args(arguments)
     try:
-        check_value("--step", given.step, PositiveInt)
         out = None if given.out is None else Path(given.out)
+        require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
         with full_disk_told():
-            export_run(Path(given.run), given.step, out, given.trust_remote_code)
+            if given.merge:
+                merge_final(given.run, out, given.dtype, given.trust_remote_code)
+            else:
+                check_value("--step", given.step, PositiveInt)
+                export_run(Path(given.run), given.step, out, given.trust_remote_code)
     except RLHFError as error:
         print_error(without_secrets(str(error)))
         sys.exit(1)
@@ -47,8 +53,7 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
         raise ConfigError(f"{folder} is a run of stage={settings.stage}, which exports none")
     checkpoint = checkpoint_of(folder, step)
     out = exported(folder, step) if out is None else out
-    if os.path.lexists(out):
-        raise ConfigError(f"--out {out} exists already; allowed: a folder that does not")
+    refuse_existing(out)
     check_parents(folder, settings)
 
     # The slow imports come after the checks of names and folders.
@@ -61,6 +66,46 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
     check_accelerator(settings)
     with computing(settings):
         return write(settings, settings.config, export_of(folder, settings, checkpoint, step, out))
+
+
+def merge_final(source: str, out: Path | None, dtype: DType | None, trusted: bool) -> Path:
+    """Write the model of a `final/` folder or hub id as whole weights, and return the path.
+
+    out: folder to write; None is `<name>_merged` beside the folder.
+    dtype: data type of the written weights; None is float32, in which they are merged.
+    trusted: True if code that comes with the model may run.
+
+    Raises:
+        ConfigError: the folder holds no model of a stage, or `out` exists.
+        CheckpointError: it is damaged, or its base weights are others now.
+    """
+    from lightning_rlhf.models.checkpoint import find
+    from lightning_rlhf.models.weights import check_weights, is_folder
+    from lightning_rlhf.replay.plan import refuse_code
+
+    final = find(source, "FINAL")
+    check_weights(final.adapter)
+    if final.manifest is None:
+        raise ConfigError(f"{final.path} has no manifest.json; allowed: the final/ of a run")
+    if not trusted:
+        refuse_code(final.manifest.config, final.path / "manifest.json")
+    if out is None:
+        require(is_folder(source), "--out", None, "a folder to write, for a model of the hub")
+        here = final.path if final.path.name not in ("", "..") else final.path.resolve()
+        out = here.with_name(f"{here.name}_merged")
+    refuse_existing(out)
+
+    from lightning_rlhf.stages.console import quiet_libraries
+    from lightning_rlhf.stages.merge import write_merged
+
+    quiet_libraries()
+    return write_merged(final, out, dtype or "float32")
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise ConfigError where the folder to write exists."""
+    if os.path.lexists(out):
+        raise ConfigError(f"--out {out} exists already; allowed: a folder that does not")
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
@@ -92,17 +137,29 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="lightning-rlhf export",
-        description="Write the model of a kept checkpoint of stage=sft, rm, ppo or dpo as a folder "
-        "like final/, with its tokenizer and manifest.",
+        description="Write the model of a kept checkpoint of a run as a folder like final/, with "
+        "its tokenizer and manifest; or that of a final/ folder as whole weights, adapters merged.",
     )
-    parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")
     parser.add_argument(
-        "--step", type=int, required=True, metavar="N",
-        help="which: an iteration of PPO, or an optimizer step",
+        "run", metavar="FOLDER",
+        help="with --step the folder of the run, as outputs/<run>/<model>/ppo; with --merge a "
+        "final/ folder or hub id",
+    )  # fmt: skip
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--step", type=int, metavar="N", help="which: an iteration of PPO, or an optimizer step"
+    )
+    what.add_argument(
+        "--merge", action="store_true",
+        help="merge the adapter into the weights that it is applied to",
     )  # fmt: skip
     parser.add_argument(
-        "--out", metavar="DIR", help="folder to write (final_<step> in the folder of the run)"
+        "--dtype", choices=get_args(DType), help="data type of merged weights (float32)"
     )
+    parser.add_argument(
+        "--out", metavar="DIR",
+        help="folder to write (final_<step> in the folder of the run; <name>_merged beside final/)",
+    )  # fmt: skip
     parser.add_argument(
         "--trust-remote-code", action="store_true",
         help="run code that comes with the model where the folder's configuration asks for it; "

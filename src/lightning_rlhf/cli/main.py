@@ -53,10 +53,12 @@ from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE
 
 COMMANDS = {
+    "chat": "lightning_rlhf.cli.chat:chat",
     "compare": "lightning_rlhf.cli.compare:compare",
     "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
     "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
     "export": "lightning_rlhf.cli.export:export",
+    "push": "lightning_rlhf.cli.push:push",
     "replay": "lightning_rlhf.cli.replay:replay",
     "report": "lightning_rlhf.cli.report:report",
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",

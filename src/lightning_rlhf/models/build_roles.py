@@ -96,7 +96,7 @@ def attach_reward(
         return whole_reward(final, role, config)
     head = load_head(final, REWARD, roles.hidden_size)
     check_fingerprint(roles, REFERENCE, final, "below")
-    roles.load_adapter(role, final.path, trainable=False)
+    roles.load_adapter(role, final.adapter, trainable=False)
     roles.heads[role] = head
     check_fingerprint(roles, role, final, "self")
     return roles
@@ -116,9 +116,8 @@ def load_reward(final: Final, config: ModelConfig) -> Roles:
     manifest = final.require_manifest("rm")
     if not final.is_adapter:
         return whole_reward(final, REWARD, config)
-    sft = None
-    if SFT in manifest.parents:
-        sft = find(manifest.parents[SFT], f"the SFT model of {final.path}")
+    parent = final.parent(SFT)
+    sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
     roles = start_from(config, sft, trainable=False, seed=manifest.base_seed)
     return attach_reward(roles, REWARD, final, config, manifest.tokenizer_hash)
 

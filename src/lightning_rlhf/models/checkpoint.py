@@ -2,9 +2,11 @@
 
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
-reward_head.safetensors | value_head.safetensors
-fingerprint.safetensors      logits on a fixed probe input: of this model, and of its parent model
 manifest.json                origin of the model and its final metrics
+roles/                       what only the stages here read; it may be beside the rest too
+    reward_head.safetensors | value_head.safetensors
+    fingerprint.safetensors  logits on a fixed probe input: of this model, and of its parent model
+    adapter_model.safetensors, adapter_config.json   of a reward model: its adapter on the SFT model
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.io.reading import is_number
 from lightning_rlhf.models.adapter import check_adapter
+from lightning_rlhf.models.config import SFT
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.models.weights import (
     ADAPTER,
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from lightning_rlhf.models.heads import RewardHeads
 
 MANIFEST = "manifest.json"
+ROLES = "roles"
+"""Name of the folder of the files that other programs must not take for weights of the model."""
 FROM_CONFIG = "from_config"
 """Value of Manifest.base for a model that was trained from random weights."""
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -57,7 +62,8 @@ class Manifest:
     base_seed: int
     """Seed of the base's random weights where `base` is "from_config"."""
     parents: dict[str, str]
-    """Role -> the `final/` folder that it was initialised from."""
+    """Role -> the `final/` folder that it was initialised from; relative to this folder where both
+    are in outputs/, so that these can be moved. `Final.parent` returns the path."""
     tokenizer_hash: str
     """Hash of the tokenizer's vocabulary, as `tokenizer_hash` returns it."""
     chat_template: str
@@ -113,8 +119,36 @@ class Final:
         return (self.path / ADAPTER).is_file()
 
     @property
+    def adapter(self) -> Path:
+        """Return the folder of the adapter on the SFT model, or on the base where there is none.
+
+        The one in `path` itself is complete: that of a reward model includes the SFT adapter, and
+        is one for sequence classifiers.
+        """
+        own = self.path / ROLES
+        return own if (own / ADAPTER).is_file() else self.path
+
+    def own_file(self, name: str) -> Path:
+        """Return the path of a file that only the stages here read."""
+        file = self.path / ROLES / name
+        return file if file.is_file() else self.path / name
+
+    def parent(self, role: str) -> Path | None:
+        """Return the folder of the model that it was trained from; None where it has none."""
+        parents = {} if self.manifest is None else self.manifest.parents
+        return (self.path / parents[role]).resolve() if role in parents else None
+
+    @property
     def base_folder(self) -> str | None:
-        """Return the folder of the adapter's base weights; None where the base is no folder."""
+        """Return the folder of the adapter's base weights; None where the base is no folder.
+
+        adapter_config.json names it by an absolute path, since PEFT and transformers take a
+        relative one to start at the working directory. The manifest finds it in a run that was
+        moved.
+        """
+        sft = self.parent(SFT)
+        if sft is not None and (sft / "config.json").is_file() and not (sft / ADAPTER).is_file():
+            return str(sft)
         base: str | None = json_object(self.path / ADAPTER)["base_model_name_or_path"]
         return base if base and os.path.isdir(base) else None
 
@@ -176,8 +210,9 @@ def find(source: str, key: str) -> Final:
 
         with naming(source, key):
             path = Path(snapshot_download(source, ignore_patterns=[f"*{p}" for p in PICKLES]))
-    if (path / ADAPTER).is_file():
-        check_adapter(path)
+    for folder in (path, path / ROLES):
+        if (folder / ADAPTER).is_file():
+            check_adapter(folder)
     file = path / MANIFEST
     if os.path.lexists(file) and not file.is_file():
         raise CheckpointError(f"{file} is not a manifest: it is no file, or a link to none")
@@ -209,7 +244,7 @@ def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
 
     from lightning_rlhf.models.heads import RewardHeads
 
-    file = final.path / f"{name}_head.safetensors"
+    file = final.own_file(f"{name}_head.safetensors")
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
     try:

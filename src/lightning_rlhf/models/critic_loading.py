@@ -46,7 +46,7 @@ def add_critic(
             if reward is None:
                 roles.add_adapter(CRITIC, config.lora, seed)
             elif reward.is_adapter:
-                roles.load_adapter(CRITIC, reward.path, trainable=True)
+                roles.load_adapter(CRITIC, reward.adapter, trainable=True)
             else:
                 raise ConfigError(
                     f"ppo.critic is 'adapter' and starts from {reward.path}, which is a whole "
@@ -77,7 +77,7 @@ def whole_weights(
     weights, adapters = None, []
     for final in (sft, reward):
         if final is not None and final.is_adapter:
-            adapters.append(str(final.path))
+            adapters.append(str(final.adapter))
         elif final is not None:
             weights, adapters = str(final.path), []
     if weights is None and sft is not None:  # an adapter on the base that it was trained on

@@ -13,13 +13,14 @@ import torch
 from jaxtyping import Float
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.checkpoint import MANIFEST, Manifest
+from lightning_rlhf.models.checkpoint import MANIFEST, ROLES, Manifest
 from lightning_rlhf.models.fingerprint import FINGERPRINT
-from lightning_rlhf.models.roles import BASE, POLICY, REFERENCE, SFT, Roles
+from lightning_rlhf.models.roles import BASE, REFERENCE, REWARD, SFT, Roles
+from lightning_rlhf.models.sequence_classifier import classifier_adapter, save_classifier
 
 
 def write_final(
@@ -31,54 +32,80 @@ def write_final(
     head: str | None,
     below: Float[Tensor, " V"] | None = None,
     more: Path | None = None,
+    card: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write `role` of `roles` as the folder `folder`, atomically: completely or not at all.
 
     head: name of the scalar head to save with it; None saves no head.
     below: fingerprint of the model it was trained from, where training has changed that model.
     more: folder of further files to copy into `folder`.
+    card: text of README.md; None writes none.
+    dtype: data type in which whole weights are stored; None stores them as they are.
 
     Raises StorageError where the disk is full.
     """
     with written_whole(folder, _size(roles, role)) as beside:
-        beside.mkdir(parents=True)
+        own = beside / ROLES
+        own.mkdir(parents=True)
         if more is not None:
             shutil.copytree(more, beside, dirs_exist_ok=True)
-        stands_on = BASE if manifest.stage == "sft" else REFERENCE
-        if isinstance(roles.model, PeftModel) and role in roles.model.peft_config:
-            with exported(roles, role) as name:
-                is_whole = name != role
-                state = get_peft_model_state_dict(
-                    roles.model, adapter_name=name, save_embedding_layers=False
-                )
-                save_file(_on_cpu(state), beside / "adapter_model.safetensors")
-                inference = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
-            stands_on = BASE if is_whole else stands_on
-            if isinstance(inference.target_modules, set):  # its order differs between runs
-                inference.target_modules = sorted(inference.target_modules)
-            inference.base_model_name_or_path = _base_of(manifest, is_whole)
-            inference.save_pretrained(str(beside))
-        else:
-            roles.causal_lm.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
-        if head is not None:
-            save_file(_on_cpu(roles.heads[head].state_dict()), beside / f"{head}_head.safetensors")
+        is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+        is_complete = is_adapter and len(roles.adapters(role)) > 1 and head != REWARD
+        stands_on = BASE if manifest.stage == "sft" or is_complete else REFERENCE
         below = roles.probe(stands_on) if below is None else below
         fingerprints = {"self": roles.probe(role), "below": below}
-        save_file(fingerprints, beside / FINGERPRINT)
+        rewards = roles.heads[REWARD] if head == REWARD else None
+        if is_adapter:
+            with exported(roles, role) as name:
+                base = _base_of(folder, manifest, is_whole=name != role)
+                save_adapter(beside, roles, name, base, rewards)
+            if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
+                save_adapter(own, roles, role, _base_of(folder, manifest, is_whole=False))
+        else:
+            causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
+            if rewards is None or not save_classifier(
+                beside, causal_lm, rewards, tokenizer.pad_token_id
+            ):
+                causal_lm.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        if head is not None:
+            save_file(_on_cpu(roles.heads[head].state_dict()), own / f"{head}_head.safetensors")
+        save_file(fingerprints, own / FINGERPRINT)
+        if card is not None:
+            (beside / "README.md").write_text(card, encoding="utf-8")
         (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+
+
+def save_adapter(
+    folder: Path, roles: Roles, name: str, base: str, rewards: nn.Module | None = None
+) -> None:
+    """Write an adapter of the model.
+
+    base: folder or hub id of the weights that it is applied to.
+    rewards: heads with which the adapter is written as that of a sequence classifier, where
+        transformers has one for the base; None writes that of the language model.
+    """
+    state = get_peft_model_state_dict(roles.model, adapter_name=name, save_embedding_layers=False)
+    config = dataclasses.replace(roles.model.peft_config[name], inference_mode=True)
+    if isinstance(config.target_modules, set):  # its order differs between runs
+        config.target_modules = sorted(config.target_modules)
+    if rewards is not None:
+        changed = classifier_adapter(config, state, roles.causal_lm, rewards)
+        config, state = (config, state) if changed is None else changed
+    config.base_model_name_or_path = base
+    save_file(_on_cpu(state), folder / "adapter_model.safetensors")
+    config.save_pretrained(str(folder))
 
 
 @contextmanager
 def exported(roles: Roles, role: str) -> Iterator[str]:
     """Yield the name of an adapter to export for `role`.
 
-    For the policy on an SFT adapter, it is a temporary adapter that concatenates both. Other
-    roles yield their own adapter: PPO loads a reward adapter on top of the SFT adapter, which
-    is loaded already.
+    On an SFT adapter, it is a temporary adapter that concatenates both; else the role's own.
     """
     stack = roles.adapters(role)
-    if role != POLICY or len(stack) == 1:
+    if len(stack) == 1:
         yield role
         return
     before = roles.role
@@ -99,13 +126,15 @@ def _size(roles: Roles, role: str) -> int:
     return sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
 
 
-def _base_of(manifest: Manifest, is_whole: bool) -> str:
-    """Return folder or hub id of the model to which the adapter is applied.
+def _base_of(folder: Path, manifest: Manifest, is_whole: bool) -> str:
+    """Return folder or hub id of the model to which the adapter in `folder` is applied.
 
     It is the SFT model where there is one, but the base for an adapter that includes SFT's
     (`is_whole`).
     """
-    return manifest.base if is_whole or SFT not in manifest.parents else manifest.parents[SFT]
+    if is_whole or SFT not in manifest.parents:
+        return manifest.base
+    return str((folder / manifest.parents[SFT]).resolve())
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

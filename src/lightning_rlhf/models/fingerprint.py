@@ -20,7 +20,7 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
     The parent is the model that it was trained from, to which an adapter is applied. None where
     the checkpoint has no fingerprint. Raises CheckpointError where it cannot be read.
     """
-    file = final.path / FINGERPRINT
+    file = final.own_file(FINGERPRINT)
     if not file.is_file():
         return None
     try:

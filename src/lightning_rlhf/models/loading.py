@@ -33,6 +33,7 @@ from lightning_rlhf.kernels.patch import choose
 from lightning_rlhf.kernels.products import fp32_by_onednn
 from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.sequence_classifier import restore_padding
 from lightning_rlhf.models.weights import (
     DEEPEST,
     beyond_depth,
@@ -111,6 +112,7 @@ def load_causal_lm(
         model = read_weights(
             AutoModelForCausalLM, folder, config, dtype, source, "model.name_or_path"
         )
+        restore_padding(model)
     if config.gradient_checkpointing:
         recompute(model)
     if config.compile:
@@ -222,7 +224,7 @@ def leave_unpacked(model: PreTrainedModel) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
 """Patterns of the files that are downloaded from the hub."""
 
 

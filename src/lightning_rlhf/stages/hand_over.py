@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 
 from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.checkpoint import (
     FROM_CONFIG,
     Manifest,
@@ -18,11 +21,13 @@ from lightning_rlhf.models.checkpoint import (
     versions,
 )
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.models.roles import REWARD, SFT, Roles
+from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.ending import read_ending
-from lightning_rlhf.stages.folder.folders import FINAL
+from lightning_rlhf.stages.folder.folders import FINAL, run_name
+from lightning_rlhf.stages.model_card import Described, in_code, license_of, result_of
 from lightning_rlhf.stages.prepare import Prepared
 from lightning_rlhf.stages.run_report import leave_report
 
@@ -45,6 +50,7 @@ def hand_over(
     """
     settings, export = ready.settings, ready.export
     ending = read_ending(ready.folder) if export is None else export.ending
+    folder = ready.folder / FINAL if export is None else export.folder
     sft = ready.parents.get(SFT)
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
     base = settings.model.name_or_path
@@ -52,7 +58,10 @@ def hand_over(
         stage=settings.stage,
         base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
         base_seed=inherited.base_seed if inherited else settings.seed,
-        parents={name: str(final.path.resolve()) for name, final in ready.parents.items()},
+        parents={
+            name: portable(final.path, folder, settings.outputs)
+            for name, final in ready.parents.items()
+        },
         tokenizer_hash=tokenizer_hash(ready.tokenizer),
         chat_template=str(ready.tokenizer.chat_template),
         reward_mean=reward[0] if reward else None,
@@ -63,13 +72,24 @@ def hand_over(
         verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
         chosen={} if ending is None else asdict(ending),
     )
-    generation = roles.causal_lm.generation_config
-    if generation is not None:  # so that generate() stops where the responses were taught to
-        generation.eos_token_id = list(ready.chat.end_token_ids)
-        generation.pad_token_id = ready.chat.pad_token_id
-    folder = ready.folder / FINAL if export is None else export.folder
+    end_generation(roles, ready.chat)
+    tokenizer = ready.tokenizer
+    if head == REWARD:
+        tokenizer = with_padding(tokenizer, ready.chat.end_token_ids)
+    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    card = Described(
+        name=in_code(folder),
+        title=run_name(settings),
+        manifest=manifest,
+        kind=settings.definition.data,
+        chat=ready.chat,
+        is_adapter=is_adapter,
+        reward_bias=score_bias(roles.heads[REWARD]) if head == REWARD else None,
+        license=license_of(sft.path if sft else None, Path(roles.causal_lm.name_or_path)),
+        result=result_of(manifest.metrics, ready.folder if export is None else None),
+    )
     with Working(f"writing {folder}"):
-        write_final(folder, roles, role, ready.tokenizer, manifest, head, below, more)
+        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card=card.text())
     if stands_on_random_weights(folder):
         print_line(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "
@@ -79,3 +99,21 @@ def hand_over(
         leave_report(ready.folder, settings.definition)
     print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder
+
+
+def portable(path: Path, folder: Path, outputs: Path) -> str:
+    """Return the path of a model as the manifest in `folder` names it.
+
+    It is relative to `folder` where both are in `outputs`, which may be moved, else absolute.
+    """
+    path, folder, outputs = path.resolve(), folder.resolve(), outputs.resolve()
+    inside = path.is_relative_to(outputs) and folder.is_relative_to(outputs)
+    return os.path.relpath(path, folder) if inside else str(path)
+
+
+def end_generation(roles: Roles, chat: ChatFormat) -> None:
+    """Let `generate` of the saved model stop where the responses were taught to stop."""
+    generation = roles.causal_lm.generation_config
+    if generation is not None:
+        generation.eos_token_id = list(chat.end_token_ids)
+        generation.pad_token_id = chat.pad_token_id

@@ -65,7 +65,8 @@ def of_integers(file: Path) -> None:
     save_file({name: x.to(torch.int32) for name, x in load_file(file).items()}, file)
 
 
-WHOLE, ADAPTER, HEAD = "model.safetensors", "adapter_model.safetensors", "reward_head.safetensors"
+WHOLE, HEAD = "model.safetensors", "roles/reward_head.safetensors"
+ADAPTER, CONFIG = "roles/adapter_model.safetensors", "roles/adapter_config.json"
 EARLY: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", WHOLE, Path.unlink, ["sft cannot be loaded: it has no weights", WHOLE]),
     ("sft", WHOLE, pickled, ["sft cannot be loaded", "pickle, pytorch_model.bin", WHOLE]),
@@ -93,14 +94,25 @@ EARLY: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", "chat_template.jinja", says("{{ 1/0 }}"), ["chat template", "ZeroDivisionError"]),
     ("sft", "chat_template.jinja", says("hello"), ["does not reproduce the user's text"]),
     ("sft", "chat_template.jinja", says(b"\xff"), ["sft cannot be loaded", "utf-8"]),
-    ("rm", ADAPTER, Path.unlink, ["rm cannot be loaded: it has no weights", ADAPTER]),
-    ("rm", ADAPTER, pickled, ["rm cannot be loaded", "pickle", ADAPTER]),
+    (
+        "rm",
+        ADAPTER,
+        Path.unlink,
+        ["rm/roles cannot be loaded: it has no weights", ADAPTER.removeprefix("roles/")],
+    ),
+    (
+        "rm",
+        ADAPTER,
+        pickled,
+        ["rm/roles cannot be loaded", "pickle", ADAPTER.removeprefix("roles/")],
+    ),
     ("rm", "manifest.json", sets(reward_mean="x"), ["is not a manifest", "reward_mean is 'x'"]),
     ("rm", "manifest.json", sets(base_seed=-1), ["is not a manifest", "base_seed is -1"]),
     ("rm", "adapter_config.json", cut, ["rm/adapter_config.json cannot be loaded"]),
-    ("rm", "adapter_config.json", says("[]"), ["adapter_config.json holds no JSON", "list"]),
-    ("rm", "adapter_config.json", sets(peft_type="X"), ["rm cannot be loaded", "'X'", "LORA"]),
-    ("rm", "adapter_config.json", sets(peft_type=...), ["adapter_config.json", "peft_type"]),
+    ("rm", CONFIG, cut, [f"rm/{CONFIG} cannot be loaded"]),
+    ("rm", CONFIG, says("[]"), ["adapter_config.json holds no JSON", "list"]),
+    ("rm", CONFIG, sets(peft_type="X"), ["rm/roles cannot be loaded", "'X'", "LORA"]),
+    ("rm", CONFIG, sets(peft_type=...), ["adapter_config.json", "peft_type"]),
     (
         "sft",
         "config.json",
@@ -117,21 +129,31 @@ LATE: list[tuple[str, str, Edit, list[str]]] = [
     ("sft", "config.json", sets(hidden_size=64), ["sft cannot be loaded"]),
     ("sft", "generation_config.json", says("[]"), ["sft cannot be loaded", "mapping"]),
     ("sft", "manifest.json", sets(stage="rm"), ["sft is a reward model", "stage=sft"]),
-    ("sft", "fingerprint.safetensors", cut, ["sft/fingerprint.safetensors cannot be read"]),
-    ("sft", "fingerprint.safetensors", of_integers, ["cannot be read: self is of torch.int32"]),
+    (
+        "sft",
+        "roles/fingerprint.safetensors",
+        cut,
+        ["sft/roles/fingerprint.safetensors cannot be read"],
+    ),
+    (
+        "sft",
+        "roles/fingerprint.safetensors",
+        of_integers,
+        ["cannot be read: self is of torch.int32"],
+    ),
     ("rm", HEAD, cut, [f"rm/{HEAD} is not a reward head"]),
-    ("rm", ADAPTER, cut, ["rm cannot be loaded", "header"]),
+    ("rm", ADAPTER, cut, ["rm/roles cannot be loaded", "header"]),
     ("sft", "config.json", sets(num_hidden_layers=0), ["sft/config.json: num_hidden_layers is 0"]),
     ("sft", "config.json", sets(num_hidden_layers=10**9), ["sft/config.json: ", "1 to 1000"]),
-    ("rm", "adapter_config.json", sets(r=10**9), ["r is 1000000000; allowed: at most 64"]),
+    ("rm", CONFIG, sets(r=10**9), ["r is 1000000000; allowed: at most 64"]),
     (
         "rm",
-        "adapter_config.json",
+        CONFIG,
         sets(target_modules="(([a-z_.0-9]+)+)+!"),
-        ["rm cannot be loaded: adapter_config.json: target_modules takes more than 2 s"],
+        ["rm/roles cannot be loaded: adapter_config.json: target_modules takes more than 2 s"],
     ),
-    ("rm", "adapter_config.json", sets(r=3), ["rm cannot be loaded", "size mismatch"]),
-    ("rm", "adapter_config.json", sets(target_modules=["x"]), ["rm cannot be loaded", "'x'"]),
+    ("rm", CONFIG, sets(r=3), ["rm/roles cannot be loaded", "size mismatch"]),
+    ("rm", CONFIG, sets(target_modules=["x"]), ["rm/roles cannot be loaded", "'x'"]),
     ("rm", "manifest.json", Path.unlink, ["rm has no manifest.json", "stage=rm"]),
     ("rm", "manifest.json", sets(reward_std=0), ["rm/manifest.json: reward_std is 0"]),
     ("rm", "manifest.json", sets(tokenizer_hash="0f"), ["another tokenizer", "0f"]),

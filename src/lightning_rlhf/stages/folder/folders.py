@@ -238,7 +238,7 @@ def find_parents(settings: Settings) -> dict[str, Final]:
         found |= settings.definition.reads_models(settings)
     parents = {role: final for role, final in found.items() if final is not None}
     for final in parents.values():
-        check_weights(final.path)
+        check_weights(final.adapter)
     return parents
 
 

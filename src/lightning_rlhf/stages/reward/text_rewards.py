@@ -15,25 +15,22 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
-from lightning_rlhf.core.validation import build
+from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.models.build_roles import load_reward, warn_of_one_head
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, MANIFEST, Final, find
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
 from lightning_rlhf.models.classifier_loading import check_classifier, load_classifier, positions
-from lightning_rlhf.models.config import ModelConfig as LMConfig
 from lightning_rlhf.models.flops import model_flops, reading, role_flops
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
 from lightning_rlhf.stages.console import print_line
-from lightning_rlhf.stages.folder.changes import completed
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
-from lightning_rlhf.stages.sections import section
+from lightning_rlhf.stages.trained import trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
     from lightning_rlhf.rewards.protocol import Columns, Messages, Score
@@ -164,23 +161,6 @@ def own_model(
     flops = reading(partial(role_flops, roles, REWARD))
     longest = positions(roles.causal_lm.config)
     return TextModel(encode, read, chat.show, flops=flops, module=roles), longest
-
-
-def trained_as(final: Final) -> tuple[LMConfig, Mapping[str, Any]]:
-    """Return the base model and the chat template's arguments from the manifest of stage=rm.
-
-    Raises CheckpointError where they are missing or not allowed.
-    """
-    config = final.require_manifest("rm").config
-    key = "chat_template_kwargs"
-    try:
-        arguments = section(config, "data", key)[key]
-        is_mapping = isinstance(arguments, Mapping)
-        require(is_mapping, f"data.{key}", arguments, "a mapping of names to values")
-        model = section(completed(config), "model")
-        return build(LMConfig, model, "model"), arguments
-    except ConfigError as error:
-        raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:

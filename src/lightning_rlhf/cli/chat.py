@@ -1,0 +1,268 @@
+"""lightning-rlhf chat: a conversation with one or several models in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lightning_rlhf.cli.secrecy import without_secrets
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
+from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io.visible import visible
+from lightning_rlhf.stages.console import print_error
+
+if TYPE_CHECKING:
+    from lightning_rlhf.stages.chat import Conversation, Reply
+
+HELP = """/temperature NUMBER   0 takes the most probable token
+/system TEXT          system message before the first turn; without TEXT none. Starts over
+/reset                forget all turns
+/save [FILE]          write the dialogues as JSON lines, a row for each model
+/quit, Ctrl-D         end; the dialogues are saved
+/help                 this list
+Ctrl-C stops a reply."""
+SAVED = "outputs/chats"
+"""Folder in which dialogues are saved that have no name."""
+Temperature = Annotated[float, Field(ge=0, le=100)]
+
+
+def chat(arguments: Sequence[str]) -> None:
+    """Talk until /quit or the end of the input; exit with status 1 after an error."""
+    given = parser().parse_args(arguments)
+    try:
+        conversation = opened(given)
+        file = Path(SAVED) / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl"
+        talk(conversation, typed(), Console(), file)
+    except RLHFError as error:
+        print_error(without_secrets(str(error)))
+        sys.exit(1)
+
+
+def opened(given: argparse.Namespace) -> Conversation:
+    """Return the conversation of the command line's arguments, with its models loaded.
+
+    Raises an RLHFError where an argument is wrong or a model cannot be loaded.
+    """
+    for key, value, kind in (
+        ("--temperature", given.temperature, Temperature | None),
+        ("--max-tokens", given.max_tokens, PositiveInt | None),
+    ):
+        check_value(key, value, kind)
+    from lightning_rlhf.models.checkpoint import find
+    from lightning_rlhf.models.weights import check_weights
+    from lightning_rlhf.replay.plan import refuse_code
+    from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
+
+    finals = [find(source, "FINAL") for source in given.finals]
+    for final in finals:
+        check_weights(final.path)
+        if final.manifest is None:
+            raise CheckpointError(
+                f"{final.path} has no manifest.json; allowed: the final/ of a run"
+            )
+        if not given.trust_remote_code:
+            refuse_code(final.manifest.config, final.path / "manifest.json")
+    names = short_names(finals)
+    reward = given.reward or reward_of(finals)
+
+    import torch
+
+    from lightning_rlhf.callbacks.working import Working
+    from lightning_rlhf.stages.chat import Conversation, load_speaker
+    from lightning_rlhf.stages.console import quiet_libraries
+    from lightning_rlhf.stages.reward.text_rewards import text_scorer
+
+    quiet_libraries()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with Working("loading the models"):
+        speakers = [load_speaker(*one, device) for one in zip(names, finals, strict=True)]
+        score = None if reward is None else text_scorer(reward, [])
+    trained = [sampled_as(final) for final in finals]
+    return Conversation(
+        speakers=speakers,
+        score=score,
+        temperature=trained[-1][0] if given.temperature is None else given.temperature,
+        max_tokens=given.max_tokens or max(most for _, most in trained),
+        generator=torch.Generator().manual_seed(given.seed),
+        system=given.system,
+    )
+
+
+def typed() -> Iterator[str]:
+    """Yield the lines that are typed, until the end of the input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited and called back
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def talk(conversation: Conversation, lines: Iterator[str], console: Console, file: Path) -> None:
+    """Answer each line, or obey it where it begins with a slash; save what was said at the end.
+
+    file: where the dialogues are saved that have not been since their last turn.
+    """
+    names = ", ".join(speaker.name for speaker in conversation.speakers)
+    console.print(f"{names} at temperature {conversation.temperature:g}; /help lists the commands")
+    is_saved = True
+    for line in lines:
+        word, _, rest = line.strip().partition(" ")
+        try:
+            if word == "/quit":
+                break
+            if word == "/save":
+                save(conversation, Path(rest) if rest else file, console)
+                is_saved = True
+            elif word.startswith("/"):
+                obey(conversation, word, rest.strip(), console)
+            elif word:
+                answer(conversation, line.strip(), console)
+                is_saved = False
+        except KeyboardInterrupt:
+            console.print("stopped; the turn is not kept")
+        except RLHFError as error:
+            console.print(visible(str(error)), style="red", markup=False, highlight=False)
+    if not is_saved:
+        save(conversation, file, console)
+
+
+def obey(conversation: Conversation, word: str, rest: str, console: Console) -> None:
+    """Carry out a command. Raises ConfigError for one that is not known, or a wrong value."""
+    match word:
+        case "/help":
+            console.print(HELP, markup=False, highlight=False)
+        case "/reset":
+            conversation.reset()
+            console.print("all turns are forgotten")
+        case "/system":
+            conversation.reset()
+            conversation.system = rest or None
+            console.print("all turns are forgotten; the next one follows the system message"
+                          if rest else "all turns are forgotten; no system message")  # fmt: skip
+        case "/temperature":
+            conversation.temperature = number(rest)
+            console.print(f"temperature {conversation.temperature:g}")
+        case _:
+            known = ("/temperature", "/system", "/reset", "/save", "/quit", "/help")
+            require(False, "the command", word, ", ".join(known))
+
+
+def number(text: str) -> float:
+    """Return the temperature in a text. Raises ConfigError where it is none."""
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ConfigError(f"/temperature is {text!r}; allowed: a number from 0 to 100") from error
+    check_value("/temperature", value, Temperature)
+    return value
+
+
+def answer(conversation: Conversation, text: str, console: Console) -> None:
+    """Print the replies of the models as they grow, and their numbers below."""
+    from lightning_rlhf.stages.chat import Piece
+
+    texts = {speaker.name: "" for speaker in conversation.speakers}
+    replies: dict[str, Reply] = {}
+
+    def columns() -> Table:
+        """Return the replies beside each other, one column for each model."""
+        table = Table(expand=True)
+        for name in texts:
+            table.add_column(Text(name), ratio=1, overflow="fold")
+        table.add_row(*(Text(visible(said)) for said in texts.values()))
+        if replies:
+            below = (replies.get(name) for name in texts)
+            table.add_section()
+            table.add_row(*(Text("" if x is None else numbers(x), style="dim") for x in below))
+        return table
+
+    is_alone = len(texts) == 1
+    screen = (
+        contextlib.nullcontext()
+        if is_alone or not console.is_terminal
+        else Live(console=console, transient=True, vertical_overflow="ellipsis")
+    )
+    with screen as live:
+        for event in conversation.ask(text):
+            if not isinstance(event, Piece):
+                replies[event.model] = event
+            else:
+                texts[event.model] += event.text
+                if is_alone:
+                    console.print(
+                        visible(event.text), end="", markup=False, highlight=False, soft_wrap=True
+                    )
+            if live is not None:
+                live.update(columns())
+    if is_alone:
+        console.print()
+        console.print(numbers(*replies.values()), style="dim", highlight=False)
+    else:
+        console.print(columns())
+
+
+def numbers(reply: Reply) -> str:
+    """Return the numbers of a reply in a line."""
+    parts = [] if reply.score is None else [f"score {reply.score:+z.2f}"]
+    parts += [] if reply.kl is None else [f"KL {reply.kl:+z.2f} nats"]
+    return " · ".join([*parts, f"{reply.tokens} tokens"])
+
+
+def save(conversation: Conversation, file: Path, console: Console) -> None:
+    """Write the dialogues to a file. Raises ConfigError where it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(file) as beside:
+            rows = (json.dumps(row, ensure_ascii=False) for row in conversation.rows())
+            beside.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
+    console.print(f"saved: {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-rlhf chat",
+        description="Talk to one model, or to several beside each other. Below each reply are the "
+        "score of the reward and the KL to the SFT model.",
+        epilog="While it runs: " + HELP.replace("\n", "; "),
+    )
+    parser.add_argument(
+        "finals", nargs="+", metavar="FINAL",
+        help="final/ folder of stage=sft or a later one, or the hub id of one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reward", metavar="FINAL",
+        help="reward model or sequence classifier that scores the replies (that of the last stage)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperature", type=float, metavar="T",
+        help="divisor of the logits, 0 for the most probable token (that of the last model's run)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="tokens of a reply (as in the model's run)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message before the first turn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what is sampled (%(default)s)")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true",
+        help="run code that comes with the model where the folder's configuration asks for it",
+    )  # fmt: skip
+    return parser

@@ -1,0 +1,115 @@
+"""A `final/` folder as whole weights, which every program loads without PEFT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.core.config import DType
+from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.kernels.patch import same_logits
+from lightning_rlhf.models.checkpoint import Final, find, load_head
+from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.critic_loading import whole_weights
+from lightning_rlhf.models.export import write_final
+from lightning_rlhf.models.fingerprint import fingerprint
+from lightning_rlhf.models.loading import load_tokenizer
+from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
+from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
+from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.folder.folders import FINAL
+from lightning_rlhf.stages.hand_over import end_generation
+from lightning_rlhf.stages.model_card import Described, in_code, license_of, result_of
+from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.trained import trained_as
+
+ROUNDING = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-2}
+"""Type of the weights in training -> largest relative difference between two ways to compute the
+logits."""
+
+
+@torch.no_grad()
+def write_merged(final: Final, out: Path, dtype: DType) -> Path:
+    """Write the model of `final` as whole weights of type `dtype` to the folder `out`.
+
+    Adapters are merged in float32. A multimodal base is written as its language model.
+
+    Raises CheckpointError where the weights are not those that the stage wrote.
+    """
+    trained, template_kwargs = trained_as(final)
+    assert final.manifest is not None
+    is_reward = final.manifest.stage == "rm"
+    with Working("loading the model"):
+        roles = merged(final, trained)
+    role = REWARD if is_reward else POLICY
+    roles.assign(role)
+    tokenizer = load_tokenizer(trained, final.path)
+    chat = ChatFormat(tokenizer, template_kwargs)
+    if is_reward:
+        roles.heads[REWARD] = load_head(final, REWARD, roles.hidden_size)
+        tokenizer = with_padding(tokenizer, chat.end_token_ids)
+    end_generation(roles, chat)
+    stored = getattr(torch, dtype)
+    for parameter in roles.causal_lm.parameters():  # the fingerprint is that of rounded weights
+        parameter.copy_(parameter.to(stored))
+    beside = out.resolve().parent == final.path.resolve().parent
+    parents = {
+        name: source if beside else str((final.path / source).resolve())
+        for name, source in final.manifest.parents.items()
+    }
+    manifest = replace(final.manifest, parents=parents)
+    card = Described(
+        name=in_code(out),
+        title=f"{final.manifest.stage}, merged",
+        manifest=manifest,
+        kind=STAGES[manifest.stage].data if manifest.stage in STAGES else "prompts",
+        chat=chat,
+        is_adapter=False,
+        reward_bias=score_bias(roles.heads[REWARD]) if is_reward else None,
+        license=license_of(final.path),
+        result=result_of(manifest.metrics, final.path.parent if final.path.name == FINAL else None),
+    )
+    with Working(f"writing {out}"):
+        write_final(
+            out, roles, role, tokenizer, manifest, REWARD if is_reward else None,
+            fingerprint(final, "below"), card=card.text(), dtype=stored,
+        )  # fmt: skip
+    print_line(f"merged, {dtype}: {out}")
+    return out
+
+
+def merged(final: Final, trained: ModelConfig) -> Roles:
+    """Return the model of `final` in float32 with its adapters merged into plain weights.
+
+    Raises CheckpointError where its logits are not those in the fingerprint of `final`.
+    """
+    assert final.manifest is not None
+    config = replace(
+        trained, dtype="float32", quantization="none", compile=False, kernels="plain",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    sft: Final | None = final
+    reward: Final | None = None
+    if final.manifest.stage == "rm":
+        parent, reward = final.parent(SFT), final
+        sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
+    model = whole_weights(config, sft, reward, final.manifest.base_seed)
+    roles = Roles(model.requires_grad_(False), "plain")
+    expected = fingerprint(final, "self")
+    if trained.quantization != "none":
+        print_line(
+            f"{final.path} was trained on weights of {trained.quantization}; merged into those of "
+            "full precision it gives other logits"
+        )
+    elif expected is not None and not same_logits(
+        roles.probe(roles.role), expected, ROUNDING[trained.dtype]
+    ):
+        raise CheckpointError(
+            f"{final.path} cannot be merged: with the base weights that are here it gives other "
+            "logits than it gave"
+        )
+    return roles

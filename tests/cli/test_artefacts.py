@@ -1,0 +1,312 @@
+"""What a user takes away: loaded by other programs, merged, moved, described and pushed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from httpx import ConnectError
+from huggingface_hub import CommitOperationAdd, ModelCard
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+from transformers import (
+    pipeline as make_pipeline,
+)
+
+from lightning_rlhf.models.build_roles import start_from
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.stages.model_card import license_of, with_name
+from lightning_rlhf.stages.paths import HOME
+from lightning_rlhf.stages.reward.text_rewards import text_scorer
+from lightning_rlhf.stages.trained import trained_as
+
+from .conftest import Workplace
+
+
+@pytest.fixture(scope="module")
+def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """All stages, with ppo/final_merged, rm/final_merged and, in bfloat16, ppo/half."""
+    found = Workplace(tmp_path_factory.mktemp("artefacts") / "work")
+    shutil.copytree(pipeline.folder, found.folder)
+    for stage in ("ppo", "rm"):
+        found.call("export", f"outputs/default/mini/{stage}/final", "--merge").succeeded  # noqa: B018
+    half = ["--merge", "--dtype", "bfloat16", "--out", "outputs/default/mini/ppo/half"]
+    found.call("export", "outputs/default/mini/ppo/final", *half).succeeded  # noqa: B018
+    return found
+
+
+def prompt(folder: Path) -> torch.Tensor:
+    turns = [{"role": "user", "content": "What is the capital of Peru?"}]
+    encoded = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"]
+
+
+@torch.no_grad()
+def test_merged_weights_are_the_policy(place: Workplace) -> None:
+    """To fp32 rounding; in bfloat16 each weight keeps 8 bits, so that logits are near."""
+    final = place.stage("ppo") / "final"
+    tokens = prompt(final)
+    expected = AutoModelForCausalLM.from_pretrained(final).eval()(tokens).logits
+    sft = AutoModelForCausalLM.from_pretrained(place.stage("sft") / "final").eval()(tokens).logits
+    assert (expected - sft).abs().max() > 1e-3  # the adapter has an effect to be found
+    for name, tolerance in (("final_merged", 1e-5), ("half", 0.05)):
+        folder = place.stage("ppo") / name
+        assert sorted(f.name for f in folder.glob("*.safetensors")) == ["model.safetensors"]
+        assert not (folder / "adapter_config.json").exists()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        torch.testing.assert_close(model(tokens).logits, expected, atol=tolerance, rtol=0)
+    stored = load_file(place.stage("ppo") / "half" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in stored  # tied to the embedding
+
+
+def test_a_merged_policy_is_a_start_for_the_stages_here(place: Workplace) -> None:
+    """Its fingerprint is that of the rounded weights."""
+    final = find(str(place.stage("ppo") / "half"), "policy.checkpoint")
+    config, _ = trained_as(final)
+    start_from(config, final, trainable=False, seed=0)  # compares the fingerprint
+
+
+def test_the_text_generation_pipeline_loads_adapter_and_merged(place: Workplace) -> None:
+    said = []
+    for name in ("final", "final_merged"):
+        folder = str(place.stage("ppo") / name)
+        generate = make_pipeline("text-generation", model=folder, device="cpu")
+        turns = [{"role": "user", "content": "What is the capital of Peru?"}]
+        out = generate(turns, max_new_tokens=6, do_sample=False)
+        said.append(out[0]["generated_text"][-1])
+    assert said[0] == said[1]
+    assert said[0]["role"] == "assistant"
+
+
+@torch.no_grad()
+def test_the_code_in_a_reward_models_card_gives_the_scores_that_ppo_pays(place: Workplace) -> None:
+    """To 1e-5, of the adapter and merged, with padding on either side."""
+    question = "What is the capital of Australia?"
+    said = ["It is Canberra.", "Sydney", "I do not know, ask someone else."]
+    turns = [{"role": "user", "content": question}]
+    ours = text_scorer(str(place.stage("rm") / "final"), [])([turns] * 3, said, {})
+    assert max(ours) - min(ours) > 1e-2
+    for name in ("final", "final_merged"):
+        code = snippet(place.stage("rm") / name, place.stage("rm") / name)
+        names: dict[str, Any] = {}
+        exec(code, names)
+        assert names["rewards"].tolist() == pytest.approx(ours[:2], abs=1e-5)
+        [(mean, std)] = re.findall(r"\(scores - (\S+)\) / (\S+)", code)
+        rows = {"input_ids": [names["tokens"](question, text) for text in said]}
+        for side in ("left", "right"):
+            batch = names["tokenizer"].pad(rows, padding_side=side, return_tensors="pt")
+            scores = names["model"](**batch).logits[:, 0]
+            assert ((scores - float(mean)) / float(std)).tolist() == pytest.approx(ours, abs=1e-5)
+
+
+def snippet(folder: Path, name: Path) -> str:
+    """The Python code of a model card, for the folder `name`."""
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return with_name(code, str(name))
+
+
+def test_a_merged_reward_model_is_a_classifier_without_an_argument(place: Workplace) -> None:
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        place.stage("rm") / "final_merged", output_loading_info=True
+    )
+    assert info["missing_keys"] == info["unexpected_keys"] == set()
+    assert model.config.num_labels == 1
+    assert model.config.pad_token_id is not None
+
+
+# Moved.
+
+
+def test_a_run_goes_on_where_its_folder_was_moved(
+    place: Workplace, tmp_path: Path, pipeline: Workplace
+) -> None:
+    """The old place is gone; nothing in the folder leads there, except a path that PEFT needs."""
+    moved = Workplace(tmp_path / "moved")
+    shutil.copytree(pipeline.folder, moved.folder)
+    for stage in ("rm", "ppo"):  # as if they had been written where nothing is now
+        for file in (moved.stage(stage) / "final").rglob("adapter_config.json"):
+            config = json.loads(file.read_text())
+            config["base_model_name_or_path"] = "/gone/outputs/default/mini/sft/final"
+            file.write_text(json.dumps(config))
+        manifest = json.loads((moved.stage(stage) / "final" / "manifest.json").read_text())
+        assert not [path for path in manifest["parents"].values() if Path(path).is_absolute()]
+    moved.mini("stage=ppo", "job=again", "ppo.iterations=1").succeeded  # noqa: B018
+    moved.mini("stage=eval_policy").succeeded  # noqa: B018
+    for stage in ("rm", "ppo"):
+        moved.call("export", f"outputs/default/mini/{stage}/final", "--merge").succeeded  # noqa: B018
+        here, there = (
+            load_file(w.stage(stage) / "final_merged" / "model.safetensors") for w in (moved, place)
+        )
+        assert all(torch.equal(here[name], there[name]) for name in there)
+    original = moved.stage("ppo") / "final"
+    elsewhere = moved.folder / "elsewhere"
+    shutil.copytree(original, elsewhere)  # without its run, its base is not to be found
+    error = moved.call("export", str(elsewhere), "--merge").error
+    assert str(elsewhere) in error
+
+
+def test_the_code_in_the_documentation(place: Workplace, capsys: Any) -> None:
+    """The scores in docs/artefacts.md, standardised, are those that PPO pays."""
+    page = (HOME / "docs" / "artefacts.md").read_text()
+    names: dict[str, Any] = {}
+    for example, stage in (("policy", "ppo"), ("reward", "rm")):
+        [code] = re.findall(rf"<!-- example: {example} -->\n```python\n(.*?)```", page, re.DOTALL)
+        exec(with_name(code, str(place.stage(stage) / "final")), names)
+    assert capsys.readouterr().out.strip()
+    turns = [{"role": "user", "content": "What is the capital of Australia?"}]
+    final = str(place.stage("rm") / "final")
+    ours = text_scorer(final, [])([turns] * 2, ["It is Canberra.", "Sydney"], {})
+    std = find(final, "x").reward_moments()[1]
+    gap = float(names["scores"][0] - names["scores"][1]) / std  # the constant cancels
+    assert gap == pytest.approx(ours[0] - ours[1], abs=1e-5)
+
+
+# Described.
+
+
+def test_every_final_has_a_model_card(place: Workplace) -> None:
+    for stage, library, task in (
+        ("sft", "transformers", "text-generation"),
+        ("rm", "peft", "text-classification"),
+        ("ppo", "peft", "text-generation"),
+    ):
+        folder = place.stage(stage) / "final"
+        card = ModelCard.load(folder / "README.md")
+        assert (card.data.library_name, card.data.pipeline_tag) == (library, task)
+        assert {"lightning-rlhf", stage} <= set(card.data.tags)
+        assert "random weights of seed 0" in card.text
+        assert f'name = "outputs/default/mini/{stage}/final"' in card.text
+        assert str(place.folder) not in card.text
+        names = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts"}[stage]
+        file = {"demonstrations": "sft"}.get(names, names)
+        assert f"| {names}, train | {file}\\_train.jsonl |" in card.text
+    manifest = find(str(folder), "x").require_manifest("ppo")
+    [row] = re.findall(r"\| `eval/reward_mean` \| (\S+) \| (\S+) to (\S+) \| (\S+) \|", card.text)
+    value, low, high, before = map(float, row)
+    assert value == pytest.approx(manifest.metrics["eval/reward_mean"], rel=1e-3)
+    assert before == pytest.approx(manifest.metrics["start/eval/reward_mean"], rel=1e-3)
+    assert low <= value <= high
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_the_code_in_a_card_runs(place: Workplace, stage: str, capsys: Any) -> None:
+    exec(snippet(place.stage(stage) / "final", place.stage(stage) / "final"), {})
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_the_license_is_that_of_the_first_folder_that_states_one(tmp_path: Path) -> None:
+    card, config, broken = (tmp_path / name for name in ("card", "config", "broken"))
+    for folder in (card, config, broken):
+        folder.mkdir()
+    (card / "README.md").write_text("---\nlicense: other\nlicense_name: llama3.2\n---\n# A\n")
+    (config / "config.json").write_text('{"license": "apache-2.0"}')
+    (broken / "README.md").write_text("---\nlicense: [\n---\n")
+    assert license_of(broken, None, card, config) == {
+        "license": "other", "license_name": "llama3.2"
+    }  # fmt: skip
+    assert license_of(broken, config) == {"license": "apache-2.0"}
+    assert license_of(tmp_path) == {}
+
+
+# Pushed.
+
+
+class FakeHub:
+    """The two calls of HfApi that are made."""
+
+    def __init__(self) -> None:
+        self.created: list[tuple[str, Any]] = []
+        self.files: dict[str, bytes] = {}
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> str:
+        assert exist_ok
+        self.created.append((repo_id, private))
+        return f"https://huggingface.co/{repo_id}"
+
+    def create_commit(
+        self, repo_id: str, operations: list[CommitOperationAdd], *, commit_message: str
+    ) -> None:
+        for one in operations:
+            with one.as_file() as file:
+                self.files[one.path_in_repo] = file.read()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    fake = FakeHub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: fake)
+    monkeypatch.setattr("lightning_rlhf.stages.upload.get_token", lambda: "hf_token")
+    return fake
+
+
+def test_push_uploads_what_the_dry_run_lists(place: Workplace, hub: FakeHub) -> None:
+    merged = "outputs/default/mini/ppo/final_merged"
+    listed = place.call("push", merged, "org/policy", "--private", "--dry-run").succeeded.out
+    assert hub.created == []
+    assert "would be uploaded to org/policy, a private repository" in listed
+    out = place.call("push", merged, "org/policy", "--private").succeeded.out
+    assert out.strip() == "https://huggingface.co/org/policy"
+    assert hub.created == [("org/policy", True)]
+    names = {line.split()[-1] for line in listed.splitlines()[:-1]}
+    assert names == set(hub.files)
+    assert {"README.md", "config.json", "model.safetensors", "manifest.json"} <= names
+    folder = place.stage("ppo") / "final_merged"
+    for name, content in hub.files.items():
+        if name != "README.md":
+            assert content == (folder / name).read_bytes(), name
+    assert b'name = "org/policy"' in hub.files["README.md"]
+
+
+def test_pushes_that_are_refused(
+    place: Workplace, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = "outputs/default/mini/ppo/final_merged"
+    error = place.call("push", "outputs/default/mini/ppo/final", "org/policy").error
+    assert "is an adapter on" in error
+    assert "export outputs/default/mini/ppo/final --merge" in error
+    assert "no such folder" in place.call("push", "nothing", "org/policy").error
+    assert "organisation/name" in place.call("push", merged, "policy").error
+    assert "no name on the hub" in place.call("push", merged, "a/b/c").error
+
+    def no_network(*args: Any, **kwargs: Any) -> None:
+        raise ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(hub, "create_repo", no_network)
+    assert (
+        "org/policy was not uploaded: [Errno -2]" in place.call("push", merged, "org/policy").error
+    )
+    monkeypatch.setattr("lightning_rlhf.stages.upload.get_token", lambda: None)
+    assert "no token for the hub; hf auth login" in place.call("push", merged, "org/policy").error
+
+
+def test_merges_that_are_refused(place: Workplace, tmp_path: Path) -> None:
+    final = "outputs/default/mini/ppo/final"
+    assert "final_merged exists already" in place.call("export", final, "--merge").error
+    error = place.call("export", final, "--step", "1", "--dtype", "bfloat16").error
+    assert "--dtype is 'bfloat16'; allowed: none without --merge" in error
+    plain = tmp_path / "plain"
+    shutil.copytree(place.stage("sft") / "final", plain)
+    (plain / "manifest.json").unlink()
+    assert "has no manifest.json" in place.call("export", str(plain), "--merge").error
+    changed = tmp_path / "work"
+    shutil.copytree(place.folder, changed)
+    other = Workplace(changed)
+    shutil.copy(
+        other.stage("rm") / "final_merged" / "model.safetensors",
+        other.stage("sft") / "final" / "model.safetensors",
+    )
+    error = other.call("export", final, "--merge", "--out", "again").error
+    assert "gives other logits than it gave" in error
+    assert not (other.folder / "again").exists()

@@ -1,0 +1,182 @@
+"""The conversation with models, fed with lines; and the numbers beside each reply."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from lightning_rlhf.cli.chat import opened, parser, talk
+from lightning_rlhf.data.rows import Message
+from lightning_rlhf.stages.chat import Conversation, Piece, Reply
+
+from .conftest import Workplace
+
+
+@pytest.fixture(scope="module")
+def finals(pipeline: Workplace) -> dict[str, str]:
+    return {stage: str(pipeline.stage(stage) / "final") for stage in ("sft", "rm", "ppo")}
+
+
+@pytest.fixture(scope="module")
+def both(finals: dict[str, str]) -> Conversation:
+    """SFT and PPO, beside each other; the reward is the one that PPO was paid."""
+    return opened(parser().parse_args([finals["sft"], finals["ppo"], "--max-tokens", "8"]))
+
+
+@pytest.fixture
+def pair(both: Conversation) -> Conversation:
+    both.reset()
+    both.system, both.temperature = None, 1.0
+    both.generator.manual_seed(0)
+    return both
+
+
+def said(conversation: Conversation, *lines: str, folder: Path) -> str:
+    """What the terminal shows after these lines, and the end of the input."""
+    out = io.StringIO()
+    talk(conversation, iter(lines), Console(file=out, width=100), folder / "chat.jsonl")
+    return out.getvalue()
+
+
+def logits_after(folder: str, tokens: list[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def test_replies_stream_and_end_with_their_numbers(
+    pair: Conversation, finals: dict[str, str]
+) -> None:
+    """Pieces join to the reply; the KL is that of transformers' own models, token by token."""
+    pair.temperature = 0.7
+    events = list(pair.ask("What is the capital of Peru?"))
+    replies = {event.model: event for event in events if isinstance(event, Reply)}
+    assert list(replies) == ["sft", "ppo"]
+    for name, reply in replies.items():
+        pieces = [e.text for e in events if isinstance(e, Piece) and e.model == name]
+        assert len(pieces) > 1
+        assert "".join(pieces) == reply.text.removesuffix("\N{REPLACEMENT CHARACTER}")
+        assert 0 < reply.tokens <= 8
+        assert reply.score is not None
+    assert replies["sft"].kl is None
+
+    # One more reply of PPO, whose tokens are caught.
+    speaker = pair.speakers[1]
+    prompt = speaker.chat.prompt_tokens("What is the capital of Peru?")
+    kept = list(speaker.tokens(prompt, 8, 0.7, torch.Generator().manual_seed(1)))
+    at = torch.arange(len(prompt) - 1, len(prompt) + len(kept) - 1)
+    p, q = (
+        F.log_softmax(logits_after(finals[stage], [*prompt, *kept])[at] / 0.7, dim=-1)
+        for stage in ("ppo", "sft")
+    )
+    expected = (p - q)[torch.arange(len(kept)), kept].sum()
+    assert speaker.kl(prompt, kept, 0.7) == pytest.approx(float(expected), abs=1e-4)
+    assert abs(expected) > 1e-3
+
+
+def test_temperature_0_is_greedy_and_a_seed_repeats(
+    pair: Conversation, finals: dict[str, str]
+) -> None:
+    speaker = pair.speakers[1]
+    prompt = speaker.chat.prompt_tokens("What is the capital of Peru?")
+    greedy = list(speaker.tokens(prompt, 5, 0.0, torch.Generator()))
+    best = logits_after(finals["ppo"], [*prompt, *greedy]).argmax(dim=-1)
+    assert greedy == best[len(prompt) - 1 : -1].tolist()
+    once, again, other = (
+        list(speaker.tokens(prompt, 8, 1.0, torch.Generator().manual_seed(seed)))
+        for seed in (3, 3, 4)
+    )
+    assert once == again != other
+
+
+def test_commands(pair: Conversation, tmp_path: Path) -> None:
+    out = said(
+        pair, "/help", "hello", "/temperature 0.5", "/temperature hot", "/temperature -1",
+        "/system Be brief.", "hello again", "/no", "/quit", "never read", folder=tmp_path,
+    )  # fmt: skip
+    assert "sft, ppo at temperature 1" in out
+    assert "/reset" in out
+    assert "temperature 0.5" in out
+    assert "/temperature is 'hot'; allowed: a number from 0 to 100" in out
+    assert "/temperature is -1.0" in out
+    assert "the command is '/no'; allowed: /temperature, /system" in out
+    assert out.count("score") == 4  # two turns of two models
+    assert out.count("KL") == 2
+    rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
+    assert [row["model"] for row in rows] == ["sft", "ppo"]
+    for row in rows:  # /system started over, so that the first turn is gone
+        assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant"]
+        assert row["messages"][0]["content"] == "Be brief."
+        assert len(row["scores"]) == len(row["kl"]) == 1
+
+
+def test_a_model_sees_its_own_turns(pair: Conversation, tmp_path: Path) -> None:
+    named = tmp_path / "named.jsonl"
+    said(pair, "one", "two", f"/save {named}", "/reset", "three", folder=tmp_path)
+    kept = json.loads(named.read_text().splitlines()[0])["messages"]
+    assert [turn["content"] for turn in kept][::2] == ["one", "two"]
+    for name in ("sft", "ppo"):
+        assert pair.turns[name][0] == Message("user", "three")
+        assert len(pair.turns[name]) == 2
+    said(pair, "four", folder=tmp_path)
+    assert [turn.content for turn in pair.turns["ppo"]][::2] == ["three", "four"]
+    assert pair.turns["ppo"][1].content == pair.numbers["ppo"][0].text
+
+
+def test_an_interrupted_turn_is_not_kept(
+    pair: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        yield 5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(pair.speakers[0]), "tokens", interrupted)
+    out = said(pair, "hello", "/quit", folder=tmp_path)
+    assert "stopped; the turn is not kept" in out
+    assert pair.turns == {}
+    assert not (tmp_path / "chat.jsonl").exists()
+
+
+def test_the_command_reads_lines(
+    pipeline: Workplace, finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One model, with the names, temperature and length of its run; what is typed ends with it."""
+    lines = iter(["hello"])
+
+    def type_in(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", type_in)
+    ppo = "outputs/default/mini/ppo/final"
+    out = finished.call("chat", ppo).succeeded.out
+    assert "ppo at temperature" in out
+    assert "KL" in out
+    assert "saved: outputs/chats/" in out
+    [file] = (finished.folder / "outputs" / "chats").glob("*.jsonl")
+    assert json.loads(file.read_text())["messages"][0] == {"role": "user", "content": "hello"}
+
+
+def test_what_is_refused_before_a_model_loads(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
+    final = "outputs/default/mini/{}/final".format
+    assert "no such folder" in finished.call("chat", "./nothing").error
+    assert "is a reward model" in finished.call("chat", final("rm")).error
+    assert "twice" in finished.call("chat", final("ppo"), final("ppo")).error
+    error = finished.call("chat", final("ppo"), "--temperature", "-1").error
+    assert "--temperature is -1.0" in error
