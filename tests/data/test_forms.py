@@ -332,7 +332,7 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
         check_sources(config, "preferences")
     assert str(error.value) == (
         "data.format=alpaca holds demonstrations and prompts, no preferences, which "
-        f"data.preferences.train={file} needs; stage=rm needs preference pairs "
+        f"data.preferences.train={file} needs; stage=rm and stage=dpo need preference pairs "
         '{"prompt", "chosen", "rejected"}; allowed: native, hh, ultrafeedback, shp, tldr, '
         "helpsteer, kto"
     )

@@ -107,7 +107,7 @@ def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) 
         ),
         (
             load_preferences,
-            "data.preferences.train is not set; stage=rm needs preference pairs "
+            "data.preferences.train is not set; stage=rm and stage=dpo need preference pairs "
             '{"prompt", "chosen", "rejected"}: data.preferences.train=path.jsonl',
         ),
         (
