@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 
 import pandas
@@ -21,10 +22,13 @@ STAGE = "stage=dpo"
 
 
 @pytest.fixture(scope="module")
-def trained(pipeline: Workplace) -> Workplace:
-    """The workplace of all stages, with run=default of stage=dpo. To be read."""
-    pipeline.mini(STAGE, "preflight=strict").succeeded  # noqa: B018
-    return pipeline
+def trained(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A copy of the workplace of all stages, with run=default of stage=dpo."""
+    folder = tmp_path_factory.mktemp("dpo") / "work"
+    shutil.copytree(pipeline.folder, folder)
+    place = Workplace(folder)
+    place.mini(STAGE, "preflight=strict").succeeded  # noqa: B018
+    return place
 
 
 def test_what_it_leaves(trained: Workplace) -> None:
