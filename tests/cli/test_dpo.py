@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shutil
 from collections.abc import Callable
 
+import lightning as L
 import pandas
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from torch import Tensor
 
+import lightning_rlhf
 from lightning_rlhf.data.last_batch import last_batch_of
 from lightning_rlhf.modules.dpo import DPOModule
 
-from .conftest import Workplace, rows, weights
+from .conftest import PRESETS, Workplace, rows, weights
 
 STAGE = "stage=dpo"
+LIBRARY = (f"hydra.searchpath=[file://{PRESETS}]", "model=mini", "data=small")
 
 
 @pytest.fixture(scope="module")
-def trained(pipeline: Workplace) -> Workplace:
-    """The workplace of all stages, with run=default of stage=dpo. To be read."""
-    pipeline.mini(STAGE, "preflight=strict").succeeded  # noqa: B018
-    return pipeline
+def trained(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A copy of the workplace of all stages, with run=default of stage=dpo."""
+    folder = tmp_path_factory.mktemp("dpo") / "work"
+    shutil.copytree(pipeline.folder, folder)
+    place = Workplace(folder)
+    place.mini(STAGE, "preflight=strict").succeeded  # noqa: B018
+    return place
 
 
 def test_what_it_leaves(trained: Workplace) -> None:
@@ -69,6 +77,19 @@ def test_its_policies_are_compared_with_those_of_ppo(trained: Workplace) -> None
     samples = [json.loads(line)["responses"] for line in (final / "samples.jsonl").open()]
     for sample in samples:
         assert sample["dpo"]["response"] == sample["000006"]["response"]
+
+
+def test_a_trainer_of_ones_own_trains_the_same_weights(trained: Workplace) -> None:
+    with contextlib.chdir(trained.folder):
+        settings = lightning_rlhf.configuration("dpo", *LIBRARY, "job=own")
+        training = lightning_rlhf.build(settings)
+        trainer = L.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, limit_val_batches=0,
+            enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(training.module, training.data)
+        final = lightning_rlhf.save(training).resolve()
+    assert weights(final.parent) == weights(trained.stage("dpo"))
 
 
 def test_a_checkpoint_is_exported_as_final_is(trained: Workplace) -> None:

@@ -194,7 +194,11 @@ def test_mistakes_in_a_configuration_are_named(words: list[str], told: str) -> N
         (["ppo"], CheckpointError, "Run stage=sft first"),
         (["sft", "resume=true"], ConfigError, "resume is True; allowed: false"),
         (["sft", "trainer=gpu"], ConfigError, "trainer.accelerator is 'gpu', but torch finds none"),
-        (["eval", "reward=random"], ConfigError, "stage=eval cannot be built.*: sft, rm, ppo, or"),
+        (
+            ["eval", "reward=random"],
+            ConfigError,
+            "stage=eval cannot be built.*: sft, rm, ppo, dpo, or",
+        ),
         (["sft", "data.demonstrations.train=no.jsonl"], DataError, "no.jsonl"),
     ],
 )

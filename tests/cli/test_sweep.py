@@ -17,10 +17,11 @@ from omegaconf import DictConfig
 
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.messages import VisibleFormatter
-from lightning_rlhf.cli.sweep import adapt, job_name, metrics_of
+from lightning_rlhf.cli.sweep import adapt, job_name
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages.eval_reward import STAGE
 from lightning_rlhf.stages.folder.folders import folder_of
+from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
 

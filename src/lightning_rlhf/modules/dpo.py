@@ -39,7 +39,7 @@ class DPOModule(L.LightningModule):
         mean over pairs of `preference_loss` - sft_coef * mean over tokens of log pi(chosen token)
 
     The reference is the same base with the policy's adapter switched off. It reads each
-    micro-batch without a gradient before the policy does, so that it adds no memory.
+    micro-batch without a gradient before the policy does, so that its activations are not kept.
     Source: Rafailov et al. 2023, section 4, https://arxiv.org/abs/2305.18290; the SFT term, Pang et
     al. 2024, eq. 1, https://arxiv.org/abs/2404.19733
     Departs: the SFT term of Pang et al. is a mean over the tokens of each response by itself; here

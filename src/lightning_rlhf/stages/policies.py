@@ -74,9 +74,9 @@ def find_policies(settings: Settings) -> dict[str, Source]:
     finals = {name: earlier(settings, name) for name in TRAINED}
     found: dict[str, Source] = {name: x for name, x in finals.items() if x is not None}
     if not found:
-        folders = " and ".join(str(folder_of(settings, name)) for name in finals)
+        folders = " or ".join(str(folder_of(settings, name)) for name in finals)
         raise CheckpointError(
-            f"stage={settings.stage} compares policies, and {folders} have none. Run "
+            f"stage={settings.stage} compares policies, and the run has none in {folders}. Run "
             f"{' or '.join(map(given, finals))} first, or give {KEY}=[FOLDER_OR_HUB_ID,...]"
         )
     return found
