@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from rich import get_console
 
-from lightning_rlhf.callbacks.evaluation import evaluated, evaluation_metrics, load_judge
+from lightning_rlhf.callbacks.evaluation import (
+    Judge,
+    evaluated,
+    evaluation_metrics,
+    load_judge,
+)
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_table
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.working import Working
@@ -23,7 +29,7 @@ from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Prompt
 from lightning_rlhf.data.splits import load_demonstrations, load_prompts, sample
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.roles import REFERENCE, SFT
+from lightning_rlhf.models.roles import REFERENCE, SFT, Roles
 from lightning_rlhf.report.comparison import (
     DECODINGS,
     Decoding,
@@ -33,13 +39,14 @@ from lightning_rlhf.report.comparison import (
     passes,
 )
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
+from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.score import score
 from lightning_rlhf.stages.console import note_on_few, print_line
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
-from lightning_rlhf.stages.policies import find_policies, other_decoding
-from lightning_rlhf.stages.policy_answers import Task, answer, load_policy
+from lightning_rlhf.stages.policies import Source, find_policies, other_decoding
+from lightning_rlhf.stages.policy_answers import Answers, Task, answer, load_policy
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.reward.reward_formats import check_formats
 from lightning_rlhf.stages.run_report import leave_report
@@ -80,6 +87,28 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
     print_line(", ".join(shown))
     if (differing := other_decoding(settings, policies)) is not None:
         print_line(differing, "yellow")
+    answers = answers_of(task, policies)
+    roles, _ = load_policy(task, parents.get(SFT))
+    answers = {SFT: answer(task, SFT, roles, REFERENCE), **answers}
+    microbatch = MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
+    reward = build_reward(ready, roles, light, microbatch)
+    roles.to(ready.device)
+    check_formats(ready, reward)
+    read = partial(scored, task, roles, reward, judge, microbatch)
+    with Working("scoring the responses"):
+        found = [
+            PolicySamples(
+                name=name,
+                samples={d: list(read(answered.rollouts[d])) for d in DECODINGS},
+                perplexity=answered.perplexity,
+            )
+            for name, answered in answers.items()
+        ]
+    return hand_over_report(task, report(task, found))
+
+
+def answers_of(task: Task, policies: Mapping[str, Source]) -> dict[str, Answers]:
+    """Return the responses of each policy; its weights are freed before the next one is loaded."""
     answers = {}
     for name, policy in policies.items():
         roles, role = load_policy(task, policy)
@@ -88,39 +117,34 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    return answers
 
-    roles, _ = load_policy(task, parents.get(SFT))
-    answers = {SFT: answer(task, SFT, roles, REFERENCE), **answers}
-    microbatch = MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
-    reward = build_reward(ready, roles, light, microbatch)
-    roles.to(ready.device)
-    check_formats(ready, reward)
 
-    def scored(rollouts: Sequence[Rollout]) -> Iterator[Sample]:
-        """Yield the samples of these responses, with the numbers of reward, reference and judge."""
-        for rollout in rollouts:
-            decoded = decode_responses(rollout.to(ready.device), task.rows, ready.chat)
-            scores = score(
-                roles,
-                decoded,
-                reward,
-                temperature=config.temperature,
-                batch_size=microbatch.rows,
-                over_vocabulary=False,
-            )
-            result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
-            yield from evaluated(result, [term.name for term in reward.terms], judge)
+def scored(
+    task: Task,
+    roles: Roles,
+    reward: Reward,
+    judge: Judge | None,
+    microbatch: MicrobatchSize,
+    rollouts: Sequence[Rollout],
+) -> Iterator[Sample]:
+    """Yield the samples of responses, with the numbers of reward, reference and judge.
 
-    with Working("scoring the responses"):
-        found = [
-            PolicySamples(
-                name=name,
-                samples={d: list(scored(answered.rollouts[d])) for d in DECODINGS},
-                perplexity=answered.perplexity,
-            )
-            for name, answered in answers.items()
-        ]
-    return hand_over_report(task, report(task, found))
+    microbatch: number of rows that the reference and a reward on its base read at once.
+    """
+    ready, config = task.ready, task.config
+    for rollout in rollouts:
+        decoded = decode_responses(rollout.to(ready.device), task.rows, ready.chat)
+        scores = score(
+            roles,
+            decoded,
+            reward,
+            temperature=config.temperature,
+            batch_size=microbatch.rows,
+            over_vocabulary=False,
+        )
+        result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
+        yield from evaluated(result, [term.name for term in reward.terms], judge)
 
 
 def held_out_demonstrations(settings: Settings) -> Rows[Demonstration] | None:
