@@ -174,7 +174,11 @@ def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
     file.write_text(json.dumps({"sentence": sentence, "curves": [], "divergence": None}))
     summary = done.cook().succeeded.out.split("minutes in all stages")[1]
     assert "diminishing returns: after iteration 7 a further 10% bought nothing (" in summary
-    assert "compute: tokens " in summary
+    manifests = [json.loads((done.folder(s) / "final/manifest.json").read_text()) for s in STAGES]
+    trained = sum(found["metrics"]["compute/trained_tokens"] for found in manifests)
+    (line,) = [line for line in summary.splitlines() if line.startswith("compute")]
+    assert line.startswith("compute of sft, rm, ppo: tokens ")
+    assert f" scored, {trained:,.0f} trained; " in line
     file.write_text("{}")
     assert "diminishing.json is damaged" in done.cook().error
 

@@ -70,49 +70,58 @@ def iteration_compute(
     lengths, responses = (
         mask.sum(dim=1).cpu() for mask in (experience.mask, experience.response_mask)
     )
-    tokens, wanted, policy = int(lengths.sum()), int(responses.sum()), models.policy
-    is_native, head = isinstance(sampler, NativeSampler), policy.head(wanted)
-    over_vocabulary = config.kl_estimator == "full"
-    batches = math.ceil(len(lengths) / microbatch_size)
-    read = Rows(lengths - 1, wanted, batches)  # nothing is predicted from the last token
-
-    rollout = policy.sampling(
-        lengths - responses, responses, config.samples_per_prompt if is_native else 1
-    )
+    wanted = int(responses.sum())
+    # Nothing is predicted from the last token.
+    read = Rows(lengths - 1, wanted, math.ceil(len(lengths) / microbatch_size))
+    copies = config.samples_per_prompt if isinstance(sampler, NativeSampler) else 1
+    rollout = models.policy.sampling(lengths - responses, responses, copies)
     if annotated:
-        rollout += policy.forward(Rows(lengths - 1, wanted)) + head
+        rollout += models.policy.forward(Rows(lengths - 1, wanted)) + models.policy.head(wanted)
     if models.critic is not None:
         rollout += models.critic.forward(read)
-
-    scored = models.reference.forward(read) + head
-    scored += sum(flops(lengths, batches) for flops in reward.reading)
-    if over_vocabulary and config.kl_in == "reward":
-        scored += policy.forward(read) + 2 * head
 
     minibatches = len(lengths) // config.minibatch_size
     passes = minibatches * math.ceil(config.minibatch_size / microbatch_size)
     epoch = Rows(lengths - 1, wanted, passes)
-    logits = wanted / passes * policy.vocabulary
-    update = policy.forward(epoch) + head
-    if policy_learns:
-        update += policy.backward(epoch) + head
-        if config.ent_coef > 0 and logits > CHUNK_ELEMENTS:  # computed again for the gradient
-            update += head
-    if over_vocabulary and config.kl_in == "loss":
-        update += models.reference.forward(epoch) + 2 * head
-        if policy_learns:
-            update += head * (3 if 2 * logits > CHUNK_ELEMENTS else 1)
-    if models.critic is not None:
-        update += models.critic.forward(epoch) + models.critic.backward(epoch)
+    update = epoch_flops(models, config, epoch, policy_learns=policy_learns)
     readings = (
         1 + len(reward.reading) + (models.critic is not None) + annotated
-        + (over_vocabulary and config.kl_in == "reward")
+        + (config.kl_estimator == "full" and config.kl_in == "reward")
     )  # fmt: skip
+    tokens = int(lengths.sum())
     return Compute(
         generated_tokens=wanted,
         scored_tokens=readings * tokens,
         trained_tokens=round(tokens * updates / minibatches),
         rollout_flops=rollout,
-        score_flops=scored,
+        score_flops=score_flops(models, reward, config, read),
         update_flops=update * updates / minibatches,
     )
+
+
+def score_flops(models: RoleFlops, reward: Reward, config: PPOConfig, read: Rows) -> float:
+    """Return the operations of reference and reward models; read: rows without their last token."""
+    head = models.policy.head(read.wanted)
+    scored = models.reference.forward(read) + head
+    scored += sum(flops(read.lengths + 1, read.passes) for flops in reward.reading)
+    if config.kl_estimator == "full" and config.kl_in == "reward":
+        scored += models.policy.forward(read) + 2 * head
+    return scored
+
+
+def epoch_flops(models: RoleFlops, config: PPOConfig, epoch: Rows, *, policy_learns: bool) -> float:
+    """Return the operations of one pass of updates over all responses; epoch: its rows."""
+    policy, wanted = models.policy, epoch.wanted
+    head, logits = policy.head(wanted), wanted / epoch.passes * policy.vocabulary
+    update = policy.forward(epoch) + head
+    if policy_learns:
+        update += policy.backward(epoch) + head
+        if config.ent_coef > 0 and logits > CHUNK_ELEMENTS:  # computed again for the gradient
+            update += head
+    if config.kl_estimator == "full" and config.kl_in == "loss":
+        update += models.reference.forward(epoch) + 2 * head
+        if policy_learns:
+            update += head * (3 if 2 * logits > CHUNK_ELEMENTS else 1)
+    if models.critic is not None:
+        update += models.critic.forward(epoch) + models.critic.backward(epoch)
+    return update

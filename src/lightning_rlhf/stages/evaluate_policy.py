@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from rich import get_console
 
-from lightning_rlhf.callbacks.evaluation import evaluation_metrics, load_judge
+from lightning_rlhf.callbacks.evaluation import Judge, evaluation_metrics, load_judge
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_table
 from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.working import Working
@@ -16,7 +16,7 @@ from lightning_rlhf.core.best_of import best_of_kl_bound
 from lightning_rlhf.core.config import PolicyEvalConfig
 from lightning_rlhf.data.lengths import tokenise_demonstrations, tokenise_prompts
 from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Demonstration, Prompt
+from lightning_rlhf.data.rows import Demonstration
 from lightning_rlhf.data.splits import load_demonstrations, load_prompts
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.roles import REFERENCE, SFT
@@ -32,7 +32,7 @@ from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
 from lightning_rlhf.stages.console import note_on_few, print_line
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import identity, make_ready
-from lightning_rlhf.stages.policies import find_policies, other_decoding
+from lightning_rlhf.stages.policies import Source, find_policies, other_decoding
 from lightning_rlhf.stages.policy_answers import (
     Task,
     answer,
@@ -45,9 +45,6 @@ from lightning_rlhf.stages.policy_scores import Scorer
 from lightning_rlhf.stages.reward.build_rewards import light_sources
 from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
-
-R = TypeVar("R", Demonstration, Prompt)
-E = TypeVar("E")
 
 
 def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
@@ -82,27 +79,38 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
     print_line(", ".join(shown))
     if (differing := other_decoding(settings, policies)) is not None:
         print_line(differing, "yellow")
+    found = answered(task, policies, light, judge)
+    return hand_over_report(task, report(task, found))
+
+
+def answered(
+    task: Task, policies: Mapping[str, Source], light: Mapping[str, Any], judge: Judge | None
+) -> list[PolicySamples]:
+    """Return the scored responses of the SFT model, then of the policies, then of best-of-n.
+
+    light: sources of the reward that load no model.
+    """
+    config: PolicyEvalConfig = task.ready.settings.config
     answers = {}
     for name, policy in policies.items():
         roles, role = load_policy(task, policy)
         answers[name] = answer(task, name, roles, role)
         del roles
         free()
-
     scorer = Scorer.load(task, light, judge)
     answers = {SFT: answer(task, SFT, scorer.roles, REFERENCE), **answers}
     with Working("scoring the responses"):
         found = [
             PolicySamples(
                 name=name,
-                samples={d: list(scorer.samples(answered.rollouts[d])) for d in DECODINGS},
-                perplexity=answered.perplexity,
+                samples={d: list(scorer.samples(given.rollouts[d])) for d in DECODINGS},
+                perplexity=given.perplexity,
             )
-            for name, answered in answers.items()
+            for name, given in answers.items()
         ]
     if config.best_of is not None:
         found.append(best_of_sft(scorer, config.best_of, found[0]))
-    return hand_over_report(task, report(task, found))
+    return found
 
 
 def best_of_sft(scorer: Scorer, n: int, sft: PolicySamples) -> PolicySamples:

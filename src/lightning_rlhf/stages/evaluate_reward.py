@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,7 +29,8 @@ from lightning_rlhf.models.build_roles import (
     check_vocabulary,
     start_from,
 )
-from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.report.fitness_page import Written
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.text import TextReward
@@ -66,14 +67,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
         roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     check_vocabulary(roles, ready.tokenizer)
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
-    longest, response = max(len(prompt) for prompt in prompts), settings.data.max_response_tokens
-    check_positions(
-        roles, longest + response,
-        f"the longest prompt ({longest} tokens) with data.max_response_tokens ({response})",
-    )  # fmt: skip
-    check_room(
-        roles, config.batch_size, longest, response, "data.max_response_tokens", ready.device
-    )
+    check_lengths(ready, roles, prompts, config)
     reward = build_reward(
         ready, roles, light, MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
     )
@@ -112,17 +106,39 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             device=ready.device,
             seed=settings.seed,
         )
-        folder = claim(settings, parents)
-        loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
-        final, exit_code = folder / FINAL, 1
-        try:
-            log_fitness(page, numbers, loggers, 0)
-            exit_code = 0
-        finally:
-            with Working("closing the loggers"):
-                close_loggers(loggers, exit_code)
-        with written_whole(final) as whole:
-            shutil.copytree(beside, whole)
+        return hand_over_fitness(ready, Path(beside), page, numbers)
+
+
+def check_lengths(
+    ready: Prepared, roles: Roles, prompts: Sequence[Sequence[int]], config: EvalConfig
+) -> None:
+    """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
+    longest = max(len(prompt) for prompt in prompts)
+    key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
+    check_positions(
+        roles,
+        longest + response,
+        f"the longest prompt ({longest} tokens) with {key} ({response})",
+    )
+    check_room(roles, config.batch_size, longest, response, key, ready.device)
+
+
+def hand_over_fitness(
+    ready: Prepared, written: Path, page: Written, numbers: Mapping[str, float]
+) -> Path:
+    """Log the numbers of a report, and copy the folder it was written to; return `final/`."""
+    settings = ready.settings
+    folder = claim(settings, ready.parents)
+    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
+    final, exit_code = folder / FINAL, 1
+    try:
+        log_fitness(page, numbers, loggers, 0)
+        exit_code = 0
+    finally:
+        with Working("closing the loggers"):
+            close_loggers(loggers, exit_code)
+    with written_whole(final) as whole:
+        shutil.copytree(written, whole)
     leave_report(folder, settings.definition)
     print_line(f"{settings.stage} finished: {final / page.page.name}")
     return final
