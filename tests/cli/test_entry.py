@@ -32,7 +32,8 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
     recipes = sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
     for line in (
         f"recipe: {', '.join(recipes)}",
-        "data: course, files, hh, quickstart",
+        "data: alpaca, course, files, helpsteer, hh, kto, messages, prompt_completion, "
+        "quickstart, sharegpt, shp, text, tldr, ultrafeedback",
         "logger: csv, tensorboard, wandb",
         "reward: composite, function, head, http, model, random, sum",
         "trainer: auto, cpu, gpu",
