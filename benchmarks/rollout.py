@@ -110,8 +110,8 @@ def main() -> None:
         "The peer is `model.generate` of transformers with do_sample, temperature 1, top_k 0 and "
         "top_p 1: first with the adapter beside the weights, as a user would have it, then with it "
         "merged into them; merging is timed with the rollout, in ours and in the merged peer. Ours "
-        "also returns each token's log-probability and value, which the peer does not compute; with "
-        "`tiny-critic` the value costs a forward pass of the critic's own adapter.",
+        "also returns each token's log-probability and value, which the peer does not compute; "
+        "with `tiny-critic` the value costs a forward pass of the critic's own adapter.",
     )
 
 
