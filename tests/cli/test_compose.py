@@ -106,7 +106,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
         "advantage"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["dpo", "eval", "eval_policy", "eval_reward", "ppo", "rm", "sft"]
+    assert STAGES == ["dpo", "eval", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
     assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
     assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
 

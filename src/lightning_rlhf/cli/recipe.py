@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
@@ -21,11 +22,9 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import (
     check_stage,
-    key_of,
-    parse_overrides,
     search_path,
-    stage_of,
 )
+from lightning_rlhf.cli.recipe_steps import reads_a_step, split_step, step_overrides
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.splits import LOAD
@@ -43,7 +42,6 @@ from lightning_rlhf.stages.folder.folders import (
 from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
-from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 
@@ -54,8 +52,6 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "outdated": ("overwrite=true",),
 }
 """State of a stage -> overrides with which it is run."""
-OWN = ("recipe", "resume", "overwrite")
-"""Keys that the recipe reads itself and does not pass to its stages."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -64,10 +60,15 @@ class Recipe:
 
     title: str
     stages: Words
+    """Steps in their order: the name of a stage, or STAGE@JOB for a stage as a job of the run."""
     program: str | None
     """File whose `main(PPOConfig, seed, folder)` returns claims; it replaces the stages."""
     overrides: Words
     """Overrides for every stage; those of the user take precedence."""
+    steps: Annotated[Mapping[str, Words], described("a mapping from steps to lists of texts")] = (
+        field(default_factory=dict)
+    )
+    """Step -> overrides of its own, in which {folder} is the run's."""
     promises: Annotated[
         tuple[Annotated[Promise, section(Promise)], ...],
         Field(strict=False),
@@ -80,6 +81,12 @@ class Recipe:
     def __post_init__(self) -> None:
         rule(bool(self.stages) != bool(self.program), "stages", self.stages,
              "at least one stage, or a program in their place")  # fmt: skip
+        rule(len(set(self.stages)) == len(self.stages), "stages", list(self.stages),
+             "each step once; STAGE@JOB repeats a stage")  # fmt: skip
+        rule(not self.stages or split_step(self.stages[0])[1] is None, "stages",
+             list(self.stages), "a first step without a job")  # fmt: skip
+        for step in self.steps:
+            rule(step in self.stages, "steps", step, ", ".join(self.stages))
         for promise in self.promises:
             rule(promise.stage in self.stages, f"promises on {promise.metric}", promise.stage,
                  ", ".join(self.stages))  # fmt: skip
@@ -116,16 +123,15 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 
     Raises RLHFError where a stage fails or a promise is broken.
     """
-    commands = {
-        stage: stage_overrides(recipe, stage, overrides, cfg.job) for stage in recipe.stages
-    }
+    commands = commands_of(recipe, overrides, cfg.job)
     stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
+    first = stages[recipe.stages[0]]
+    folder = folder_of(first).parent
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
-            if cfg.overwrite or not is_finished(settings):
+            if (cfg.overwrite or not is_finished(settings)) and not reads_a_step(settings, folder):
                 LOAD[settings.definition.data](settings.data, settings.seed)
-    first = stages[recipe.stages[0]]
-    with held(first, folder_of(first).parent):
+    with held(first, folder):
         ran = run_stages(stages, commands, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.stages.measured import StageResult
@@ -133,7 +139,6 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 
     metrics = summarise(stages, ran)
     if cfg.job is None:
-        folder = folder_of(stages[recipe.stages[0]]).parent
         _, *own = commands[recipe.stages[-1]]
         given = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *own])
         for line in recipe.next:
@@ -142,16 +147,15 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     written = {
-        stage: read_settings(composed(stage_overrides(recipe, stage, (), None)))
-        for stage in recipe.stages
+        stage: read_settings(composed(o)) for stage, o in commands_of(recipe, (), None).items()
     }
     results = {
         stage: StageResult.read(metrics[stage], folder_of(settings))
         for stage, settings in stages.items()
     }
     if are_made(stages, written):
-        write_promises(folder_of(first).parent, promise_rows(recipe.promises, results))
-    print_line(f"report: {write_report(folder_of(first).parent)}")
+        write_promises(folder, promise_rows(recipe.promises, results))
+    print_line(f"report: {write_report(folder)}")
     check_promises(recipe.title, recipe.promises, results, stages, written)
 
 
@@ -171,17 +175,30 @@ def run_stages(
     return ran
 
 
+def commands_of(
+    recipe: Recipe, overrides: Sequence[str], job: str | None
+) -> dict[str, tuple[str, ...]]:
+    """Return the overrides of each step."""
+    found: dict[str, tuple[str, ...]] = {}
+    folder = None
+    for step in recipe.stages:
+        found[step] = stage_overrides(recipe, step, overrides, job, folder)
+        if folder is None and recipe.steps:
+            folder = folder_of(read_settings(composed(found[step]))).parent
+    return found
+
+
 def stage_overrides(
-    recipe: Recipe, stage: str, overrides: Sequence[str], job: str | None
+    recipe: Recipe, step: str, overrides: Sequence[str], job: str | None, folder: Path | None = None
 ) -> tuple[str, ...]:
-    """Return the overrides of one stage: the recipe's, replaced by the user's for equal keys."""
-    given = [o for o in overrides if key_of(o) not in OWN]
-    keys = {key_of(o) for o in given}
-    parsed = parse_overrides([*(o for o in recipe.overrides if key_of(o) not in keys), *given])
-    stages = {*STAGES, *recipe.stages}
-    own = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
-    quoted = str(job).replace("'", r"\'")
-    return (f"stage={stage}", *own, *([f"job='{quoted}'"] if job else []))
+    """Return the overrides of one step: the recipe's, replaced by the user's for equal keys.
+
+    folder: folder of the run, which overrides of a step may name.
+    """
+    return step_overrides(
+        step, overrides, steps=recipe.stages, common=recipe.overrides,
+        own=recipe.steps.get(step, ()), job=job, folder=folder,
+    )  # fmt: skip
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
