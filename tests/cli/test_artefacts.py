@@ -150,11 +150,20 @@ def test_a_run_goes_on_where_its_folder_was_moved(
             load_file(w.stage(stage) / "final_merged" / "model.safetensors") for w in (moved, place)
         )
         assert all(torch.equal(here[name], there[name]) for name in there)
-    original = moved.stage("ppo") / "final"
     elsewhere = moved.folder / "elsewhere"
-    shutil.copytree(original, elsewhere)  # without its run, its base is not to be found
+    shutil.copytree(moved.stage("ppo") / "final", elsewhere)  # without its run, and so its base
     error = moved.call("export", str(elsewhere), "--merge").error
     assert str(elsewhere) in error
+
+
+def test_an_adapter_alone_finds_the_sft_model_where_it_was_trained(
+    pipeline: Workplace, tmp_path: Path
+) -> None:
+    for stage in ("rm", "ppo"):
+        shutil.copytree(pipeline.stage(stage) / "final", tmp_path / stage)
+        found = find(str(tmp_path / stage), "x")
+        assert found.parent("sft") == pipeline.stage("sft") / "final"
+    assert found.base_folder == str(pipeline.stage("sft") / "final")
 
 
 def test_the_code_in_the_documentation(place: Workplace, capsys: Any) -> None:

@@ -134,9 +134,18 @@ class Final:
         return file if file.is_file() else self.path / name
 
     def parent(self, role: str) -> Path | None:
-        """Return the folder of the model that it was trained from; None where it has none."""
-        parents = {} if self.manifest is None else self.manifest.parents
-        return (self.path / parents[role]).resolve() if role in parents else None
+        """Return the folder of the model that it was trained from; None where it has none.
+
+        The SFT model of an adapter that was copied without its run is where the adapter names it.
+        """
+        if self.manifest is None or role not in self.manifest.parents:
+            return None
+        folder = (self.path / self.manifest.parents[role]).resolve()
+        if role == SFT and self.is_adapter and not folder.is_dir():
+            named = json_object(self.adapter / ADAPTER)["base_model_name_or_path"]
+            if named and named != self.manifest.base and os.path.isdir(named):
+                return Path(named)
+        return folder
 
     @property
     def base_folder(self) -> str | None:
