@@ -41,7 +41,7 @@ class Lines(Logger):
         self.file = file
     def log_metrics(self, metrics, step=None):
         with open(self.file, "a") as file:
-            file.write(f"{step} {sorted(metrics)[0]}\\n")
+            file.write(f"{step} {sorted(metrics)}\\n")
     def log_hyperparams(self, *args, **kwargs):
         pass
 """
