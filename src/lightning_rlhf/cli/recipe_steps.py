@@ -37,12 +37,13 @@ def step_overrides(
     common, own: overrides of the recipe for every stage, and for this step.
     given: overrides of the user.
     job: job of the whole recipe, of a sweep; the step's own is inside of it.
-    folder: folder of the run, of which `{folder}` in `own` is the path.
+    folder: folder of the run, of which `{folder}` in `own`, within quotation marks, is the path.
     """
     stage, inner = split_step(step)
     stages = {*STAGES, *(split_step(name)[0] for name in steps)}
+    place = str(folder).replace("'", r"\'")
     words: list[str] = []
-    for more in (common, [word.replace(FOLDER, str(folder)) for word in own], given):
+    for more in (common, [word.replace(FOLDER, place) for word in own], given):
         more = [word for word in more if key_of(word) not in OWN]
         keys = {key_of(word) for word in more}
         words = [*(word for word in words if key_of(word) not in keys), *more]
