@@ -65,7 +65,16 @@ def test_help_shows_the_name_it_was_called_by(
             "stage=",
             {
                 f"stage={name}"
-                for name in ("eval", "eval_policy", "eval_reward", "ppo", "rm", "sft")
+                for name in (
+                    "dpo",
+                    "eval",
+                    "eval_policy",
+                    "eval_reward",
+                    "ppo",
+                    "rank",
+                    "rm",
+                    "sft",
+                )
             },
         ),
         ("stage=ppo ppo.clip_range_h", {"ppo.clip_range_high="}),
