@@ -329,10 +329,8 @@ def test_a_sweep_over_stages_and_seeds_keeps_the_seeds_apart(workplace: Workplac
     for file in workplace.outputs.rglob("final/manifest.json"):
         written = json.loads(file.read_text())
         for parent in written["parents"].values():
-            seed = json.loads((file.parent / parent / "manifest.json").read_text())["config"][
-                "seed"
-            ]
-            assert seed == written["config"]["seed"]
+            manifest = json.loads((file.parent / parent / "manifest.json").read_text())
+            assert manifest["config"]["seed"] == written["config"]["seed"]
     assert jobs(workplace) == {*jobs(workplace, "sft")} == {*jobs(workplace, "rm")}
     assert len(jobs(workplace)) == 2
 

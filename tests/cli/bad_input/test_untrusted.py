@@ -49,7 +49,7 @@ def test_the_pickle_bites(tmp_path: Path, marker: Path) -> None:
 
 
 def test_pickles_beside_or_instead_of_weights(models: Refusals, marker: Path) -> None:
-    for folder, whole in (("rm", "adapter_model"), ("sft", "model")):
+    for folder, whole in (("rm/roles", "adapter_model"), ("sft", "model")):
         names = ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "x.pt")
         plant(marker, *(models.folder / folder / name for name in names))
         (models.folder / folder / f"{whole}.safetensors").unlink()
