@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,33 @@ def test_an_interrupted_turn_is_not_kept(
     assert "stopped; the turn is not kept" in out
     assert pair.turns == {}
     assert not (tmp_path / "chat.jsonl").exists()
+
+
+def test_what_is_no_character_is_replaced_and_saved(pair: Conversation, tmp_path: Path) -> None:
+    """Python reads the byte C3 alone, which is not UTF-8, as U+DCC3."""
+    said(pair, "/system Be \udcc3 brief.", "hi \udcc3", folder=tmp_path)
+    for line in (tmp_path / "chat.jsonl").read_text(encoding="utf-8").splitlines():
+        turns = json.loads(line)["messages"]
+        assert [turn["content"] for turn in turns[:2]] == ["Be \ufffd brief.", "hi \ufffd"]
+
+
+def test_an_error_in_a_reply_loses_no_earlier_turn(
+    pair: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines() -> Iterator[str]:
+        yield "one"
+        monkeypatch.setattr(type(pair.speakers[0]), "tokens", lambda *_: iter(["not a token"]))
+        yield "two"
+
+    with pytest.raises(ValueError, match="not a token"):
+        talk(pair, lines(), Console(file=io.StringIO()), tmp_path / "chat.jsonl")
+    row = json.loads((tmp_path / "chat.jsonl").read_text().splitlines()[0])
+    assert [turn["content"] for turn in row["messages"]][::2] == ["one"]
+
+
+def test_a_name_is_no_markup(pair: Conversation, tmp_path: Path) -> None:
+    pair = replace(pair, speakers=[replace(pair.speakers[0], name="a[b@x]")])
+    assert "a[b@x] at temperature 1" in said(pair, folder=tmp_path)
 
 
 def test_the_command_reads_lines(

@@ -97,7 +97,7 @@ def opened(given: argparse.Namespace) -> Conversation:
         temperature=trained[-1][0] if given.temperature is None else given.temperature,
         max_tokens=given.max_tokens or max(most for _, most in trained),
         generator=torch.Generator().manual_seed(given.seed),
-        system=given.system,
+        system=None if given.system is None else clean(given.system),
     )
 
 
@@ -113,33 +113,42 @@ def typed() -> Iterator[str]:
             return
 
 
+def clean(text: str) -> str:
+    """Return `text` with U+FFFD for what is no character: Python reads a byte that is not UTF-8 as
+    half of a surrogate pair, which tokenizers and files refuse."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def talk(conversation: Conversation, lines: Iterator[str], console: Console, file: Path) -> None:
     """Answer each line, or obey it where it begins with a slash; save what was said at the end.
 
     file: where the dialogues are saved that have not been since their last turn.
     """
     names = ", ".join(speaker.name for speaker in conversation.speakers)
-    console.print(f"{names} at temperature {conversation.temperature:g}; /help lists the commands")
+    shown = f"{names} at temperature {conversation.temperature:g}; /help lists the commands"
+    console.print(visible(shown), markup=False)
     is_saved = True
-    for line in lines:
-        word, _, rest = line.strip().partition(" ")
-        try:
-            if word == "/quit":
-                break
-            if word == "/save":
-                save(conversation, Path(rest) if rest else file, console)
-                is_saved = True
-            elif word.startswith("/"):
-                obey(conversation, word, rest.strip(), console)
-            elif word:
-                answer(conversation, line.strip(), console)
-                is_saved = False
-        except KeyboardInterrupt:
-            console.print("stopped; the turn is not kept")
-        except RLHFError as error:
-            console.print(visible(str(error)), style="red", markup=False, highlight=False)
-    if not is_saved:
-        save(conversation, file, console)
+    try:
+        for line in lines:
+            word, _, rest = clean(line).strip().partition(" ")
+            try:
+                if word == "/quit":
+                    break
+                if word == "/save":
+                    save(conversation, Path(rest) if rest else file, console)
+                    is_saved = True
+                elif word.startswith("/"):
+                    obey(conversation, word, rest.strip(), console)
+                elif word:
+                    answer(conversation, clean(line).strip(), console)
+                    is_saved = False
+            except KeyboardInterrupt:
+                console.print("stopped; the turn is not kept")
+            except RLHFError as error:
+                console.print(visible(str(error)), style="red", markup=False, highlight=False)
+    finally:
+        if not is_saved:
+            save(conversation, file, console)
 
 
 def obey(conversation: Conversation, word: str, rest: str, console: Console) -> None:
