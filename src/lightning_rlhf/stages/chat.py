@@ -18,6 +18,7 @@ from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.fingerprint import check_fingerprint
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT, Roles
+from lightning_rlhf.models.weights import ADAPTER, json_object
 from lightning_rlhf.rollout.annotate import predict
 from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.decoded import as_responses
@@ -214,7 +215,8 @@ class Conversation:
 def load_speaker(name: str, final: Final, device: torch.device) -> Speaker:
     """Load the model of a `final/` folder, with its SFT model as the reference on the same base.
 
-    Whole weights of a later stage have no reference beside them.
+    Whole weights of a later stage have no reference beside them, nor has an adapter on the base
+    that was copied without its SFT model.
 
     Raises CheckpointError where the folder is no language model of a stage, or does not fit its
     base.
@@ -226,9 +228,11 @@ def load_speaker(name: str, final: Final, device: torch.device) -> Speaker:
         raise CheckpointError(f"{final.path} is a reward model; allowed: --reward {final.path}")
     parent = final.parent(SFT)
     config = replace(config, gradient_checkpointing=False, compile=False)
-    if manifest.stage == "sft" or not final.is_adapter or parent is None:
+    is_alone = parent is None or (not parent.is_dir() and stands_on_base(final))
+    if manifest.stage == "sft" or not final.is_adapter or is_alone:
         roles, role = start_from(config, final, trainable=False, seed=manifest.base_seed), REFERENCE
     else:
+        assert parent is not None
         sft, role = find(str(parent), f"the SFT model of {final.path}"), POLICY
         base = final.base_folder if sft.is_adapter else str(sft.path)
         below = None if base is None else find(base, f"the base of {final.path}")
@@ -239,3 +243,11 @@ def load_speaker(name: str, final: Final, device: torch.device) -> Speaker:
         check_fingerprint(roles, POLICY, final, "self")
     chat = ChatFormat(load_tokenizer(config, final.path), template_kwargs)
     return Speaker(name=name, roles=roles.to(device), role=role, chat=chat)
+
+
+def stands_on_base(final: Final) -> bool:
+    """Return True if an adapter is one on the base weights, in which SFT's adapter is included."""
+    assert final.manifest is not None
+    return final.is_adapter and (
+        json_object(final.path / ADAPTER)["base_model_name_or_path"] == final.manifest.base
+    )
