@@ -53,7 +53,7 @@ def step_overrides(
         words = [*(word for word in words if key_of(word) not in keys), *more]
     parsed = parse_overrides(words)
     kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
-    name = "/".join(part for part in (job, inner) if part)
+    name = "/".join(str(part) for part in (job, inner) if part)
     return (f"stage={stage}", *kept, *([f"job={_quoted(name)}"] if name else []))
 
 
