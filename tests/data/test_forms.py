@@ -419,6 +419,25 @@ def test_other_names_of_columns(jsonl: Jsonl) -> None:
     assert read_demonstrations(source, "stop", alpaca).rows == (Demonstration(turns("a"), "b"),)
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_column_of_another_name_always_replaces_ours(ending: str, tmp_path: Path) -> None:
+    """An empty one is no value, and one that no row has is an error."""
+    rows = [{"prompt": "x", "response": "b", "question": q} for q in (None, "a")]
+    file = tmp_path / f"mine.{ending}"
+    cells = "prompt,response,question\nx,b,\nx,b,a\n"
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(cells if ending == "csv" else lines)
+    read = read_demonstrations(str(file), "skip", Columns("auto", {"prompt": "question"}))
+    assert read.rows == (Demonstration(turns("a"), "b"),)
+    assert read.left_out.total() == 1
+    with pytest.raises(DataError) as error:
+        read_demonstrations(str(file), "skip", Columns("auto", {"prompt": "quesiton"}))
+    assert str(error.value) == (
+        f"{file}: data.columns.prompt is 'quesiton', which it does not have; its columns are "
+        "'prompt', 'response', 'question'"
+    )
+
+
 def test_other_names_of_a_table_s_columns(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("question,answer\r\na,b\r\n", newline="")
