@@ -240,6 +240,14 @@ def test_prompts(format: Any, row: dict[str, Any], prompt: Messages, jsonl: Json
     assert len(read) == (2 if is_alone else 1)
 
 
+@pytest.mark.parametrize("row", [{"completion": "c"}, {"completion": "c", "label": True}])
+def test_prompts_with_completions_are_kept_once_also_by_their_columns(
+    row: dict[str, Any], jsonl: Jsonl
+) -> None:
+    read = read_prompts(jsonl({"prompt": "a"} | row, {"prompt": "a"} | row), "stop")
+    assert (len(read), read.left_out) == (1, Counter({"repeated prompt": 1}))
+
+
 @pytest.mark.parametrize(
     ("read", "format", "row", "said"),
     [

@@ -63,7 +63,7 @@ class Form:
 
     def is_answered(self, row: Row) -> bool:
         """Return whether a row holds more than a prompt; several rows may then share the prompt."""
-        if self.parse["prompts"] is _NATIVE["prompts"] and "completion" not in self.columns:
+        if self.parse["prompts"] is _NATIVE["prompts"]:
             return native.is_answered(row)
         return any(has(row, name) for name in self.columns if name not in self.prompt_columns)
 
