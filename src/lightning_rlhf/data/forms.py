@@ -22,7 +22,7 @@ AUTO: Format = "auto"
 NEEDS: Mapping[Kind, str] = {
     "demonstrations": 'stage=sft needs demonstrations {"prompt", "response"}',
     "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
-    "prompts": 'stage=ppo needs prompts {"prompt"}',
+    "prompts": 'stage=ppo and stage=rank need prompts {"prompt"}',
 }
 """Description of the data that each kind's stage needs, for errors."""
 
