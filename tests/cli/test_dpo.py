@@ -17,7 +17,11 @@ from torch import Tensor
 
 import lightning_rlhf
 from lightning_rlhf.data.last_batch import last_batch_of
+from lightning_rlhf.models.build_roles import start_from
+from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.stages.chat import load_speaker
+from lightning_rlhf.stages.trained import trained_as
 
 from .conftest import PRESETS, Workplace, rows, weights
 
@@ -39,7 +43,7 @@ def test_what_it_leaves(trained: Workplace) -> None:
     folder = trained.stage("dpo")
     written = json.loads((folder / "final" / "manifest.json").read_text())
     assert written["stage"] == "dpo"
-    assert written["parents"] == {"sft": str((trained.stage("sft") / "final").resolve())}
+    assert written["parents"] == {"sft": "../../sft/final"}
     assert {"eval/dpo_loss", "eval/accuracy", "eval/sft_loss"} <= written["metrics"].keys()
     for name in ("curves.png", "report.html", "checkpoints/best.ckpt", "checkpoints/000006.ckpt"):
         assert (folder / name).stat().st_size > 0, name
@@ -77,6 +81,25 @@ def test_its_policies_are_compared_with_those_of_ppo(trained: Workplace) -> None
     samples = [json.loads(line)["responses"] for line in (final / "samples.jsonl").open()]
     for sample in samples:
         assert sample["dpo"]["response"] == sample["000006"]["response"]
+
+
+@torch.no_grad()
+def test_an_adapter_trained_on_an_adapter_names_the_base_of_both(trained: Workplace) -> None:
+    """Its logits are those of its training: in PEFT, as a start, in a chat and merged."""
+    first, sft = (trained.stage(stage) / "final" for stage in ("dpo", "sft"))
+    trained.mini(STAGE, "job=second", f"policy.checkpoint={first}").succeeded  # noqa: B018
+    final = find(str(trained.outputs / "default" / "mini" / "second" / "dpo" / "final"), "x")
+    assert final.base_folder == str(sft.resolve())
+    config, _ = trained_as(final)
+    start_from(config, final, trainable=False, seed=0)  # compares both fingerprints
+    speaker = load_speaker("second", final, torch.device("cpu"))
+    assert (speaker.role, speaker.roles.adapters("reference")) == ("policy", ("sft",))
+    policy = AutoPeftModelForCausalLM.from_pretrained(final.path).eval()
+    tokens = torch.arange(16)[None]
+    with speaker.roles.use_role("policy"):
+        ours = speaker.roles.causal_lm(tokens).logits
+    torch.testing.assert_close(policy(tokens).logits, ours, atol=1e-5, rtol=0)
+    trained.call("export", str(final.path), "--merge").succeeded  # noqa: B018
 
 
 def test_a_trainer_of_ones_own_trains_the_same_weights(trained: Workplace) -> None:

@@ -153,10 +153,12 @@ class Final:
 
         adapter_config.json names it by an absolute path, since PEFT and transformers take a
         relative one to start at the working directory. The manifest finds it in a run that was
-        moved.
+        moved. An adapter that was trained on an adapter has the same base as that one.
         """
         sft = self.parent(SFT)
-        if sft is not None and (sft / "config.json").is_file() and not (sft / ADAPTER).is_file():
+        if sft is not None and (sft / ADAPTER).is_file():
+            return find(str(sft), f"the SFT model of {self.path}").base_folder
+        if sft is not None and (sft / "config.json").is_file():
             return str(sft)
         base: str | None = json_object(self.path / ADAPTER)["base_model_name_or_path"]
         return base if base and os.path.isdir(base) else None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.checkpoint import MANIFEST, ROLES, Manifest
+from lightning_rlhf.models.checkpoint import MANIFEST, ROLES, Manifest, find
 from lightning_rlhf.models.fingerprint import FINGERPRINT
 from lightning_rlhf.models.roles import BASE, REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.models.sequence_classifier import classifier_adapter, save_classifier
@@ -129,12 +129,13 @@ def _size(roles: Roles, role: str) -> int:
 def _base_of(folder: Path, manifest: Manifest, is_whole: bool) -> str:
     """Return folder or hub id of the model to which the adapter in `folder` is applied.
 
-    It is the SFT model where there is one, but the base for an adapter that includes SFT's
-    (`is_whole`).
+    It is the SFT model where there is one, but the base of that one for an adapter that includes
+    SFT's (`is_whole`).
     """
-    if is_whole or SFT not in manifest.parents:
+    if SFT not in manifest.parents:
         return manifest.base
-    return str((folder / manifest.parents[SFT]).resolve())
+    parent = str((folder / manifest.parents[SFT]).resolve())
+    return (find(parent, SFT).base_folder or manifest.base) if is_whole else parent
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

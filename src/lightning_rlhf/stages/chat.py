@@ -230,7 +230,8 @@ def load_speaker(name: str, final: Final, device: torch.device) -> Speaker:
         roles, role = start_from(config, final, trainable=False, seed=manifest.base_seed), REFERENCE
     else:
         sft, role = find(str(parent), f"the SFT model of {final.path}"), POLICY
-        below = None if sft.is_adapter else sft
+        base = final.base_folder if sft.is_adapter else str(sft.path)
+        below = None if base is None else find(base, f"the base of {final.path}")
         roles = start_from(config, below, trainable=False, seed=manifest.base_seed)
         roles.load_adapter(POLICY, final.path, trainable=False)
         if sft.is_adapter:  # the policy's adapter includes it, so it is no part of the policy
