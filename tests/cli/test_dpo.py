@@ -33,7 +33,7 @@ LIBRARY = (f"hydra.searchpath=[file://{PRESETS}]", "model=mini", "data=small")
 def trained(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A copy of the workplace of all stages, with run=default of stage=dpo."""
     folder = tmp_path_factory.mktemp("dpo") / "work"
-    shutil.copytree(pipeline.folder, folder)
+    shutil.copytree(pipeline.folder, folder, symlinks=True)
     place = Workplace(folder)
     place.mini(STAGE, "preflight=strict").succeeded  # noqa: B018
     return place
