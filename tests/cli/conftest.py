@@ -195,7 +195,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 @pytest.fixture
 def finished(tmp_path: Path, pipeline: Workplace) -> Workplace:
     """A copy of the workplace in which all stages ran."""
-    shutil.copytree(pipeline.folder, tmp_path / "finished")
+    shutil.copytree(pipeline.folder, tmp_path / "finished", symlinks=True)
     return Workplace(tmp_path / "finished")
 
 

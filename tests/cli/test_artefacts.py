@@ -36,7 +36,7 @@ from .conftest import Workplace
 def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """All stages, with ppo/final_merged, rm/final_merged and, in bfloat16, ppo/half."""
     found = Workplace(tmp_path_factory.mktemp("artefacts") / "work")
-    shutil.copytree(pipeline.folder, found.folder)
+    shutil.copytree(pipeline.folder, found.folder, symlinks=True)
     for stage in ("ppo", "rm"):
         found.call("export", f"outputs/default/mini/{stage}/final", "--merge").succeeded  # noqa: B018
     half = ["--merge", "--dtype", "bfloat16", "--out", "outputs/default/mini/ppo/half"]
@@ -134,7 +134,7 @@ def test_a_run_goes_on_where_its_folder_was_moved(
 ) -> None:
     """The old place is gone; nothing in the folder leads there, except a path that PEFT needs."""
     moved = Workplace(tmp_path / "moved")
-    shutil.copytree(pipeline.folder, moved.folder)
+    shutil.copytree(pipeline.folder, moved.folder, symlinks=True)
     for stage in ("rm", "ppo"):  # as if they had been written where nothing is now
         for file in (moved.stage(stage) / "final").rglob("adapter_config.json"):
             config = json.loads(file.read_text())

@@ -333,3 +333,7 @@ def test_a_key_that_is_not_there_is_refused_without_what_checks_values(
     outcome = workplace.process(command)
     assert outcome.error == "ppo.kl_coeff is not a known key; did you mean ppo.kl_coef?"
     assert outcome.out.splitlines()[-1] == "[]"
+
+
+def test_no_words_at_all(workplace: Workplace) -> None:
+    assert workplace.call().error.startswith("no stage is chosen; allowed: stage=sft|rm|ppo|")

@@ -276,7 +276,7 @@ def test_what_is_missing_is_one_message(place: Workplace, monkeypatch: pytest.Mo
     assert error.startswith(f"step {step} of {at} cannot be replayed: {checkpoint}, the weights")
     last_batch_of(at).unlink()
     error = place.call("replay", str(at)).error
-    assert error.startswith(f"{last_batch_of(at)} does not exist: stage=sft and stage=rm leave one")
+    assert error.startswith(f"{last_batch_of(at)} does not exist: stage=sft|rm|dpo leaves one")
     pair = PreferenceTokens([1], [2], [3], 0.0)
     of_pairs = replace(kept, stage="rm", examples=[pair] * 4, facts={})
     write_last_batch(last_batch_of(at), of_pairs, str)

@@ -153,7 +153,7 @@ def test_it_runs_resumes_and_is_in_a_recipe(place: Workplace) -> None:
         (["slic.lr=-1"], "slic.lr is -1"),
         (["data.preferences.train=null"], "data.preferences.train is not set"),
         (["policy.checkpoint=nowhere/at/all"], "policy.checkpoint"),
-        (["run=slic"], "a name other than sft, rm, ppo, dpo, eval"),
+        (["run=slic"], "a name other than sft, rm, ppo, dpo, rank, eval"),
     ],
 )
 def test_its_mistakes_are_told_as_those_of_the_other_stages(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_rlhf.cli.overrides import parse_overrides
 from lightning_rlhf.cli.recipe import Recipe, read_recipe
-from lightning_rlhf.cli.recipe_steps import reads_a_step, split_step, step_overrides
+from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides, step_source
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.stages.paths import RECIPES
@@ -34,28 +36,46 @@ def test_a_step_is_a_stage_and_its_job() -> None:
 def test_overrides_of_a_step() -> None:
     assert overrides("sft") == ("stage=sft", "data=small")
     assert overrides("dpo@two") == ("stage=dpo", "data=small", "dpo.beta=0.5", "job='two'")
-    own = ["dpo.beta=0.2", "data.preferences.train='{folder}/one/rank/final/preferences.jsonl'"]
+    own = ["dpo.beta=0.2", "data.preferences.train={folder}/one/rank/final/preferences.jsonl"]
+    source = "data.preferences.train='/out/my run/one/rank/final/preferences.jsonl'"
     assert overrides("dpo@one", own=own) == (
-        "stage=dpo", "data=small", "dpo.beta=0.2",
-        "data.preferences.train='/out/my run/one/rank/final/preferences.jsonl'", "job='one'",
+        "stage=dpo", "data=small", "dpo.beta=0.2", source, "job='one'",
     )  # fmt: skip
-    assert overrides("dpo@one", "dpo.beta=0.1", "rank.pairs=all", own=own)[-3:] == (
-        own[1].replace("{folder}", "/out/my run"), "dpo.beta=0.1", "job='one'",
+    given = ("dpo.beta=0.1", "rank.pairs=all", "data.preferences.train=mine.jsonl")
+    assert overrides("dpo@one", *given, own=own) == (
+        "stage=dpo", "data=small", "dpo.beta=0.1", source, "job='one'",
     )  # fmt: skip
-    quoted = overrides("dpo@one", own=own, folder=Path("/out/it's"))[3]
-    assert quoted == own[1].replace("{folder}", r"/out/it\'s")
     assert overrides("dpo@one", job="kl=0.1")[-1] == "job='kl=0.1/one'"
 
 
+@pytest.mark.parametrize("name", ["a,b", "it's", "José", "x=1", "(a)[b]{c}", "a b", "#~"])
+def test_folders_of_any_name(name: str) -> None:
+    words = overrides("dpo@one", own=["policy.checkpoint={folder}/one"], folder=Path("/out") / name)
+    (parsed,) = [o for o in parse_overrides(words) if o.key_or_group == "policy.checkpoint"]
+    assert parsed.value() == f"/out/{name}/one"
+
+
+def test_a_step_is_outdated_by_newer_data(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    data = tmp_path / "preferences.jsonl"
+    assert not is_newer(data, tmp_path / "final")
+    data.write_text("{}")
+    os.utime(data, ns=(0, (tmp_path / "final").stat().st_mtime_ns + 1))
+    assert is_newer(data, tmp_path / "final")
+    os.utime(data, ns=(0, (tmp_path / "final").stat().st_mtime_ns - 1))
+    assert not is_newer(data, tmp_path / "final")
+
+
 def test_data_of_an_earlier_step_are_not_looked_for_before_it() -> None:
-    def reads(source: str | None) -> bool:
+    def reads(source: str | None) -> Path | None:
         data = {"preferences": {"train": source}}
         settings: Any = SimpleNamespace(
             tree={"data": data}, definition=SimpleNamespace(data="preferences")
         )
-        return reads_a_step(settings, Path("/out/run"))
+        return step_source(settings, Path("/out/run"))
 
-    assert reads("/out/run/one/rank/final/preferences.jsonl")
+    made = "/out/run/one/rank/final/preferences.jsonl"
+    assert reads(made) == Path(made)
     assert not reads("/out/runs/preferences.jsonl")
     assert not reads("org/name:train")
     assert not reads(None)

@@ -66,7 +66,7 @@ def swept(
 ) -> tuple[Workplace, Outcome]:
     """A sweep of four on top of the finished stages, and what it said. To be read."""
     folder = tmp_path_factory.mktemp("swept") / "work"
-    shutil.copytree(pipeline.folder, folder)
+    shutil.copytree(pipeline.folder, folder, symlinks=True)
     place = Workplace(folder)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("COLUMNS", "400")
@@ -211,7 +211,7 @@ OTHER, OWN = "another", "outputs/default/mini/rm/final"
 def again(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Again:
     """In which OWN was trained again and OTHER, a copy from before, was not."""
     folder = tmp_path_factory.mktemp("again") / "work"
-    shutil.copytree(pipeline.folder, folder)
+    shutil.copytree(pipeline.folder, folder, symlinks=True)
     place = Workplace(folder)
     shutil.copytree(place.stage("rm") / "final", folder / OTHER)
     command = ["stage=ppo", "ppo.iterations=1", f"reward.checkpoint={OTHER},{OWN}"]

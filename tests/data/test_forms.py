@@ -127,11 +127,9 @@ STEER = "One\n<extra_id_1>Assistant\nTwo\n<extra_id_1>User\nThree"
     ],
 )  # fmt: skip
 def test_demonstrations(format: Any, row: dict[str, Any], expected: Any, jsonl: Jsonl) -> None:
-    """By the name of the form, and by the columns alone where our own form has none of them."""
+    """By the name of the form, and by the columns alone."""
     source = jsonl(row)
     for by in (format, "auto"):
-        if by == "auto" and format in ("ultrafeedback", "helpsteer"):
-            continue
         assert read_demonstrations(source, "stop", Columns(by)).rows == (Demonstration(*expected),)
 
 
@@ -209,8 +207,22 @@ def test_ties_are_left_out_and_do_not_stop(jsonl: Jsonl) -> None:
     source = jsonl(ULTRA | scores, ULTRA | scores | {"score_rejected": 6.5})
     read = read_preferences(source, "stop", Columns("ultrafeedback"))
     assert (read.numbers, read.left_out.total()) == ((2,), 1)
-    # By its columns alone it is a file of ours, read as ever.
-    assert len(read_preferences(source, "stop")) == 2
+    assert read_preferences(source, "stop") == read  # by its columns alone
+    # With a margin it is a file of ours.
+    ours = read_preferences(jsonl(ULTRA | scores | {"margin": 3.0}), "stop")
+    assert [pair.margin for pair in ours.rows] == [3.0]
+
+
+def test_one_file_has_one_form_for_all_stages(jsonl: Jsonl) -> None:
+    """Turns inside the prompts of HelpSteer, and scores that contradict UltraFeedback's pair."""
+    rows = [HELP | {"prompt": STEER, "response": str(i), "helpfulness": i} for i in (0, 4)]
+    source, prompt = jsonl(*rows), turns("One", "Two", "Three")
+    assert read_demonstrations(source, "stop").rows[0].prompt == prompt
+    assert [row.prompt for row in read_prompts(source, "stop").rows] == [prompt]
+    assert read_preferences(source, "stop").rows == (Preference(prompt, "4", "0", 4.0),)
+    source = jsonl(ULTRA | {"score_chosen": 1, "score_rejected": 2})
+    with pytest.raises(DataError, match="score_chosen is below score_rejected"):
+        read_preferences(source, "stop")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +250,14 @@ def test_prompts(format: Any, row: dict[str, Any], prompt: Messages, jsonl: Json
     assert read.rows[0].columns["messages"] == [turn.as_dict() for turn in prompt]
     is_alone = set(row) <= {"instruction", "input", "subreddit", "title", "post", "prompt", "text"}
     assert len(read) == (2 if is_alone else 1)
+
+
+@pytest.mark.parametrize("row", [{"completion": "c"}, {"completion": "c", "label": True}])
+def test_prompts_with_completions_are_kept_once_also_by_their_columns(
+    row: dict[str, Any], jsonl: Jsonl
+) -> None:
+    read = read_prompts(jsonl({"prompt": "a"} | row, {"prompt": "a"} | row), "stop")
+    assert (len(read), read.left_out) == (1, Counter({"repeated prompt": 1}))
 
 
 @pytest.mark.parametrize(
@@ -417,6 +437,25 @@ def test_other_names_of_columns(jsonl: Jsonl) -> None:
     }  # fmt: skip
     alpaca = Columns("alpaca", {"instruction": "question", "output": "answer"})
     assert read_demonstrations(source, "stop", alpaca).rows == (Demonstration(turns("a"), "b"),)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_column_of_another_name_always_replaces_ours(ending: str, tmp_path: Path) -> None:
+    """An empty one is no value, and one that no row has is an error."""
+    rows = [{"prompt": "x", "response": "b", "question": q} for q in (None, "a")]
+    file = tmp_path / f"mine.{ending}"
+    cells = "prompt,response,question\nx,b,\nx,b,a\n"
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(cells if ending == "csv" else lines)
+    read = read_demonstrations(str(file), "skip", Columns("auto", {"prompt": "question"}))
+    assert read.rows == (Demonstration(turns("a"), "b"),)
+    assert read.left_out.total() == 1
+    with pytest.raises(DataError) as error:
+        read_demonstrations(str(file), "skip", Columns("auto", {"prompt": "quesiton"}))
+    assert str(error.value) == (
+        f"{file}: data.columns.prompt is 'quesiton', which it does not have; its columns are "
+        "'prompt', 'response', 'question'"
+    )
 
 
 def test_other_names_of_a_table_s_columns(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) 
         ),
         (
             load_prompts,
-            'data.prompts.train is not set; stage=ppo needs prompts {"prompt"}: '
+            'data.prompts.train is not set; stage=ppo and stage=rank need prompts {"prompt"}: '
             "data.prompts.train=path.jsonl",
         ),
     ],

@@ -110,6 +110,28 @@ def test_a_csv_file_that_cannot_be_read(content: bytes, said: str, tmp_path: Pat
         read_prompts(str(file), "skip")
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        b'"first\xff line\nsecond line",good answer',
+        b'"first\xff\nsecond, line\nend",good',
+        b'"first\nsecond, line\nend\xff",good',
+        b'"first\xff\nsecond\xff\nend",good',
+        b"first \xff,good",
+    ],
+)
+def test_a_byte_that_is_not_utf_8_spoils_its_own_record_of_csv_alone(
+    record: bytes, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.csv"
+    file.write_bytes(b"prompt,response\na,b\n" + record + b"\nc,d\ne,f\n")
+    after = 3 + record.count(b"\n") + 1
+    assert numbered(file) == [(2, "a"), (after, "c"), (after + 1, "e")]
+    assert read_demonstrations(str(file), "skip").left_out == Counter({"not UTF-8": 1})
+    with pytest.raises(DataError, match=r"x\.csv, line 3: not UTF-8"):
+        read_demonstrations(str(file), "stop")
+
+
 def test_a_quote_that_is_never_closed_is_not_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.stages.final import metric_of
-from lightning_rlhf.stages.policies import other_decoding
+from lightning_rlhf.stages.policies import other_decoding, other_sft
 from lightning_rlhf.stages.registry import STAGES
 
 
@@ -47,4 +49,24 @@ def test_policies_trained_with_other_sampling_are_named() -> None:
         "warm was trained with ppo.temperature 0.7, is sampled with 1.0; own was trained with "
         "own.stop_strings ['.'], is sampled with [] (keys of this stage: eval_policy.temperature, "
         "max_response_tokens, stop_strings)"
+    )
+
+
+def test_policies_trained_from_another_sft_model_are_named(tmp_path: Path) -> None:
+    def final(name: str, text: str, parent: str | None = None) -> Final:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(text)
+        parents = {} if parent is None else {"sft": f"../{parent}"}
+        manifest: Any = SimpleNamespace(parents=parents)
+        return Final(path=tmp_path / name, manifest=manifest)
+
+    sft, _, _ = final("sft", "a"), final("copy", "a"), final("other", "b")
+    policies = {"own": final("own", "c", "sft"), "same": final("same", "c", "copy"),
+                "hub": final("hub", "c")}  # fmt: skip
+    assert other_sft(policies, sft) is None
+    policies["strange"] = final("strange", "c", "other")
+    assert other_sft(policies, None) is None
+    assert other_sft(policies, sft) == (
+        f"strange ({tmp_path}/strange) was trained from {tmp_path}/other; KL and gains are those "
+        f"to {tmp_path}/sft"
     )

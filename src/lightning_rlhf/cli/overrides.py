@@ -49,7 +49,7 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
     # --info has an optional value, and the parser would take an override for it.
     arguments = [
         "--info=all" if word in ("--info", "-i") and "=" in after else word
-        for word, after in zip(words, [*words[1:], ""], strict=True)
+        for word, after in zip(words, [*words[1:], ""], strict=False)
     ]
     given, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:

@@ -24,7 +24,7 @@ from lightning_rlhf.cli.overrides import (
     check_stage,
     search_path,
 )
-from lightning_rlhf.cli.recipe_steps import reads_a_step, split_step, step_overrides
+from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides, step_source
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.splits import LOAD
@@ -129,10 +129,11 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     folder = folder_of(first).parent
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
-            if (cfg.overwrite or not is_finished(settings)) and not reads_a_step(settings, folder):
+            is_due = cfg.overwrite or not is_finished(settings)
+            if is_due and step_source(settings, folder) is None:
                 LOAD[settings.definition.data](settings.data, settings.seed)
     with held(first, folder):
-        ran = run_stages(stages, commands, start_over=cfg.overwrite)
+        ran = run_stages(stages, commands, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.stages.measured import StageResult
     from lightning_rlhf.stages.reports import write_promises, write_report
@@ -160,12 +161,22 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
 
 
 def run_stages(
-    stages: Mapping[str, Settings], commands: Mapping[str, Sequence[str]], *, start_over: bool
+    stages: Mapping[str, Settings],
+    commands: Mapping[str, Sequence[str]],
+    folder: Path,
+    *,
+    start_over: bool,
 ) -> list[str]:
-    """Run the stages that are not finished, with start_over all. Return those that were run."""
+    """Run the stages that are not finished, with start_over all. Return those that were run.
+
+    folder: folder of the run. A stage whose data an earlier one has written since is run again.
+    """
     ran = []
     for stage, settings in stages.items():
         state = "outdated" if start_over else state_of(settings)
+        source = step_source(settings, folder)
+        if state == "done" and source and is_newer(source, folder_of(settings) / FINAL):
+            state = "outdated"
         if state == "done":
             print_line(f"{stage}: done already, {folder_of(settings)}", "green")
             continue

@@ -31,30 +31,51 @@ def step_overrides(
     job: str | None,
     folder: Path | None,
 ) -> tuple[str, ...]:
-    """Return the overrides of one step: common ones, its own and the user's, for equal keys last.
+    """Return the overrides of one step.
+
+    Of equal keys the last counts: the recipe's for every stage, those of the step, the user's, and
+    those of the step that name `{folder}`, which tie it to an earlier step.
 
     steps: names of all steps, whose stages may be the user's own.
     common, own: overrides of the recipe for every stage, and for this step.
     given: overrides of the user.
     job: job of the whole recipe, of a sweep; the step's own is inside of it.
-    folder: folder of the run, of which `{folder}` in `own`, within quotation marks, is the path.
+    folder: folder of the run.
     """
     stage, inner = split_step(step)
     stages = {*STAGES, *(split_step(name)[0] for name in steps)}
-    place = str(folder).replace("'", r"\'")
+    free = [word for word in own if FOLDER not in word]
+    tied = [_placed(word, folder) for word in own if FOLDER in word]
     words: list[str] = []
-    for more in (common, [word.replace(FOLDER, place) for word in own], given):
+    for more in (common, free, given, tied):
         more = [word for word in more if key_of(word) not in OWN]
         keys = {key_of(word) for word in more}
         words = [*(word for word in words if key_of(word) not in keys), *more]
     parsed = parse_overrides(words)
     kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
-    quoted = "/".join(name for name in (job, inner) if name).replace("'", r"\'")
-    return (f"stage={stage}", *kept, *([f"job='{quoted}'"] if quoted else []))
+    name = "/".join(str(part) for part in (job, inner) if part)
+    return (f"stage={stage}", *kept, *([f"job={_quoted(name)}"] if name else []))
 
 
-def reads_a_step(settings: Settings, folder: Path) -> bool:
-    """Return whether the data of a step are made by an earlier step of the run in `folder`."""
+def step_source(settings: Settings, folder: Path) -> Path | None:
+    """Return the file of training data that an earlier step of the run in `folder` makes."""
     sources: Mapping[str, Mapping[str, str | None]] = settings.tree["data"]
     source = sources[settings.definition.data]["train"]
-    return source is not None and Path(source).resolve().is_relative_to(folder.resolve())
+    if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
+        return None
+    return Path(source)
+
+
+def is_newer(source: Path, final: Path) -> bool:
+    """Return whether the data were written after the folder `final/` that is made of them."""
+    return source.is_file() and source.stat().st_mtime_ns > final.stat().st_mtime_ns
+
+
+def _placed(word: str, folder: Path | None) -> str:
+    """Return an override with the folder of the run in its value, which is quoted for Hydra."""
+    key, _, value = word.partition("=")
+    return f"{key}={_quoted(value.replace(FOLDER, str(folder)))}"
+
+
+def _quoted(text: str) -> str:
+    return "'{}'".format(text.replace("'", r"\'"))

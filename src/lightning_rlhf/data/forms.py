@@ -22,7 +22,7 @@ AUTO: Format = "auto"
 NEEDS: Mapping[Kind, str] = {
     "demonstrations": 'stage=sft needs demonstrations {"prompt", "response"}',
     "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
-    "prompts": 'stage=ppo needs prompts {"prompt"}',
+    "prompts": 'stage=ppo and stage=rank need prompts {"prompt"}',
 }
 """Description of the data that each kind's stage needs, for errors."""
 
@@ -63,7 +63,7 @@ class Form:
 
     def is_answered(self, row: Row) -> bool:
         """Return whether a row holds more than a prompt; several rows may then share the prompt."""
-        if self.parse["prompts"] is _NATIVE["prompts"] and "completion" not in self.columns:
+        if self.parse["prompts"] is _NATIVE["prompts"]:
             return native.is_answered(row)
         return any(has(row, name) for name in self.columns if name not in self.prompt_columns)
 
@@ -148,7 +148,8 @@ FORMS: tuple[Form, ...] = (
                  "prompts": instructions.text_prompt}),
 )  # fmt: skip
 """All forms. Where a row has the columns of several, the package's own come first, then those with
-the most columns."""
+the most columns; but before the package's own those that have its columns and further ones, unless
+the row has a `margin`, which is the package's own."""
 
 
 def forms_of(format: Format, kind: Kind) -> list[Form]:
@@ -181,7 +182,16 @@ def check_serves(format: Format, kind: Kind, key: str) -> None:
 def fitting(names: Collection[str], format: Format, kind: Kind) -> Form | None:
     """Return the form of a row with columns `names`; None if none fits."""
     fit = [form for form in forms_of(format, kind) if set(form.needed(kind)) <= set(names)]
-    return max(fit, key=lambda form: (form.format == "native", len(form.columns)), default=None)
+    best = max(fit, key=lambda form: (form.format == "native", len(form.columns)), default=None)
+    if best is None or best.format != "native" or "margin" in names:
+        return best
+    further = [
+        form
+        for form in fit
+        if set(best.columns) < set(form.columns) <= set(names)
+        and form.parse[kind] is not _NATIVE[kind]
+    ]
+    return max(further, key=lambda form: len(form.columns), default=best)
 
 
 def _held(format: Format) -> str:

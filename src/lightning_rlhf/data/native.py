@@ -95,7 +95,7 @@ def prompt_of(messages: Messages, row: Row) -> Prompt:
 
 def is_answered(row: Row) -> bool:
     """Return whether the row holds more than a prompt; several rows may then share the prompt."""
-    return any(has(row, field) for field in ("response", "chosen", "messages"))
+    return any(has(row, field) for field in ("response", "completion", "chosen", "messages"))
 
 
 def _difference(chosen: Messages, rejected: Messages) -> str:

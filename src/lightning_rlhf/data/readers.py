@@ -103,7 +103,7 @@ def _read(
     source: str, on_bad_row: OnBadRow, kind: Kind, columns: Columns
 ) -> tuple[Rows[Any], Form]:
     opened = open_source(source)
-    reading, raw_rows = begin(opened, kind, columns)
+    reading, raw_rows = begin(source, opened, kind, columns)
     rows: list[Any] = []
     numbers: list[int] = []
     left_out: Counter[str] = Counter()

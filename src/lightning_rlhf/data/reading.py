@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.forms import AUTO, Form, Format, Kind, fitting
 from lightning_rlhf.data.nearest import hint, nearest
 from lightning_rlhf.data.parsing import (
@@ -34,7 +35,27 @@ class Columns:
 
     def renamed(self, row: Row) -> Row:
         """Return the row with the columns that the form reads, besides its own."""
-        return {**row, **{ours: row[name] for ours, name in self.names.items() if has(row, name)}}
+        mapped = {
+            ours: row.get(name) for ours, name in self.names.items() if name in row or ours in row
+        }
+        return {**row, **mapped}
+
+    def check_found(self, source: str, found: Collection[str]) -> None:
+        """Raise DataError if a column that is replaced has no replacement among those found."""
+        for ours, name in self.names.items():
+            if self._is_lacking(ours, name, found):
+                raise DataError(
+                    f"{source}: data.columns.{ours} is {name!r}, which it does not have; "
+                    f"its columns are {', '.join(map(repr, found))[:200]}"
+                )
+
+    def lacks(self, found: Collection[str]) -> bool:
+        """Return whether a column that is replaced has no replacement among those found."""
+        return any(self._is_lacking(*names, found) for names in self.names.items())
+
+    @staticmethod
+    def _is_lacking(ours: str, name: str, found: Collection[str]) -> bool:
+        return ours in found and name not in found
 
 
 BY_NAME = Columns()
@@ -80,28 +101,38 @@ class Reading:
         return f"; its columns are {names}{self.hint}" if self.found else ""
 
 
-def begin(opened: Source, kind: Kind, columns: Columns) -> tuple[Reading, NumberedRows]:
+def begin(
+    source: str, opened: Source, kind: Kind, columns: Columns
+) -> tuple[Reading, NumberedRows]:
     """Return how the rows of a source are read, and the rows.
 
     The form is that of a table's columns, else of the first rows. The package's own form is taken
     if one of them has it.
+
+    Raises DataError if `columns` replaces a column of the source by one that it does not have.
     """
     if opened.names is not None:
         names = opened.names()
+        columns.check_found(source, names)
         ours = [column for column, name in columns.names.items() if name in names]
         reading = _reading([*names, *ours], kind, columns)
         return reading, opened.rows(reading.columns_read)
     rows = opened.rows(None)
     head: list[tuple[int, bytes | Row | BadRow]] = []
     found: list[Reading] = []
+    seen: dict[str, None] = {}
     for number, raw in islice(rows, FIRST_ROWS):
         head.append((number, raw))
         with suppress(BadRow):
-            row = columns.renamed(decode_row(raw))
+            decoded = decode_row(raw)
+            seen |= dict.fromkeys(decoded)
+            row = columns.renamed(decoded)
             found.append(_reading([name for name in row if has(row, name)], kind, columns))
         is_own = bool(found) and not found[-1].found and found[-1].form.format == "native"
+        is_own = is_own and not columns.lacks(seen)
         if is_own or (isinstance(raw, bytes) and len(raw) > MAX_LINE_BYTES):
             break  # the rest of a line that is too long may be of any length
+    columns.check_found(source, seen)
     fits = sorted(found, key=lambda reading: (bool(reading.found), reading.form.format != "native"))
     return fits[0] if fits else _reading((), kind, columns), chain(head, rows)
 

@@ -48,12 +48,14 @@ def load_demonstrations(config: DataConfig, seed: int) -> TrainVal[Demonstration
 
 
 def load_preferences(config: DataConfig, seed: int) -> TrainVal[Preference]:
-    """Load the rows of `data.preferences`, for reward modelling, as `load_demonstrations` does."""
+    """Load the rows of `data.preferences`, for reward modelling and DPO, as `load_demonstrations`
+    does.
+    """
     return _load("preferences", read_preferences, config, seed)
 
 
 def load_prompts(config: DataConfig, seed: int) -> TrainVal[Prompt]:
-    """Load the rows of `data.prompts`, for PPO, as `load_demonstrations` does."""
+    """Load the rows of `data.prompts`, for PPO and ranking, as `load_demonstrations` does."""
     return _load("prompts", read_prompts, config, seed)
 
 

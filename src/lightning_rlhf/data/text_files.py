@@ -195,7 +195,10 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str] | BadRow]]:
             text = _decoded_line(line)
             if isinstance(text, BadRow):
                 bad.append(text)
-            yield "\n" if isinstance(text, BadRow) else text
+                # Its quotes and cells still count; those of a truncated line are not known.
+                is_whole = len(line) <= MAX_LINE_BYTES
+                text = line.decode("utf-8", errors="replace") if is_whole else "\n"
+            yield text
         is_at_end = True
 
     reader = csv.reader(lines(), strict=True)
@@ -203,6 +206,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str] | BadRow]]:
     try:
         while True:
             number, taken = reader.line_num + 1, 0
+            bad.clear()
             try:
                 cells = next(reader)
             except StopIteration:
@@ -216,7 +220,7 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str] | BadRow]]:
                 yield number, BadRow("broken CSV", str(error))
                 continue
             if bad:
-                yield number, bad.pop()
+                yield number, bad[0]
             elif cells:
                 yield number, cells
     finally:

@@ -82,12 +82,16 @@ def is_run(folder: Path) -> bool:
 
 
 def grouped(runs: Sequence[RunFiles]) -> list[Group]:
-    """Return the runs in groups that differ in their seed alone, in the order of the runs."""
+    """Return the runs in groups that differ in their seed alone, in the order of the runs.
+
+    A second run of a seed is the first of another group: it would count as an independent one.
+    """
     ignored = {SEED, *(key for run in runs for key in ignored_keys(run))}
     groups: list[list[RunFiles]] = []
     for run in runs:
         for group in groups:
-            if not differences(run, group[0], ignored):
+            seeds = [other.tree.get(SEED) for other in group]
+            if run.tree.get(SEED) not in seeds and not differences(run, group[0], ignored):
                 group.append(run)
                 break
         else:

@@ -32,7 +32,7 @@ from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
 from lightning_rlhf.stages.console import note_on_few, print_line
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
 from lightning_rlhf.stages.launch import identity, make_ready
-from lightning_rlhf.stages.policies import Source, find_policies, other_decoding
+from lightning_rlhf.stages.policies import Source, find_policies, other_decoding, other_sft
 from lightning_rlhf.stages.policy_answers import (
     Task,
     answer,
@@ -77,8 +77,9 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         *note_on_few(len(task.prompts), to_validate=True),
     ]
     print_line(", ".join(shown))
-    if (differing := other_decoding(settings, policies)) is not None:
-        print_line(differing, "yellow")
+    for differing in (other_decoding(settings, policies), other_sft(policies, parents.get(SFT))):
+        if differing is not None:
+            print_line(differing, "yellow")
     found = answered(task, policies, light, judge)
     return hand_over_report(task, report(task, found))
 

@@ -149,6 +149,22 @@ def other_decoding(settings: Settings, policies: Mapping[str, Source]) -> str | 
     return f"{'; '.join(found)} (keys of this stage: {keys})" if found else None
 
 
+def other_sft(policies: Mapping[str, Source], sft: Final | None) -> str | None:
+    """Return which policies were trained from another model than the SFT model `sft`.
+
+    None where none was, or where the policies are compared with the base model.
+    """
+    found = []
+    for name, policy in policies.items():
+        parent = policy.parent(SFT) if isinstance(policy, Final) else None
+        if sft is None or parent is None or parent == sft.path.resolve():
+            continue
+        if not parent.is_dir() or digest(parent) != digest(sft.path):
+            found.append(f"{name} ({policy.path}) was trained from {parent}")
+    where = "" if sft is None else sft.path
+    return f"{'; '.join(found)}; KL and gains are those to {where}" if found else None
+
+
 def short_names(sources: Sequence[str]) -> list[str]:
     """Return the end of each path, as short as keeps it apart from the others and from "sft"."""
     paths = [PurePath(source.removesuffix(SUFFIX)) for source in sources]

@@ -91,7 +91,7 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
         lower=f"{settings.stage}.max_response_tokens or data.max_prompt_tokens",
     )  # fmt: skip
     check_room(
-        roles, max(config.batch_size, config.samples_per_prompt), longest,
+        roles, config.batch_size, longest,
         config.max_response_tokens, f"{settings.stage}.max_response_tokens", ready.device,
     )  # fmt: skip
     return roles.to(ready.device), POLICY if isinstance(policy, Kept) else REFERENCE
@@ -178,16 +178,17 @@ def responses(task: Task, roles: Roles, temperature: float, count: int) -> Itera
     for start in range(0, len(task.prompts), size):
         some = task.prompts[start : start + size]
         prompts = collate_prompts(some, ready.chat.pad_token_id).to(ready.device)
-        sampled = sampler.sample(prompts, count, generator)
-        yield annotate(
-            sampled,
-            roles,
-            None,
-            is_exact=sampler.is_exact and temperature == config.temperature,
-            temperature=config.temperature,
-            policy_rows=rows,
-            batch_size=config.batch_size,
-        ).to("cpu")
+        for made in range(0, count, config.batch_size):
+            sampled = sampler.sample(prompts, min(config.batch_size, count - made), generator)
+            yield annotate(
+                sampled,
+                roles,
+                None,
+                is_exact=sampler.is_exact and temperature == config.temperature,
+                temperature=config.temperature,
+                policy_rows=rows,
+                batch_size=config.batch_size,
+            ).to("cpu")
 
 
 @torch.no_grad()

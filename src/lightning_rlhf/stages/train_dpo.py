@@ -21,7 +21,13 @@ from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.console import print_evaluation
 from lightning_rlhf.stages.folder.ending import Export
-from lightning_rlhf.stages.launch import Prepared, hand_over, make_ready, tokenised
+from lightning_rlhf.stages.launch import (
+    Prepared,
+    hand_over,
+    make_ready,
+    print_compute,
+    tokenised,
+)
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.supervised import SupervisedTraining, fit_supervised, supervised_data
 
@@ -38,7 +44,7 @@ def run_dpo(settings: Settings, config: DPOConfig) -> Path:
     training = prepare_dpo(settings, config)
     metrics = fit_supervised(training, "dpo", DPOMetrics())
     print_evaluation(metrics)
-    return training.save(metrics)
+    return training.save(metrics | print_compute(training.ready.folder))
 
 
 def prepare_dpo(settings: Settings, config: DPOConfig) -> DPOTraining:

@@ -128,7 +128,7 @@ OTHERS = ("cannot be replayed", "is not recorded")
 def recorded(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
     """The pipeline's workplace with run=recorded, and a batch that broke sft and rm off."""
     place = Workplace(tmp_path_factory.mktemp("recorded") / "work")
-    shutil.copytree(pipeline.folder, place.folder)
+    shutil.copytree(pipeline.folder, place.folder, symlinks=True)
     command = ("stage=ppo", "run=recorded", "record=true", "ppo.checkpoint_every=2")
     place.mini(*command, "ppo.val_every=3", *given(place)).succeeded  # noqa: B018
     losses = {"loss": torch.tensor([1.0, 2.0]), "grad_norm": torch.tensor([1.0, 1.0])}

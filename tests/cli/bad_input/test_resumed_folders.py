@@ -180,7 +180,7 @@ CASES = [
 @pytest.fixture
 def place(tmp_path: Path, pipeline: Workplace) -> Workplace:
     """A copy of the workplace in which all stages ran."""
-    shutil.copytree(pipeline.folder, tmp_path / "work")
+    shutil.copytree(pipeline.folder, tmp_path / "work", symlinks=True)
     return Workplace(tmp_path / "work")
 
 

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
@@ -293,8 +293,10 @@ def find_head(settings: Settings, config: HeadConfig, key: str) -> Final:
 
 
 def earlier(settings: Settings, stage: str) -> Final | None:
-    """Return the `final/` of `stage` of the same run: of the same sweep job, else of the run."""
-    for job in dict.fromkeys((settings.job, None)):
+    """Return the `final/` of `stage` of the same job, of one around it, or of the run."""
+    around = PurePosixPath(settings.job).parents if settings.job else ()
+    outer = [str(path) for path in around if path != PurePosixPath(".")]
+    for job in dict.fromkeys((settings.job, *outer, None)):
         folder = run_folder(settings.outputs, settings.run, settings.model.name, stage, job)
         if (folder / FINAL).is_dir():
             return find(str(folder / FINAL), f"{stage} of run={settings.run}")
