@@ -1,4 +1,4 @@
-"""What a source's columns come nearest to, for the message about one that no form fits."""
+"""The form that is nearest to the columns of a source which no form fits, for its message."""
 
 from __future__ import annotations
 

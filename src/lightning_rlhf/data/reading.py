@@ -27,7 +27,7 @@ FIRST_ROWS = 100
 
 @dataclass(frozen=True)
 class Columns:
-    """How the columns of a source are read: their format, and other names that they have."""
+    """Format of the rows of a source, and other names that its columns have."""
 
     format: Format = AUTO
     names: Mapping[str, str] = field(default_factory=dict)

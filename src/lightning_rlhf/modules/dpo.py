@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property
-from typing import Any
 
-import lightning as L
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -15,25 +12,20 @@ from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.losses import preference_loss
 from lightning_rlhf.core.results import RESULT, DPOScores, DPOStep, PairRows
 from lightning_rlhf.core.types import Preferences
-from lightning_rlhf.models.flops import Flops, role_flops
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 from lightning_rlhf.modules.optim import (
-    advance_schedule,
     backward,
-    build_optimizer,
-    check_parameters,
     clip_gradients,
     log_headline,
-    step,
-    trainable_state,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import dpo_compute
+from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.target_logprobs import target_logprobs
-from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
+from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
 
 
-class DPOModule(L.LightningModule):
+class DPOModule(SupervisedModule):
     """Preference loss on the log-ratios of policy to reference, plus an SFT term.
 
         mean over pairs of `preference_loss` - sft_coef * mean over tokens of log pi(chosen token)
@@ -46,26 +38,15 @@ class DPOModule(L.LightningModule):
     it is one over those of the batch, as the loss of stage=sft.
     """
 
+    config: DPOConfig
+
     def __init__(self, roles: Roles, config: DPOConfig) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.strict_loading = False
-        self.roles = roles
-        self.config = config
-        self.guard = UpdateGuard("dpo", config)
-        self.iteration = 0
-        """Number of finished batches, over all resumes; updates that were not made count too."""
-        self.logs_headline = True
-        """False where a callback logs the headline metrics together with all others."""
+        super().__init__("dpo", POLICY, roles, config)
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, DPOStep]:
         started = time.perf_counter()
         loss, grad_norm, scores = self.gradient(batch)
-        is_made = self.guard.check_finite(self, loss, grad_norm)
-        if is_made:
-            step(self)
-        advance_schedule(self)
-        self.iteration += 1
+        is_made = self.update(loss, grad_norm)
         result = DPOStep(
             loss=loss, grad_norm=grad_norm, is_made=is_made, **vars(scores),
             compute=dpo_compute(
@@ -78,11 +59,6 @@ class DPOModule(L.LightningModule):
         )  # fmt: skip
         log_headline(self, result.headline)
         return {RESULT: result}
-
-    @cached_property
-    def flops(self) -> Flops:
-        """Return the sizes of the model, from which the operations of a step follow."""
-        return role_flops(self.roles, POLICY)
 
     @halving_microbatches
     def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, DPOScores]:
@@ -160,19 +136,3 @@ class DPOModule(L.LightningModule):
         with self.roles.use_role(role):
             found = target_logprobs(self.roles, tokens, targets)
         return found.new_zeros(targets[:, 1:].shape).masked_scatter(targets[:, 1:], found).sum(1)
-
-    def configure_optimizers(self) -> Any:
-        steps = int(self.trainer.estimated_stepping_batches)
-        return build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return trainable_state(self)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = self.iteration
-        checkpoint["learner"] = self.guard.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_parameters(self, checkpoint)
-        self.iteration = checkpoint["iteration"]
-        self.guard.load_state_dict(checkpoint["learner"])

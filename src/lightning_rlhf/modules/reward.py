@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property
-from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -16,24 +13,19 @@ from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.results import RESULT, PairRows, PairScores, RewardStep
 from lightning_rlhf.core.types import Preferences
-from lightning_rlhf.models.flops import Flops, role_flops
 from lightning_rlhf.models.roles import REWARD, Roles
 from lightning_rlhf.modules.optim import (
-    advance_schedule,
     backward,
-    build_optimizer,
-    check_parameters,
     clip_gradients,
     log_headline,
-    step,
-    trainable_state,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import reward_compute
-from lightning_rlhf.modules.update_guard import UpdateGuard, facts_by_row, halving_microbatches
+from lightning_rlhf.modules.supervised import SupervisedModule
+from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
 
 
-class RewardModule(L.LightningModule):
+class RewardModule(SupervisedModule):
     """Bradley-Terry loss on preference pairs plus a centering loss, mean over the pairs.
 
     The heads of an ensemble each learn from pairs drawn with replacement, so that they disagree
@@ -42,27 +34,16 @@ class RewardModule(L.LightningModule):
     come, Oza and Russell 2001, https://proceedings.mlr.press/r3/oza01a.html
     """
 
+    config: RMConfig
+
     def __init__(self, roles: Roles, config: RMConfig, *, seed: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.strict_loading = False
-        self.roles = roles
-        self.config = config
+        super().__init__("rm", REWARD, roles, config)
         self.seed = seed
-        self.guard = UpdateGuard("rm", config)
-        self.iteration = 0
-        """Number of finished batches, over all resumes; updates that were not made count too."""
-        self.logs_headline = True
-        """False where a callback logs the headline metrics together with all others."""
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, RewardStep]:
         started = time.perf_counter()
         loss, grad_norm, scores = self.gradient(batch)
-        is_made = self.guard.check_finite(self, loss, grad_norm)
-        if is_made:
-            step(self)
-        advance_schedule(self)
-        self.iteration += 1
+        is_made = self.update(loss, grad_norm)
         result = RewardStep(
             loss=loss, grad_norm=grad_norm, is_made=is_made,
             chosen=scores.chosen, rejected=scores.rejected,
@@ -73,11 +54,6 @@ class RewardModule(L.LightningModule):
         )  # fmt: skip
         log_headline(self, result.headline)
         return {RESULT: result}
-
-    @cached_property
-    def flops(self) -> Flops:
-        """Return the sizes of the model, from which the operations of a step follow."""
-        return role_flops(self.roles, REWARD)
 
     @halving_microbatches
     def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, PairScores]:
@@ -144,22 +120,6 @@ class RewardModule(L.LightningModule):
         """Return each head's rewards of the chosen and of the rejected responses, in one pass."""
         chosen, rejected = self.roles.rewards(*batch.stacked()).chunk(2)
         return chosen, rejected
-
-    def configure_optimizers(self) -> Any:
-        steps = int(self.trainer.estimated_stepping_batches)
-        return build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return trainable_state(self)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = self.iteration
-        checkpoint["learner"] = self.guard.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_parameters(self, checkpoint)
-        self.iteration = checkpoint["iteration"]
-        self.guard.load_state_dict(checkpoint["learner"])
 
 
 def mean_scores(chosen: Float[Tensor, "B H"], rejected: Float[Tensor, "B H"]) -> PairScores:

@@ -49,29 +49,9 @@ def hand_over(
     below, more: as for `write_final`; verdicts: as in `Manifest`.
     """
     settings, export = ready.settings, ready.export
-    ending = read_ending(ready.folder) if export is None else export.ending
     folder = ready.folder / FINAL if export is None else export.folder
     sft = ready.parents.get(SFT)
-    inherited = sft.manifest if sft is not None and sft.is_adapter else None
-    base = settings.model.name_or_path
-    manifest = Manifest(
-        stage=settings.stage,
-        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
-        base_seed=inherited.base_seed if inherited else settings.seed,
-        parents={
-            name: portable(final.path, folder, settings.outputs)
-            for name, final in ready.parents.items()
-        },
-        tokenizer_hash=tokenizer_hash(ready.tokenizer),
-        chat_template=str(ready.tokenizer.chat_template),
-        reward_mean=reward[0] if reward else None,
-        reward_std=reward[1] if reward else None,
-        metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
-        config=settings.tree,
-        versions=versions(),
-        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
-        chosen={} if ending is None else asdict(ending),
-    )
+    manifest = manifest_of(ready, folder, metrics, reward, verdicts)
     end_generation(roles, ready.chat)
     tokenizer = ready.tokenizer
     if head == REWARD:
@@ -99,6 +79,39 @@ def hand_over(
         leave_report(ready.folder, settings.definition)
     print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder
+
+
+def manifest_of(
+    ready: Prepared,
+    folder: Path,
+    metrics: Mapping[str, float],
+    reward: tuple[float, float] | None,
+    verdicts: Mapping[str, Verdict] | None,
+) -> Manifest:
+    """Return the manifest of the model that is written to `folder`."""
+    settings, export = ready.settings, ready.export
+    ending = read_ending(ready.folder) if export is None else export.ending
+    sft = ready.parents.get(SFT)
+    inherited = sft.manifest if sft is not None and sft.is_adapter else None
+    base = settings.model.name_or_path
+    return Manifest(
+        stage=settings.stage,
+        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
+        base_seed=inherited.base_seed if inherited else settings.seed,
+        parents={
+            name: portable(final.path, folder, settings.outputs)
+            for name, final in ready.parents.items()
+        },
+        tokenizer_hash=tokenizer_hash(ready.tokenizer),
+        chat_template=str(ready.tokenizer.chat_template),
+        reward_mean=reward[0] if reward else None,
+        reward_std=reward[1] if reward else None,
+        metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
+        config=settings.tree,
+        versions=versions(),
+        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
+        chosen={} if ending is None else asdict(ending),
+    )
 
 
 def portable(path: Path, folder: Path, outputs: Path) -> str:

@@ -70,7 +70,7 @@ rewards = (scores - {mean!r}) / {std!r}
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """What a model card says of a model."""
+    """Content of the model card of a `final/` folder."""
 
     name: str
     """Folder or hub id in the code that loads the model."""
