@@ -72,113 +72,55 @@ class Panel:
             yield from (metric for band in axis.bands for metric in (band.low, band.high))
 
 
+def _held_out(
+    title: str,
+    metric: str,
+    unit: str,
+    *,
+    reference: tuple[float, str] | None = None,
+    scale: Literal["linear", "log"] = "linear",
+) -> Panel:
+    """Return a panel of a metric in training and on validation data."""
+    lines = (
+        Line(f"update/{metric}", "training", BLUE),
+        Line(f"eval/{metric}", "validation", ORANGE, sparse=True),
+    )
+    return Panel(title, Axis(unit, lines, scale=scale), reference=reference)
+
+
+def _of_pairs(title: str, metric: str, unit: str) -> Panel:
+    """Return a panel of a metric of the chosen and of the rejected responses in training."""
+    lines = (
+        Line(f"update/{metric}_chosen", "chosen", GREEN),
+        Line(f"update/{metric}_rejected", "rejected", PURPLE),
+    )
+    return Panel(title, Axis(unit, lines))
+
+
 SFT_PANELS = (
-    Panel(
-        "Loss",
-        Axis(
-            "nats a token",
-            (
-                Line("update/loss", "training", BLUE),
-                Line("eval/loss", "validation", ORANGE, sparse=True),
-            ),
-        ),
-    ),
-    Panel(
-        "Perplexity",
-        Axis(
-            "tokens",
-            (
-                Line("update/perplexity", "training", BLUE),
-                Line("eval/perplexity", "validation", ORANGE, sparse=True),
-            ),
-            scale="log",
-        ),
-    ),
+    _held_out("Loss", "loss", "nats a token"),
+    _held_out("Perplexity", "perplexity", "tokens", scale="log"),
     Panel("Learning rate", Axis("", (Line("update/lr", "learning rate", BLUE),))),
 )
 
 _PAIR_PANELS = (
-    Panel(
-        "Accuracy",
-        Axis(
-            "share of pairs",
-            (
-                Line("update/accuracy", "training", BLUE),
-                Line("eval/accuracy", "validation", ORANGE, sparse=True),
-            ),
-        ),
-        reference=(0.5, "guessing"),
-    ),
-    Panel(
-        "Rewards in training",
-        Axis(
-            "reward",
-            (
-                Line("update/reward_chosen", "chosen", GREEN),
-                Line("update/reward_rejected", "rejected", PURPLE),
-            ),
-        ),
-    ),
-    Panel(
-        "Margin, chosen less rejected",
-        Axis(
-            "reward",
-            (
-                Line("update/reward_margin", "training", BLUE),
-                Line("eval/reward_margin", "validation", ORANGE, sparse=True),
-            ),
-        ),
-        reference=(0.0, "no preference"),
+    _held_out("Accuracy", "accuracy", "share of pairs", reference=(0.5, "guessing")),
+    _of_pairs("Rewards in training", "reward", "reward"),
+    _held_out(
+        "Margin, chosen less rejected", "reward_margin", "reward", reference=(0.0, "no preference")
     ),
 )
 
 RM_PANELS = (
-    Panel(
-        "Loss",
-        Axis(
-            "nats a pair",
-            (
-                Line("update/rm_loss", "training", BLUE),
-                Line("eval/rm_loss", "validation", ORANGE, sparse=True),
-            ),
-        ),
-        reference=(0.6931, "guessing"),
-    ),
+    _held_out("Loss", "rm_loss", "nats a pair", reference=(0.6931, "guessing")),
     *_PAIR_PANELS,
 )
 
 DPO_PANELS = (
-    Panel(
-        "Loss, without the SFT term",
-        Axis(
-            "",
-            (
-                Line("update/dpo_loss", "training", BLUE),
-                Line("eval/dpo_loss", "validation", ORANGE, sparse=True),
-            ),
-        ),
-    ),
+    _held_out("Loss, without the SFT term", "dpo_loss", ""),
     *_PAIR_PANELS,
-    Panel(
-        "Log-probability under the policy",
-        Axis(
-            "nats a response",
-            (
-                Line("update/logps_chosen", "chosen", GREEN),
-                Line("update/logps_rejected", "rejected", PURPLE),
-            ),
-        ),
-    ),
-    Panel(
-        "SFT loss of the chosen responses",
-        Axis(
-            "nats a token",
-            (
-                Line("update/sft_loss", "training", BLUE),
-                Line("eval/sft_loss", "validation", ORANGE, sparse=True),
-            ),
-        ),
-    ),
+    _of_pairs("Log-probability under the policy", "logps", "nats a response"),
+    _held_out("SFT loss of the chosen responses", "sft_loss", "nats a token"),
 )
 
 _PPO_PANELS = (
