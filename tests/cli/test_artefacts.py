@@ -310,7 +310,7 @@ def test_merges_that_are_refused(place: Workplace, tmp_path: Path) -> None:
     (plain / "manifest.json").unlink()
     assert "has no manifest.json" in place.call("export", str(plain), "--merge").error
     changed = tmp_path / "work"
-    shutil.copytree(place.folder, changed)
+    shutil.copytree(place.folder, changed, symlinks=True)
     other = Workplace(changed)
     shutil.copy(
         other.stage("rm") / "final_merged" / "model.safetensors",

@@ -28,11 +28,11 @@ def read(file: Path) -> list[dict[str, Any]]:
 def ranked(pipeline: Workplace) -> Path:
     """Responses of PPO's policy to the training prompts, ranked by their length."""
     (pipeline.folder / "reward.py").write_text(REWARD)
-    (pipeline.folder / "judge.py").write_text(JUDGE)
+    (pipeline.folder / "length_judge.py").write_text(JUDGE)
     before = tree(pipeline.stage("ppo"))
     outcome = pipeline.mini(
         "stage=rank", "run=ranked", f"rank.policy={pipeline.stage('ppo')}/final",
-        "reward=function", "reward.path=reward.py:longer", "data.judge=judge.py:short",
+        "reward=function", "reward.path=reward.py:longer", "data.judge=length_judge.py:short",
         "rank.samples_per_prompt=4", "rank.batch_size=8", "rank.max_prompts=6",
         "rank.accept_above=10", "rank.stop_strings=[e,a,o]", sft_of(pipeline),
     )  # fmt: skip
