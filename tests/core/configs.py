@@ -43,6 +43,7 @@ PPO = STAGE | {
     "temperature": 1.0,
     "stop_strings": (),
     "rollout": "native",
+    "generation_batch_size": None,
     "score_normalization": "none",
     "score_clip": None,
     "length_penalty": 0.0,

@@ -32,9 +32,11 @@ from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import CRITIC, POLICY, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.stages.strategy import strategy
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "llama", "qwen3_5")
@@ -68,6 +70,7 @@ PPO = STAGE | {
     "temperature": 1.0,
     "stop_strings": (),
     "rollout": "native",
+    "generation_batch_size": None,
     "score_normalization": "none",
     "score_clip": None,
     "length_penalty": 0.0,
@@ -315,7 +318,9 @@ def fit(
     is_evaluated = len(held_out) > 0
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=world().size,
+        strategy=strategy() if world().size > 1 else "auto",
+        use_distributed_sampler=False,
         max_epochs=1,
         logger=False,
         callbacks=list(callbacks),

@@ -224,8 +224,8 @@ def test_a_model_without_a_cache_is_not_sampled_natively(
         make_ppo(rollout="native")
 
 
-def test_more_than_one_process_is_refused(make_ppo: Make) -> None:
+def test_a_trainer_of_more_processes_than_the_modules_replicas_is_refused(make_ppo: Make) -> None:
     module = make_ppo()
     module.trainer = SimpleNamespace(world_size=2)
-    with pytest.raises(ConfigError, match="the number of processes is 2; allowed: 1"):
+    with pytest.raises(ConfigError, match="the Trainer's processes is 2; allowed: 1, the number"):
         module.on_fit_start()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import RewardError, TrainingError
-from lightning_rlhf.core.types import DecodedResponses, Record, Scores
+from lightning_rlhf.core.types import DecodedResponses, Prompts, Record, SampledResponses, Scores
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
@@ -262,18 +262,47 @@ def test_validation_halves_too(name: str) -> None:
         torch.testing.assert_close(getattr(found, key), value, rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
-    module = make_ppo(samples_per_prompt=2)
+@pytest.mark.parametrize("rollout", ["native", "hf"])
+def test_fewer_responses_are_sampled_at_a_time_where_the_memory_runs_out(
+    make_ppo: Make, rollout: str
+) -> None:
+    module = make_ppo(samples_per_prompt=2, rollout=rollout)
+    sampler, batches = module.collector.sampler, []
+    sample = sampler.sample
+
+    def limited(some: Prompts, *args: Any) -> SampledResponses:
+        batches.append(len(some))
+        if len(some) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return sample(some, *args)
+
+    batch, drawn = prompts(5), [module.generator(0, 0) for _ in range(2)]
+    whole = module.collector.roll_out(batch, drawn[0], samples_per_prompt=2)
+    with (
+        patch.object(sampler, "sample", limited),
+        pytest.warns(UserWarning, match=r"ppo\.generation_batch_size is 4 from now on"),
+    ):
+        found = module.collector.roll_out(batch, drawn[1], samples_per_prompt=2)
+    assert batches == [4, 2, 2, 1]
+    assert found.index.tolist() == whole.index.tolist()
+    if rollout == "native":
+        assert found.tokens[found.mask].tolist() == whole.tokens[whole.mask].tolist()
+        torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
+        assert drawn[0].get_state().equal(drawn[1].get_state())
+
+
+def test_one_response_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
+    module = make_ppo()
 
     def full(*args: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with (
         patch.object(module.collector.sampler, "sample", full),
-        pytest.raises(TrainingError, match=r"^8 responses .* out of memory") as caught,
+        pytest.warns(UserWarning, match="generation_batch_size is 1 from now on"),
+        pytest.raises(TrainingError, match=r"one row at a time \(ppo.generation_batch_size\)"),
     ):
-        module.collector.roll_out(prompts(4), module.generator(0, 0), samples_per_prompt=2)
-    assert re.search(r"memory\. A smaller ppo.rollout_batch", str(advise(caught.value)))
+        module.collector.roll_out(prompts(4), module.generator(0, 0))
 
 
 @pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [

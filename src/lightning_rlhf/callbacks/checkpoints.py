@@ -32,6 +32,7 @@ from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.io.storage import readable
+from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
 class Checkpoints(Callback):
@@ -60,6 +61,7 @@ class Checkpoints(Callback):
         stop: Stop,
         goal: Goal,
         steps: int | None = None,
+        replicas: Replicas = ONE,
     ) -> None:
         """Set up the callback.
 
@@ -67,6 +69,7 @@ class Checkpoints(Callback):
         goal: empty where no evaluation is better than another; there is no `best.ckpt` then.
         steps: number of steps of the whole run; where it is larger than the one that a checkpoint
             was written with, the run goes on. None is that of the checkpoint.
+        replicas: processes of the run, of which the first writes the files.
         """
         self.folder = folder
         self.config = config
@@ -74,6 +77,7 @@ class Checkpoints(Callback):
         self.stop = stop
         self.goal = goal
         self.steps = steps
+        self.replicas = replicas
         self.kept = config.final if isinstance(config.final, int) else None
         """Step whose checkpoint is kept whatever its age."""
         self.measured: int | None = None
@@ -122,13 +126,16 @@ class Checkpoints(Callback):
         check_states(trainer.callbacks)  # type: ignore[attr-defined]
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
-        if trainer.ckpt_path is not None and (gone := go_back(self.folder, self._first)):
-            for why in dict.fromkeys(gone.values()):
-                print_line(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
-        if trainer.ckpt_path is not None:  # a kill within `save` leaves too many checkpoints
-            keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
+        if trainer.ckpt_path is None or not self.replicas.is_first:
+            return
+        gone = go_back(self.folder, self._first)
+        for why in dict.fromkeys(gone.values()):
+            print_line(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
+        # A kill within `save` leaves too many checkpoints.
+        keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.listen()
         step = trained(trainer)
         self._finished = progress(trainer, pl_module)
         if trainer.ckpt_path is None:
@@ -146,7 +153,7 @@ class Checkpoints(Callback):
         self._finished = progress(trainer, pl_module)
         if self.is_due(trainer):
             self.save(trainer)
-        self.stop.obey()
+        self.agree(trainer)
 
     def is_due(self, trainer: L.Trainer) -> bool:
         """Return True if a checkpoint of the finished step is due."""
@@ -157,8 +164,24 @@ class Checkpoints(Callback):
         is_late = config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes
         return is_late or step == trainer.num_training_batches or trainer.should_stop
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.listen()
+
+    def listen(self) -> None:
+        """Receive signals in place of Lightning, whose handler waits for the other processes.
+
+        It may interrupt another collective operation, which then never ends.
+        """
+        if self.replicas.size > 1:
+            self.stop.listen()
+
+    def agree(self, trainer: L.Trainer) -> None:
+        """End the run in every process where a signal or a callback ends it in one of them."""
+        trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
+        self.stop.obey(self.replicas)
+
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.stop.obey()
+        self.stop.obey(self.replicas)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not is_evaluation(trainer):
@@ -174,7 +197,8 @@ class Checkpoints(Callback):
         found = tuple(metrics[name] for name, _ in self.goal)
         if self.goal and (self.best is None or self.signed(found) > self.signed(self.best)):
             self.best, self.best_step = found, step
-            link_best(self.folder, step)
+            if self.replicas.is_first:
+                link_best(self.folder, step)
 
     def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
         """Return the `goal` metrics with their signs applied: the larger tuple is better."""
@@ -204,6 +228,9 @@ class Checkpoints(Callback):
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), trained(trainer)
+        if not self.replicas.is_first:
+            self._saved = step, self.evaluated
+            return
         path = path_of(self.folder, step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             state_of(callback)  # Lightning's own call would raise what the callback raises

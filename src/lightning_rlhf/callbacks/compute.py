@@ -61,8 +61,13 @@ class CountedRows(Rows):
             )
 
 
-def iteration_totals(compute: Compute, seconds: IterationSeconds) -> dict[str, float]:
-    """Return what an iteration of PPO computed, by the name of its metric without the prefix."""
+def iteration_totals(
+    compute: Compute, seconds: IterationSeconds, devices: int = 1
+) -> dict[str, float]:
+    """Return what an iteration of PPO computed, by the name of its metric without the prefix.
+
+    devices: number of processes of the run, each on a device of its own.
+    """
     return {
         "generated_tokens": compute.generated_tokens,
         "scored_tokens": compute.scored_tokens,
@@ -71,16 +76,16 @@ def iteration_totals(compute: Compute, seconds: IterationSeconds) -> dict[str, f
         "score_flops": compute.score_flops,
         "update_flops": compute.update_flops,
         "flops": compute.flops,
-        "device_s": seconds.rollout + seconds.score + seconds.update,
+        "device_s": devices * (seconds.rollout + seconds.score + seconds.update),
     }
 
 
-def step_totals(compute: StepCompute) -> dict[str, float]:
+def step_totals(compute: StepCompute, devices: int = 1) -> dict[str, float]:
     """Return what a step of SFT or a reward model computed, likewise."""
     return {
         "trained_tokens": compute.trained_tokens,
         "flops": compute.flops,
-        "device_s": compute.seconds,
+        "device_s": devices * compute.seconds,
     }
 
 

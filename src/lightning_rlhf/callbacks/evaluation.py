@@ -31,8 +31,7 @@ class Evaluation(Callback):
     """Judges each validation response, logs the means and writes the samples.
 
     Samples go to `<run_dir>/samples/eval_<iteration>.jsonl`. `first` and `last` hold the metrics
-    of the first and the latest evaluation and survive a resume. With several processes a sampler
-    that evens out their shares may count a few prompts twice.
+    of the first and the latest evaluation and survive a resume.
     """
 
     def __init__(self, judge: Judge | None, run_dir: Path) -> None:
@@ -47,7 +46,7 @@ class Evaluation(Callback):
         for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
             found = re.fullmatch("eval_([0-9]+)", path.stem)
             is_later = found is not None and int(found[1]) > ppo_view(pl_module).iteration
-            if trainer.is_global_zero and is_later:
+            if is_later:
                 path.unlink()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,7 +68,7 @@ class Evaluation(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not is_evaluation(trainer):
             return
-        samples = _gathered(trainer, self._samples)
+        samples = self._samples
         metrics = evaluation_metrics(samples)
         start = self._start(samples, ppo_view(pl_module).iteration)
         if start is not None:
@@ -77,12 +76,11 @@ class Evaluation(Callback):
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
-        if trainer.is_global_zero:
-            path = eval_samples(self._run_dir, ppo_view(pl_module).iteration)
-            make_folder(path.parent)
-            lines = [json_line(sample) + "\n" for sample in samples]
-            with written_whole(path) as beside:
-                beside.write_text("".join(lines), encoding="utf-8")
+        path = eval_samples(self._run_dir, ppo_view(pl_module).iteration)
+        make_folder(path.parent)
+        lines = [json_line(sample) + "\n" for sample in samples]
+        with written_whole(path) as beside:
+            beside.write_text("".join(lines), encoding="utf-8")
 
     def _start(
         self, samples: Sequence[Mapping[str, Any]], iteration: int
@@ -209,12 +207,3 @@ def _checked(judge: Judge, source: str) -> Judge:
             ) from error
 
     return ask
-
-
-def _gathered(trainer: Trainer, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the samples of every process, in the order of their prompts."""
-    if trainer.world_size == 1:
-        return samples
-    shares: list[list[dict[str, Any]]] = [[] for _ in range(trainer.world_size)]
-    torch.distributed.all_gather_object(shares, samples)
-    return sorted((s for share in shares for s in share), key=lambda s: s["index"])

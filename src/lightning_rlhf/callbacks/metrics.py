@@ -83,8 +83,8 @@ class PPOMetrics(CountedRows):
         batch_idx: int,
     ) -> None:
         result: IterationResult = outputs[RESULT]
-        sums = _gathered(pl_module, response_sums(result.experience))
-        rows = _gathered(pl_module, update_rows(result.updates))
+        sums = response_sums(result.experience).cpu()
+        rows = update_rows(result.updates).cpu()
         metrics = {
             **rollout_metrics(sums),
             **repetition_metrics(result.experience),
@@ -94,14 +94,15 @@ class PPOMetrics(CountedRows):
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, sums),
             **self._compute.add(
-                iteration_totals(result.compute, result.seconds), peak_memory(pl_module.device)
+                iteration_totals(result.compute, result.seconds, trainer.world_size),
+                peak_memory(pl_module.device),
             ),
         }
         if result.group_size > 1:
             metrics["rollout/groups_alike"] = groups_alike(sums, result.group_size)
         module = ppo_view(pl_module)
         terms = module.reward.terms
-        parts = _gathered(pl_module, result.experience.component_scores)
+        parts = result.experience.component_scores.cpu()
         if not all(term.is_paid_as_reported for term in terms):
             paid = paid_sum(parts, terms, module.moments.components)
             metrics["rollout/reward_paid"] = paid.mean().item()
@@ -192,12 +193,13 @@ class SummedMetrics(CountedRows):
         self._training.append(sums if result.is_made else torch.zeros_like(sums))
         del self._training[: -every * trainer.accumulate_grad_batches]
         self._nonfinite += not result.is_made
-        computed = self._compute.add(step_totals(result.compute), peak_memory(pl_module.device))
+        totals = step_totals(result.compute, trainer.world_size)
+        computed = self._compute.add(totals, peak_memory(pl_module.device))
         step = position(trainer, pl_module)
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
         if step == self._logged_step or not is_due:
             return
-        metrics = self._means(_totals(trainer, self._training), "update")
+        metrics = self._means(_totals(self._training), "update")
         metrics["update/lr"] = self._lr
         metrics["update/nonfinite"] = float(self._nonfinite)
         metrics["update/grad_norm"] = result.grad_norm.item()
@@ -221,7 +223,7 @@ class SummedMetrics(CountedRows):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_evaluation(trainer):
-            metrics = self._means(_totals(trainer, self._validation), "eval")
+            metrics = self._means(_totals(self._validation), "eval")
             publish(trainer, pl_module, metrics)
 
 
@@ -246,16 +248,7 @@ class DPOMetrics(SummedMetrics):
         super().__init__(dpo_sums, dpo_sums, dpo_metrics)
 
 
-def _gathered(pl_module: LightningModule, rows: Tensor) -> Tensor:
-    """Return the rows of every process, on the CPU."""
-    gathered = pl_module.all_gather(rows)
-    assert isinstance(gathered, Tensor)
-    return gathered.reshape(-1, rows.shape[1]).cpu()
-
-
-def _totals(trainer: Trainer, sums: Sequence[Tensor]) -> list[float]:
-    """Return column sums over batches and processes. Those of a checkpoint come from the CPU."""
-    rows = torch.stack([row.to(sums[-1].device) for row in sums])
-    total = trainer.strategy.reduce(rows.sum(dim=0), reduce_op="sum")
-    assert isinstance(total, Tensor)
-    return total.tolist()
+def _totals(sums: Sequence[Tensor]) -> list[float]:
+    """Return column sums over batches. Those of a checkpoint come from the CPU."""
+    total: list[float] = torch.stack([row.to(sums[-1].device) for row in sums]).sum(dim=0).tolist()
+    return total

@@ -636,7 +636,7 @@ METRICS: dict[str, Metric] = {
         "-",
     ),
     "compute/device_s": Metric(
-        "time of the training steps so far, in PPO the sum of time/iteration_s, times one device",
+        "time of the training steps so far, in PPO the sum of time/iteration_s, times the number of processes",
         "s",
         "compute",
         EVERY,

@@ -8,8 +8,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from rich import get_console
+
+from lightning_rlhf.parallel.world import world
+
+if TYPE_CHECKING:
+    from lightning_rlhf.parallel.replicas import Replicas
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAID = "\nending after this step, with a checkpoint; a second {} ends at once\n"
@@ -37,28 +43,37 @@ class Stop:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         self.signal = signal.Signals(signum)
-        # A handler may interrupt a print, and Python's streams refuse a print within a print.
-        os.write(2, SAID.format(self.signal.name).encode())
+        if world().is_first:
+            # A handler may interrupt a print, and Python's streams refuse a print within a print.
+            os.write(2, SAID.format(self.signal.name).encode())
 
-    def obey(self) -> None:
-        """Raise Stopped if a signal was received."""
+    def obey(self, replicas: Replicas | None = None) -> None:
+        """Raise Stopped if a signal was received, here or in another process of the run."""
+        if replicas is not None and (found := replicas.largest(self.signal or 0)):
+            self.signal = signal.Signals(found)
         if self.signal is not None:
             raise Stopped(self.signal)
+
+    def listen(self) -> dict[signal.Signals, Any]:
+        """Receive SIGTERM and SIGINT; return the handlers that were there before.
+
+        A signal that the process ignores, as a background job ignores SIGINT, stays ignored.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        heard = [s for s in SIGNALS if is_main and signal.getsignal(s) != signal.SIG_IGN]
+        return {signum: signal.signal(signum, self.receive) for signum in heard}
 
 
 @contextmanager
 def deferred_signals(stop: Stop) -> Iterator[None]:
     """Store signals in `stop` during the block, which calls `stop.obey` between two steps.
 
-    A signal that the process ignores, as a background job ignores SIGINT, stays ignored.
     Raises Stopped at the end of the block at the latest.
     """
     # Imported here, since the command line imports this file without necessarily training.
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-    is_main = threading.current_thread() is threading.main_thread()
-    heard = [s for s in SIGNALS if is_main and signal.getsignal(s) != signal.SIG_IGN]
-    before = {signum: signal.signal(signum, stop.receive) for signum in heard}
+    before = stop.listen()
     try:
         yield
         stop.obey()

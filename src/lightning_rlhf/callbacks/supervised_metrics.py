@@ -1,4 +1,4 @@
-"""Metrics of SFT, reward models and DPO from sums over batches, micro-batches and processes.
+"""Metrics of SFT, reward models and DPO from sums over batches and micro-batches.
 
 A mean computed from sums is exact; a mean of batch means is not, where batches differ in size.
 """

@@ -10,6 +10,7 @@ import pkgutil
 import signal
 import sys
 import traceback
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,9 +49,10 @@ from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.visible import visible
+from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
-from lightning_rlhf.stages.process import IN_RECIPE
+from lightning_rlhf.stages.process import IN_LAUNCHER, IN_RECIPE, end_with
 
 COMMANDS = {
     "chat": "lightning_rlhf.cli.chat:chat",
@@ -71,6 +73,10 @@ CHECK = "check"
 def main() -> None:
     """Run train.py or the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if IN_LAUNCHER in os.environ:
+        end_with(int(os.environ[IN_LAUNCHER]))
+    if not world().is_first:
+        silence()
     words = sys.argv[1:]
     if words[:1] == [CHECK]:
         words = [*words[1:], ONLY_CHECKS]
@@ -101,6 +107,12 @@ def main() -> None:
             print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
         print_error(composition_error(error, given))
         sys.exit(1)
+
+
+def silence() -> None:
+    """Print nothing in this process, where another one prints the same; tracebacks remain."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
 
 
 @contextlib.contextmanager
@@ -209,6 +221,15 @@ def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
     return [f"it has no checkpoint yet ({every}), resume=auto starts it over"]
 
 
+def refuse_processes(is_several_runs: bool, what: str) -> None:
+    """Raise ConfigError where several processes would each run all jobs of a sweep or a recipe."""
+    if is_several_runs and (place := world()).size > 1:
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} processes, but {what} starts the processes "
+            "of its jobs itself, by trainer.devices; allowed: one stage a command"
+        )
+
+
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
     # As typed: indexing the list would resolve an interpolation.
@@ -216,6 +237,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
         if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
+        refuse_processes(True, "a recipe")
         from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
         from lightning_rlhf.stages.settings import folder_names, plain
 
@@ -233,6 +255,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     from lightning_rlhf.stages.settings import read_settings
     from lightning_rlhf.stages.stage import AUTO
 
+    refuse_processes(in_sweep, "a sweep")
     unresolved: Any = OmegaConf.to_container(cfg)
     stage, names = (
         OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False),
@@ -255,4 +278,9 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             return
         resume = (settings.resume or AUTO) if state == "cut off" else False
         settings = replace(settings, resume=resume, overwrite=state == "outdated")
-    run_stage(settings)
+    if settings.trainer.processes > 1 and settings.definition.trains and world().size == 1:
+        from lightning_rlhf.cli.processes import run_processes
+
+        run_processes(settings, overrides)
+    else:
+        run_stage(settings)

@@ -54,7 +54,7 @@ def step_overrides(
     parsed = parse_overrides(words)
     kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
     name = "/".join(str(part) for part in (job, inner) if part)
-    return (f"stage={stage}", *kept, *([f"job={_quoted(name)}"] if name else []))
+    return (f"stage={stage}", *kept, *([f"job={quoted(name)}"] if name else []))
 
 
 def step_source(settings: Settings, folder: Path) -> Path | None:
@@ -74,8 +74,9 @@ def is_newer(source: Path, final: Path) -> bool:
 def _placed(word: str, folder: Path | None) -> str:
     """Return an override with the folder of the run in its value, which is quoted for Hydra."""
     key, _, value = word.partition("=")
-    return f"{key}={_quoted(value.replace(FOLDER, str(folder)))}"
+    return f"{key}={quoted(value.replace(FOLDER, str(folder)))}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as a value in an override."""
     return "'{}'".format(text.replace("'", r"\'"))

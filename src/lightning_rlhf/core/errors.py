@@ -16,6 +16,17 @@ def first_line(error: Exception) -> str:
 class RLHFError(Exception):
     """Base of every error that the command line prints as one message, without a traceback."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process make the same error, whatever the arguments of its class are."""
+        return rebuilt, (type(self), self.args, vars(self))
+
+
+def rebuilt(kind: type[RLHFError], args: tuple[Any, ...], state: dict[str, Any]) -> RLHFError:
+    """Return an error of another process, without a call of its class's `__init__`."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
+
 
 class ConfigError(RLHFError):
     """A configuration value is missing, unknown, out of range or does not fit another one."""
@@ -72,17 +83,6 @@ class PolicyLogitsError(LogitsError):
         self.nonfinite = nonfinite
 
 
-class SamplingMemoryError(TrainingError):
-    """A batch of responses does not fit into the memory of the device."""
-
-    def __init__(self, responses: int, found: str) -> None:
-        """Make the error from the number of responses sampled at once and the library's message."""
-        super().__init__(
-            f"{responses} responses are sampled at once, which is too much for the memory of the "
-            f"device: {found}"
-        )
-
-
 class NotFiniteError(TrainingError):
     """Several updates in a row have a loss or a gradient that is NaN or infinite."""
 
@@ -114,6 +114,13 @@ class RewardError(RLHFError):
 
 class SamplerError(RLHFError):
     """A sampler from outside the package raises an exception, or returns no valid responses."""
+
+
+class ProcessEndedError(RLHFError):
+    """Another process of the run has ended, so that this one cannot go on."""
+
+    def __init__(self) -> None:
+        super().__init__("another process of the run has ended, and this one ends too")
 
 
 class HubError(RLHFError):

@@ -43,11 +43,13 @@ class Record:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the records of all parts as one, in order; they have the same fields."""
-        names = [f.name for f in fields(parts[0])]
-        return replace(
-            parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        )
+        """Return the records of all parts as one, in order; they have the same fields.
+
+        Rows of fewer columns are padded on the right with 0 or False.
+        """
+        names = [f.name for f in fields(parts[0]) if getattr(parts[0], f.name) is not None]
+        columns = {name: [getattr(part, name) for part in parts] for name in names}
+        return replace(parts[0], **{name: _rows(tensors) for name, tensors in columns.items()})
 
     def detach(self) -> Self:
         """Return the same record without gradients."""
@@ -56,6 +58,14 @@ class Record:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         present = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: function(x) for n, x in present.items() if x is not None})
+
+
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts, padded on the right to the widest."""
+    if parts[0].dim() > 1:
+        width = max(part.shape[1] for part in parts)
+        parts = [F.pad(part, (0, width - part.shape[1])) for part in parts]
+    return torch.cat([*parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +167,15 @@ class DecodedResponses:
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    def select(self, rows: Int[Tensor, " M"]) -> DecodedResponses:
+        """Return the responses `rows`."""
+        numbers = rows.tolist()
+        return DecodedResponses(
+            rollout=self.rollout.select(rows),
+            rows=[self.rows[i] for i in numbers],
+            responses=[self.responses[i] for i in numbers],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +281,11 @@ class PPOTerms:
     """Mean over tokens of the ratio: current probability divided by that at sampling."""
     ratio_max: Tensor
     """Largest ratio of any token."""
+
+    @classmethod
+    def zeros(cls, like: Tensor) -> Self:
+        """Return the shares of no tokens, of the type and on the device of `like`."""
+        return cls(**{f.name: torch.zeros_like(like) for f in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)

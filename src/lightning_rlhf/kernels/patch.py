@@ -107,21 +107,13 @@ def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
                 "model.kernels is 'fast', but the weights are sharded; allowed: auto, plain"
             )
         return Kernels("plain", "the weights are sharded")
-    if choice == "auto" and not _compiles(model):
-        if device != "cpu":
-            return Kernels("plain", f"fast ones are not measured on {place}")
-        if _processes() > 1:
-            return Kernels("plain", "fast ones are not measured in several processes")
+    if choice == "auto" and not _compiles(model) and device != "cpu":
+        return Kernels("plain", f"fast ones are not measured on {place}")
     return Kernels("fast", f"{name} on {place}")
 
 
 def _compiles(model: PreTrainedModel) -> bool:
     return any(layer.__dict__.get("compiles") for layer in model.base_model.modules())
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def patch(model: nn.Module) -> None:

@@ -17,12 +17,14 @@ from lightning_rlhf.modules.optim import (
     backward,
     clip_gradients,
     log_headline,
+    sum_gradients,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import dpo_compute
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.target_logprobs import target_logprobs
 from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
+from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
 class DPOModule(SupervisedModule):
@@ -40,8 +42,8 @@ class DPOModule(SupervisedModule):
 
     config: DPOConfig
 
-    def __init__(self, roles: Roles, config: DPOConfig) -> None:
-        super().__init__("dpo", POLICY, roles, config)
+    def __init__(self, roles: Roles, config: DPOConfig, replicas: Replicas = ONE) -> None:
+        super().__init__("dpo", POLICY, roles, config, replicas)
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, DPOStep]:
         started = time.perf_counter()
@@ -60,21 +62,33 @@ class DPOModule(SupervisedModule):
         log_headline(self, result.headline)
         return {RESULT: result}
 
-    @halving_microbatches
     def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, DPOScores]:
-        """Backpropagate the loss of a batch; return it, the norm of its gradient, and the scores.
+        """Backpropagate the loss of a batch over all processes, and clip the gradient.
 
-        Loss and norm are 0-d; the scores are from before the update.
+        Returns: the loss and the norm of its gradient before clipping, 0-d, and the scores from
+            before the update.
+        """
+        share, scores = self.accumulate(batch)
+        loss = self.replicas.sum(share)
+        sum_gradients(self)
+        grad_norm = clip_gradients(self, self.config.max_grad_norm)
+        return loss, grad_norm, self.joined(scores, batch)
+
+    @halving_microbatches
+    def accumulate(self, batch: Preferences) -> tuple[Tensor, list[DPOScores]]:
+        """Backpropagate this process's rows of a batch.
+
+        Returns: their share of its loss, 0-d, and the scores of each micro-batch.
         """
         zero_gradients(self)
         pairs = len(batch)
         tokens = (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
         loss, parts = torch.zeros((), device=self.device), []
-        for micro_batch in batch.split(self.guard.microbatch.rows):
+        for micro_batch in batch.select(self.replicas.rows).split(self.guard.microbatch.rows):
             scores = self.scores(micro_batch)
             loss += backward(self, self.loss(scores, pairs, tokens))
             parts.append(scores.detach())
-        return loss, clip_gradients(self, self.config.max_grad_norm), DPOScores.joined(parts)
+        return loss, parts
 
     def loss(self, scores: DPOScores, pairs: int, tokens: Tensor) -> Tensor:
         """Return the share of a micro-batch in the loss of its batch, 0-d.
@@ -84,10 +98,14 @@ class DPOModule(SupervisedModule):
         nll = -scores.chosen_logprob.sum() / tokens
         return scores.pair_losses.sum() / pairs + self.config.sft_coef * nll
 
-    @halving_microbatches
     def validation_step(self, batch: Preferences, batch_idx: int) -> DPOScores:  # type: ignore[override]
-        micro_batches = batch.split(self.guard.microbatch.rows)
-        return DPOScores.joined([self.scores(micro_batch) for micro_batch in micro_batches])
+        return self.joined(self.scores_of_share(batch), batch)
+
+    @halving_microbatches
+    def scores_of_share(self, batch: Preferences) -> list[DPOScores]:
+        """Return the scores of each micro-batch of this process's rows."""
+        mine = batch.select(self.replicas.rows).split(self.guard.microbatch.rows)
+        return [self.scores(micro_batch) for micro_batch in mine]
 
     def predict_step(self, batch: Preferences, batch_idx: int) -> PairRows:
         """Return loss, gradient norm and scores of each pair by itself."""

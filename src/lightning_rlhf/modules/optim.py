@@ -12,7 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, require
 from lightning_rlhf.models.roles import trainable_names
 
 
@@ -80,10 +80,20 @@ def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
     return loss.detach()
 
 
+def sum_gradients(module: L.LightningModule) -> None:
+    """Replace the gradient of this process's rows by that of all processes' rows."""
+    replicas: Any = module.replicas
+    replicas.sum_gradients(trained(module))
+
+
 def clip_gradients(module: L.LightningModule, max_norm: float) -> Tensor:
     """Scale the gradient down to `max_norm`; return its global norm before that, 0-d."""
-    trained = [p for group in _optimizer(module).param_groups for p in group["params"]]
-    return nn.utils.clip_grad_norm_(trained, max_norm)
+    return nn.utils.clip_grad_norm_(trained(module), max_norm)
+
+
+def trained(module: L.LightningModule) -> list[nn.Parameter]:
+    """Return the parameters that the optimizer updates, in its order."""
+    return [p for group in _optimizer(module).param_groups for p in group["params"]]
 
 
 def step(module: L.LightningModule) -> None:
@@ -95,6 +105,13 @@ def _optimizer(module: L.LightningModule) -> LightningOptimizer:
     optimizer = module.optimizers()
     assert isinstance(optimizer, LightningOptimizer)
     return optimizer
+
+
+def check_processes(module: L.LightningModule) -> None:
+    """Raise ConfigError unless the Trainer has the processes over which the module's rows go."""
+    replicas, found = module.replicas, module.trainer.world_size
+    require(found == replicas.size, "the number of the Trainer's processes", found,
+            f"{replicas.size}, the number of the module's replicas")  # fmt: skip
 
 
 def advance_schedule(module: L.LightningModule) -> None:

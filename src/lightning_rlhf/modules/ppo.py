@@ -35,6 +35,7 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.update_guard import UpdateGuard, halving_microbatches
+from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.rollout.critic import Critic
@@ -68,6 +69,7 @@ class PPOModule(L.LightningModule):
         microbatch: MicrobatchSize | None = None,
         sampler: Sampler | None = None,
         stage: str = "ppo",
+        replicas: Replicas = ONE,
     ) -> None:
         """Build the module before its first iteration.
 
@@ -78,6 +80,7 @@ class PPOModule(L.LightningModule):
                 both at once; None makes one from `config.microbatch_size`.
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
             stage: name of the section that holds `config`, for the keys in messages.
+            replicas: processes that divide the rows of each batch.
         """
         super().__init__()
         require((critic is not None) == config.has_critic, "the critic", critic,
@@ -90,10 +93,11 @@ class PPOModule(L.LightningModule):
         if critic is not None:
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.seed = seed
+        self.replicas = replicas
         self.guard = UpdateGuard(stage, config, microbatch)
         self.collector = Collector(
             roles, reward, config, critic=critic, chat=chat, prompts=prompts,
-            microbatch=self.guard.microbatch, sampler=sampler, stage=stage,
+            microbatch=self.guard.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.iteration = 0
         """Number of finished iterations, over all resumes."""
@@ -216,15 +220,25 @@ class PPOModule(L.LightningModule):
             nonfinite=terms.loss.new_tensor(not is_finite),
         )
 
-    @halving_microbatches
     def gradient(
         self, minibatch: Experience, kl_coef: float, *, policy_learns: bool
     ) -> tuple[PPOTerms, Float[Tensor, ""]]:
-        """Backpropagate the loss of a minibatch, one micro-batch after another, and clip.
+        """Backpropagate the loss of a minibatch over all processes, and clip the gradient.
 
         Returns: the terms of the minibatch, and the norm of its gradient before clipping.
         """
-        config, size = self.config, self.guard.microbatch.rows
+        share = self.accumulate(minibatch, kl_coef, policy_learns=policy_learns)
+        optim.sum_gradients(self)
+        terms = sum_terms(self.replicas.each(share))
+        return terms, optim.clip_gradients(self, self.config.max_grad_norm)
+
+    @halving_microbatches
+    def accumulate(self, minibatch: Experience, kl_coef: float, *, policy_learns: bool) -> PPOTerms:
+        """Backpropagate this process's rows of a minibatch, one micro-batch after another.
+
+        Returns: their shares of the terms of the minibatch.
+        """
+        config, size, rows = self.config, self.guard.microbatch.rows, self.replicas.rows
         minibatch = minibatch.select(by_length(minibatch.mask))
         mask, tokens = minibatch.response_mask, minibatch.response_mask.sum()
         weights = token_weights(
@@ -233,7 +247,8 @@ class PPOModule(L.LightningModule):
         critic_apart = self.critic is not None and not self.critic.shares_trunk
         optim.zero_gradients(self)
         loss, shares = torch.zeros((), device=self.device), []
-        for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=True):
+        minibatch, weights = minibatch.select(rows), weights[rows]
+        for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=False):
             loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, kl_coef)
             with torch.set_grad_enabled(policy_learns):
                 hidden = response_hidden(self.roles, micro_batch)
@@ -250,9 +265,8 @@ class PPOModule(L.LightningModule):
                 of_both = self.backpropagate(loss_terms(policy=policy, values=values))
                 loss = loss + of_both.loss
                 shares.append(of_both)
-        grad_norm = optim.clip_gradients(self, config.max_grad_norm)
         # The loss that was backpropagated, in the order of the passes.
-        return replace(sum_terms(shares), loss=loss), grad_norm
+        return replace(sum_terms(shares or [PPOTerms.zeros(loss)]), loss=loss)
 
     def loss_terms(
         self,
@@ -314,10 +328,8 @@ class PPOModule(L.LightningModule):
         return self.collector.predict(batch.experience)
 
     def on_fit_start(self) -> None:
-        """Raise ConfigError unless there is one process: whitening and moments are those of one."""
         self.updated = time.perf_counter()
-        require(self.trainer.world_size == 1, "the number of processes", self.trainer.world_size,
-                "1: PPO runs in one process")  # fmt: skip
+        optim.check_processes(self)
 
     def generator(self, stream: int, number: int) -> torch.Generator:
         """Return a new generator on the CPU, a pure function of (seed, stream, number)."""
@@ -353,6 +365,7 @@ class PPOModule(L.LightningModule):
         checkpoint["learner"] = self.guard.state_dict()
         checkpoint["moments"] = self.moments.state_dict()
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
+        checkpoint["generation_rows"] = self.collector.generation_rows.rows
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         optim.check_parameters(self, checkpoint)
@@ -362,6 +375,8 @@ class PPOModule(L.LightningModule):
         self.moments = ScoreMoments.from_state_dict(checkpoint["moments"])
         if "annotation_rows" in checkpoint:  # older checkpoints have none
             self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
+        if "generation_rows" in checkpoint:
+            self.collector.generation_rows.rows = checkpoint["generation_rows"]
 
 
 def check_loss(terms: Any, name: str) -> None:

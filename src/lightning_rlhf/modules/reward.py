@@ -18,11 +18,13 @@ from lightning_rlhf.modules.optim import (
     backward,
     clip_gradients,
     log_headline,
+    sum_gradients,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import reward_compute
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
+from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
 class RewardModule(SupervisedModule):
@@ -36,8 +38,10 @@ class RewardModule(SupervisedModule):
 
     config: RMConfig
 
-    def __init__(self, roles: Roles, config: RMConfig, *, seed: int) -> None:
-        super().__init__("rm", REWARD, roles, config)
+    def __init__(
+        self, roles: Roles, config: RMConfig, *, seed: int, replicas: Replicas = ONE
+    ) -> None:
+        super().__init__("rm", REWARD, roles, config, replicas)
         self.seed = seed
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, RewardStep]:
@@ -55,26 +59,42 @@ class RewardModule(SupervisedModule):
         log_headline(self, result.headline)
         return {RESULT: result}
 
-    @halving_microbatches
     def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, PairScores]:
-        """Backpropagate the loss of a batch; return it, the norm of its gradient, and the scores.
+        """Backpropagate the loss of a batch over all processes, and clip the gradient.
 
-        Loss and norm are 0-d; the scores are from before the update.
+        Returns: the loss and the norm of its gradient before clipping, 0-d, and the scores from
+            before the update.
+        """
+        share, scores = self.accumulate(batch)
+        loss = self.replicas.sum(share)
+        sum_gradients(self)
+        grad_norm = clip_gradients(self, self.config.max_grad_norm)
+        return loss, grad_norm, self.joined(scores, batch)
+
+    @halving_microbatches
+    def accumulate(self, batch: Preferences) -> tuple[Tensor, list[PairScores]]:
+        """Backpropagate this process's rows of a batch.
+
+        Returns: their share of its loss, 0-d, and the scores of each micro-batch.
         """
         zero_gradients(self)
-        size, draws = self.guard.microbatch.rows, self.draws(len(batch))
+        size, rows = self.guard.microbatch.rows, self.replicas.rows
+        mine, draws = batch.select(rows), self.draws(len(batch))[rows]
         loss, scores = torch.zeros((), device=self.device), []
-        for micro_batch, drawn in zip(batch.split(size), draws.split(size), strict=True):
+        for micro_batch, drawn in zip(mine.split(size), draws.split(size), strict=False):
             rewards = self.rewards(micro_batch)
             loss += backward(self, self.loss_sum(micro_batch, rewards, drawn) / len(batch))
             scores.append(mean_scores(*rewards))
-        return loss, clip_gradients(self, self.config.max_grad_norm), PairScores.joined(scores)
+        return loss, scores
+
+    def validation_step(self, batch: Preferences, batch_idx: int) -> PairScores:  # type: ignore[override]
+        return self.joined(self.scores_of_share(batch), batch)
 
     @halving_microbatches
-    def validation_step(self, batch: Preferences, batch_idx: int) -> PairScores:  # type: ignore[override]
-        micro_batches = batch.split(self.guard.microbatch.rows)
-        scores = [mean_scores(*self.rewards(micro_batch)) for micro_batch in micro_batches]
-        return PairScores.joined(scores)
+    def scores_of_share(self, batch: Preferences) -> list[PairScores]:
+        """Return the scores of each micro-batch of this process's rows."""
+        mine = batch.select(self.replicas.rows).split(self.guard.microbatch.rows)
+        return [mean_scores(*self.rewards(micro_batch)) for micro_batch in mine]
 
     def predict_step(self, batch: Preferences, batch_idx: int) -> PairRows:
         """Return loss, gradient norm and scores of each pair by itself."""

@@ -16,12 +16,14 @@ from lightning_rlhf.modules.optim import (
     backward,
     clip_gradients,
     log_headline,
+    sum_gradients,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import sft_compute
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.target_logprobs import target_logprobs
 from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
+from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
 class SFTModule(SupervisedModule):
@@ -32,8 +34,8 @@ class SFTModule(SupervisedModule):
 
     config: SFTConfig
 
-    def __init__(self, roles: Roles, config: SFTConfig) -> None:
-        super().__init__("sft", roles.role, roles, config)
+    def __init__(self, roles: Roles, config: SFTConfig, replicas: Replicas = ONE) -> None:
+        super().__init__("sft", roles.role, roles, config, replicas)
 
     def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, SFTStep]:
         started = time.perf_counter()
@@ -51,20 +53,34 @@ class SFTModule(SupervisedModule):
         log_headline(self, result.headline)
         return {RESULT: result}
 
-    @halving_microbatches
     def gradient(self, batch: Demonstrations) -> tuple[Tensor, Tensor]:
-        """Backpropagate the loss of a batch; return it and the norm of its gradient, 0-d."""
-        zero_gradients(self)
-        loss, tokens = torch.zeros((), device=self.device), batch.target_mask.sum()
-        for micro_batch in batch.split(self.guard.microbatch.rows):
-            loss += backward(self, self.nll_sum(micro_batch) / tokens)
+        """Backpropagate the loss of a batch over all processes, and clip the gradient.
+
+        Returns: the loss, and the norm of its gradient before clipping, 0-d.
+        """
+        loss = self.replicas.sum(self.accumulate(batch))
+        sum_gradients(self)
         return loss, clip_gradients(self, self.config.max_grad_norm)
 
     @halving_microbatches
+    def accumulate(self, batch: Demonstrations) -> Tensor:
+        """Backpropagate this process's rows of a batch; return their share of its loss, 0-d."""
+        zero_gradients(self)
+        loss, tokens = torch.zeros((), device=self.device), batch.target_mask.sum()
+        for micro_batch in batch.select(self.replicas.rows).split(self.guard.microbatch.rows):
+            loss += backward(self, self.nll_sum(micro_batch) / tokens)
+        return loss
+
     def validation_step(self, batch: Demonstrations, batch_idx: int) -> SFTEvaluation:  # type: ignore[override]
-        micro_batches = batch.split(self.guard.microbatch.rows)
-        nll_sum = torch.stack([self.nll_sum(micro_batch) for micro_batch in micro_batches]).sum()
+        nll_sum = self.replicas.sum(self.nll_of_share(batch))
         return SFTEvaluation(nll_sum=nll_sum, tokens=batch.target_mask.sum())
+
+    @halving_microbatches
+    def nll_of_share(self, batch: Demonstrations) -> Tensor:
+        """Return `nll_sum` of this process's rows of a batch."""
+        rows = batch.select(self.replicas.rows)
+        sums = [self.nll_sum(micro_batch) for micro_batch in rows.split(self.guard.microbatch.rows)]
+        return torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
 
     def predict_step(self, batch: Demonstrations, batch_idx: int) -> SFTRows:
         """Return loss, gradient norm and log-probabilities of each row by itself."""

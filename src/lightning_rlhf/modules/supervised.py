@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import SupervisedConfig
+from lightning_rlhf.core.types import Record
 from lightning_rlhf.models.flops import Flops, role_flops
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
     build_optimizer,
     check_parameters,
+    check_processes,
     step,
     trainable_state,
 )
 from lightning_rlhf.modules.update_guard import UpdateGuard
+from lightning_rlhf.parallel.replicas import ONE, Replicas
+
+R = TypeVar("R", bound=Record)
 
 
 class SupervisedModule(L.LightningModule):
     """Base class of SFT, the reward model and DPO, whose `training_step` calls `update`."""
 
-    def __init__(self, stage: str, role: str, roles: Roles, config: SupervisedConfig) -> None:
-        """Make the module; stage: key of its section; role: role that is trained."""
+    def __init__(
+        self,
+        stage: str,
+        role: str,
+        roles: Roles,
+        config: SupervisedConfig,
+        replicas: Replicas = ONE,
+    ) -> None:
+        """Make the module before its first step.
+
+        Args:
+            stage: key of its section.
+            role: role that is trained.
+            replicas: processes that divide the rows of each batch.
+        """
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False
         self.role = role
         self.roles = roles
         self.config = config
+        self.replicas = replicas
         self.guard = UpdateGuard(stage, config)
         self.iteration = 0
         """Number of finished batches, over all resumes; updates that were not made count too."""
@@ -49,6 +70,17 @@ class SupervisedModule(L.LightningModule):
         advance_schedule(self)
         self.iteration += 1
         return is_made
+
+    def on_fit_start(self) -> None:
+        check_processes(self)
+
+    def joined(self, parts: Sequence[R], batch: Record) -> R:
+        """Return the records of the rows of a batch from those of each process's rows.
+
+        parts: records of this process's micro-batches.
+        """
+        rows = self.replicas.share(torch.arange(len(batch), device=self.device))
+        return self.replicas.joined(rows, lambda _: type(parts[0]).joined(parts))
 
     @cached_property
     def flops(self) -> Flops:

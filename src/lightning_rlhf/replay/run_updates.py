@@ -219,7 +219,7 @@ def quiet_trainer(settings: Settings, callbacks: list[Callback]) -> L.Trainer:
     """Return a Trainer that computes as the run's did, and writes no files."""
     return L.Trainer(
         accelerator=settings.trainer.accelerator,
-        devices=settings.trainer.devices,
+        devices=1,
         precision=settings.trainer.precision,  # type: ignore[arg-type]
         max_epochs=1,
         limit_val_batches=0,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import SamplingMemoryError
+from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.results import Compute, PPOPredictions
 from lightning_rlhf.core.types import (
@@ -22,6 +22,7 @@ from lightning_rlhf.core.types import (
 )
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.annotate import annotate, predict
 from lightning_rlhf.rollout.build_sampler import build_sampler
@@ -29,7 +30,7 @@ from lightning_rlhf.rollout.compute import RoleFlops, iteration_compute
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import Sampler, SamplingParams
+from lightning_rlhf.rollout.sampler import Sampler, SamplingParams, Share
 from lightning_rlhf.rollout.score import score
 
 
@@ -51,8 +52,10 @@ class Collector:
         microbatch: MicrobatchSize,
         sampler: Sampler | None,
         stage: str = "ppo",
+        replicas: Replicas = ONE,
     ) -> None:
         """Make the collector; the arguments are those of `PPOModule`."""
+        self.replicas = replicas
         self.roles = roles
         self.reward = reward
         self.config = config
@@ -65,6 +68,11 @@ class Collector:
             "the number of rows annotated at a time", config.rollout_batch_size
         )
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
+        self.generation_rows = MicrobatchSize(
+            f"{stage}.generation_batch_size",
+            config.generation_batch_size or config.rollout_batch_size,
+        )
+        """Number of responses that are sampled at a time."""
         params = SamplingParams(
             max_response_tokens=config.max_response_tokens,
             temperature=config.temperature,
@@ -82,14 +90,50 @@ class Collector:
     ) -> Rollout:
         """Return responses of the active role, with its log-probabilities and the values.
 
-        Raises: LogitsError where nothing can be sampled; SamplingMemoryError where the responses do
-            not fit into the memory all at once; SamplerError as `CheckedSampler.sample`.
+        Each process samples and annotates its share of the prompts. Where the memory runs out,
+        fewer are sampled at a time.
+
+        Raises: LogitsError where nothing can be sampled; TrainingError where the responses to one
+            prompt are too much for the memory; SamplerError as `CheckedSampler.sample`.
         """
-        try:
-            sampled = self.sampler.sample(prompts, samples_per_prompt, generator)
-        except torch.OutOfMemoryError as error:
-            raise SamplingMemoryError(len(prompts) * samples_per_prompt, str(error)) from error
-        return self.annotate(sampled)
+        mine = Share(self.replicas.share(by_length(prompts.mask)), len(prompts))
+        return self.replicas.joined(
+            mine.responses(samples_per_prompt),
+            lambda _: self.annotate(self.sample(prompts, mine, generator, samples_per_prompt)),
+        )
+
+    def sample(
+        self, prompts: Prompts, share: Share, generator: torch.Generator, samples_per_prompt: int
+    ) -> SampledResponses:
+        """Return the responses to a share of the prompts, as many at a time as fit into memory."""
+        start = generator.get_state()
+
+        def at_a_time(count: int) -> list[SampledResponses]:
+            parts = []
+            for rows in share.rows.split(max(1, count // samples_per_prompt)):
+                generator.set_state(start)
+                part = Share(rows, share.total)
+                parts.append(self.sample_at_once(prompts, part, generator, samples_per_prompt))
+            return parts
+
+        return SampledResponses.joined(self.generation_rows.fitting(at_a_time))
+
+    def sample_at_once(
+        self, prompts: Prompts, share: Share, generator: torch.Generator, samples_per_prompt: int
+    ) -> SampledResponses:
+        """Return the responses to a share of the prompts, sampled together.
+
+        The native sampler draws the same numbers for a response in every share. Another sampler is
+        given a generator for each share that is not the whole batch.
+        """
+        some = prompts.select(share.rows)
+        if isinstance(self.sampler, NativeSampler):
+            return self.sampler.sample(some, samples_per_prompt, generator, share)
+        if len(some) == share.total:
+            return self.sampler.sample(some, samples_per_prompt, generator)
+        seed = int(torch.randint(2**62, (), generator=generator)) + int(share.rows[0])
+        own = torch.Generator().manual_seed(seed)
+        return self.sampler.sample(some, samples_per_prompt, own)
 
     def annotate(self, sampled: SampledResponses) -> Rollout:
         """Return the responses with the predictions that the sampler does not know."""
@@ -113,20 +157,24 @@ class Collector:
         return decode_responses(rollout, self.prompts[split], self.chat)
 
     def score(self, decoded: DecodedResponses) -> Scores:
-        """Return the scores of the reward and of the reference.
+        """Return the scores of the reward and of the reference; each process scores its share.
 
         Raises: RewardError where the reward gives no number for a response.
         """
         config = self.config
-        return self.microbatch.fitting(
-            lambda rows: score(
-                self.roles,
-                decoded,
-                self.reward,
-                temperature=config.temperature,
-                batch_size=rows,
-                over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
-            )
+        mine = self.replicas.share(by_length(decoded.rollout.mask))
+        return self.replicas.joined(
+            mine,
+            lambda some: self.microbatch.fitting(
+                lambda rows: score(
+                    self.roles,
+                    decoded.select(some),
+                    self.reward,
+                    temperature=config.temperature,
+                    batch_size=rows,
+                    over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
+                )
+            ),
         )
 
     def predict(self, experience: Experience) -> PPOPredictions:

@@ -15,7 +15,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.decode_state import DecodeState
 from lightning_rlhf.rollout.sample import sample
-from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.sampler import SamplingParams, Share
 
 
 class NativeSampler:
@@ -38,16 +38,29 @@ class NativeSampler:
 
     @torch.no_grad()
     def sample(
-        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+        self,
+        prompts: Prompts,
+        samples_per_prompt: int,
+        generator: torch.Generator,
+        share: Share | None = None,
     ) -> SampledResponses:
-        """Return responses with their log-probabilities and values, as `Sampler.sample`."""
+        """Return responses with their log-probabilities and values, as `Sampler.sample`.
+
+        share: place of the prompts in their batch; None where they are the whole batch.
+        """
         roles, params = self.roles, self.params
         few_shapes = compiles_by_shape(roles.causal_lm.get_input_embeddings().weight)
         state = DecodeState(
             prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
         )
         batch, room = state.logprobs.shape
-        uniforms = torch.rand(batch, room, generator=generator).to(state.logprobs)
+        if share is None:
+            uniforms = torch.rand(batch, room, generator=generator)
+        else:
+            responses = share.total * samples_per_prompt
+            uniforms = torch.rand(responses, room, generator=generator)
+            uniforms = uniforms[share.responses(samples_per_prompt).cpu()]
+        uniforms = uniforms.to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
         cache = roomy_cache(roles.causal_lm.config, state.width + room)
         with roles.merged():

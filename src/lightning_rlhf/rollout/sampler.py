@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from transformers import StoppingCriteria
 
 from lightning_rlhf.core.types import Prompts, SampledResponses
@@ -25,6 +27,24 @@ class SamplingParams:
     stop: StoppingCriteria | None = None
     """Criterion that is given the response tokens so far, [B, T], and returns which responses end
     there; None for no rule."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Prompts of a batch that are sampled now, on this device; the others are elsewhere or later.
+
+    The random numbers of a response are those that it has when the whole batch is sampled at once.
+    """
+
+    rows: Int[Tensor, " M"]
+    """Numbers of the prompts in the batch."""
+    total: int
+    """Number of prompts in the batch."""
+
+    def responses(self, samples_per_prompt: int) -> Int[Tensor, " R"]:
+        """Return the numbers of the responses to these prompts in the batch of responses."""
+        first = self.rows[:, None] * samples_per_prompt
+        return (first + torch.arange(samples_per_prompt, device=self.rows.device)).flatten()
 
 
 class Sampler(Protocol):

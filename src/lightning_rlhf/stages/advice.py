@@ -7,7 +7,6 @@ from lightning_rlhf.core.errors import (
     LogitsError,
     NotFiniteError,
     PolicyLogitsError,
-    SamplingMemoryError,
     TrainingError,
 )
 
@@ -42,8 +41,6 @@ def advice(error: TrainingError, stage: str = "ppo") -> str | None:
             )
         case LogitsError():
             return "Where it was trained until here, a smaller learning rate may hold it"
-        case SamplingMemoryError():
-            return f"A smaller {stage}.rollout_batch_size or {stage}.max_response_tokens needs less"
         case _:
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_l
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.monitors import CheckMonitors
 from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.callbacks.working import Working
@@ -69,19 +71,23 @@ def fit(
     Raises TrainingError where the model has diverged, or where no update was made.
     """
     settings, stage, steps = ready.settings, ready.settings.definition, len(data.schedule)
+    replicas = ready.replicas
     check_final(settings, steps)
-    resume_from = resume_point(settings)
+    resume_from = replicas.first(lambda: resume_point(settings))
     if resume_from is not None:
         check_longer(settings, resume_from, steps)
         check_state(resume_from, module, data)
     preflight(ready, module, data, resumed=resume_from is not None)
-    claim(settings, ready.parents)
+    replicas.first(lambda: claim(settings, ready.parents))
     config = rhythm(settings, steps)
-    loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
+    loggers = []
+    if replicas.is_first:
+        loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
     stop = Stop()
     saver = Checkpoints(
-        ready.folder / CHECKPOINTS, config, origin(settings), stop, goal_of(settings), steps
-    )
+        ready.folder / CHECKPOINTS, config, origin(settings), stop, goal_of(settings), steps,
+        replicas,
+    )  # fmt: skip
     rule = EarlyStop(settings.stage, config.stop, stop_metric(settings))
     trainer = trainer_of(ready, stop, config.val_every, loggers, callbacks, [rule, saver])
     if resume_from is not None:
@@ -90,6 +96,8 @@ def fit(
     try:
         with deferred_signals(stop), misconfigured():
             train(ready, trainer, module, data, saver, resume_from)
+        if not replicas.is_first:
+            sys.exit()
         chosen = choose(ready.folder, saver, module, trained(trainer), rule.reason)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
@@ -97,7 +105,7 @@ def fit(
     finally:
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
-        if exit_code:
+        if exit_code and replicas.is_first:
             leave_report(ready.folder, stage)
     title = f"{stage.title}: {run_name(settings)}"
     print_line(f"curves: {draw_curves(ready.folder, title, stage.unit, stage.panels)}")
@@ -140,9 +148,11 @@ def trainer_of(
     """Return the Trainer of a stage, with its callbacks and those of the user.
 
     The stage's callbacks come first, as those of the user read the metrics that they log; those of
-    `ending` come after the user's.
+    `ending` come after the user's. Of several processes the first alone has the stage's, which
+    write files, and its metrics are shared.
     """
     stage, options = ready.settings.definition, ready.settings.trainer.options
+    is_first, shared = ready.replicas.is_first, SharedMetrics(ready.replicas)
     is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
     has_bar = is_quiet or any(isinstance(own, ProgressBar) for own in ready.callbacks)
     return build_trainer(
@@ -150,7 +160,8 @@ def trainer_of(
         ready.arguments,
         stop,
         callbacks=[
-            *callbacks,
+            *(callbacks if is_first else []),
+            *([shared] if ready.replicas.size > 1 else []),
             CheckMonitors(),
             *ready.callbacks,
             *ending,
@@ -161,6 +172,7 @@ def trainer_of(
         max_epochs=1,
         val_check_interval=val_every,
         check_val_every_n_epoch=None,
+        use_distributed_sampler=False,
         num_sanity_val_steps=-1 if stage.validates_first else 0,
         logger=loggers,
         enable_checkpointing=False,
@@ -178,7 +190,8 @@ def train(
 ) -> None:
     """Train, check that the model has learned, and evaluate the last step if it is not yet."""
     trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
-    check_learned(ready.settings.stage, ready.folder, trainer, module)
+    if ready.replicas.is_first:
+        check_learned(ready.settings.stage, ready.folder, trainer, module)
     # The last checkpoint is written before the evaluation of the same step.
     if saver.measured != trained(trainer):
         trainer.validate(module, datamodule=data, verbose=False)

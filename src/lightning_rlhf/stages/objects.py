@@ -28,7 +28,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_rlhf.callbacks.max_time import MaxTime
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.errors import ConfigError, first_line, require
+from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
+from lightning_rlhf.stages.strategy import strategy
 
 _CHECKPOINTS = (
     "a run writes checkpoints from which it resumes exactly; checkpoint_every, checkpoint_minutes "
@@ -88,11 +90,12 @@ def own_arguments(settings: Settings) -> dict[str, Any]:
                 "a value that lightning.Trainer takes, or a mapping with _target_")  # fmt: skip
     for plugin in listed(found, "plugins"):
         refuse_owned("trainer.plugins", plugin)
-    for strategy in listed(found, "strategy"):
-        if isinstance(strategy, Strategy) and not isinstance(strategy, SingleDeviceStrategy):
+    for own in listed(found, "strategy"):
+        if isinstance(own, Strategy) and not isinstance(own, SingleDeviceStrategy):
             raise ConfigError(
-                f"trainer.strategy is a {type(strategy).__name__}, but a run computes in one "
-                "process on one device (trainer.devices=1); allowed: auto, SingleDeviceStrategy"
+                f"trainer.strategy is a {type(own).__name__}, but the processes of a run "
+                "(trainer.devices, trainer.num_nodes) sum their gradients themselves; allowed: "
+                "auto, SingleDeviceStrategy"
             )
     return found
 
@@ -129,6 +132,9 @@ def build_trainer(
     """
     target, own_plugins = config.options["_target_"], listed(options, "plugins")
     rest = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
+    is_alone = world().size == 1
+    if not is_alone:
+        rest["strategy"] = strategy()
     try:
         cls: Any = get_class(target)
         require(issubclass(cls, L.Trainer), "trainer._target_", target, "lightning.Trainer, or a "
@@ -136,7 +142,8 @@ def build_trainer(
         limit = [MaxTime(options["max_time"], stop)] if has(options, "max_time") else []
         trainer: L.Trainer = cls(
             accelerator=config.accelerator,
-            devices=config.devices,
+            devices=1 if is_alone else config.devices,
+            num_nodes=1 if is_alone else config.num_nodes,
             precision=config.precision,
             log_every_n_steps=config.log_every_n_steps,
             callbacks=[*limit, *callbacks],

@@ -30,6 +30,8 @@ from lightning_rlhf.data.splits import Kind, TrainVal, sample
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.parallel.replicas import Replicas, current
+from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import find_parents, folder_of
@@ -69,7 +71,14 @@ class Prepared:
         """Return the device that the run computes on."""
         if self.settings.trainer.accelerator == "cpu":
             return torch.device("cpu")
+        if (place := world()).size > 1:
+            return torch.device("cuda", place.local_rank)
         return torch.device("cuda" if torch.cuda.is_available() else "mps")
+
+    @property
+    def replicas(self) -> Replicas:
+        """Return the processes of the run."""
+        return current(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,8 +56,9 @@ def advising(stage: str) -> Iterator[None]:
 @contextmanager
 def computing(settings: Settings) -> Iterator[None]:
     """Set the process up to round and draw random numbers as a run of these settings does."""
-    torch.set_num_threads(settings.trainer.threads or THREADS)
-    if settings.trainer.accelerator == "cpu":
+    trainer = settings.trainer
+    torch.set_num_threads(trainer.threads or max(1, THREADS // trainer.devices))
+    if trainer.accelerator == "cpu":
         keep_large_blocks()
     L.seed_everything(settings.seed, verbose=False)
     with denormals_flushed():

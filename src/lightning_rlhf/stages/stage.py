@@ -45,13 +45,19 @@ class TrainerConfig:
     """Settings of Lightning's Trainer, torch's number of threads and the type of the weights."""
 
     accelerator: Literal["cpu", "gpu"]
-    devices: Literal[1]
+    devices: PositiveInt
+    num_nodes: PositiveInt
     precision: Literal["32-true", "bf16-mixed"]
     weights_dtype: DType
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     log_every_n_steps: PositiveInt
     options: Options
     """Class and further arguments of the Trainer, as given in the section."""
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes, one for each device of each machine."""
+        return self.devices * self.num_nodes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

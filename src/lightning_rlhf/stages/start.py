@@ -10,6 +10,7 @@ from lightning_rlhf.data.splits import check_sources
 from lightning_rlhf.io.user_code import check_file
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder
+from lightning_rlhf.parallel.world import World, world
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages.final import check_final
 from lightning_rlhf.stages.folder.extend import check_longer
@@ -20,25 +21,73 @@ from lightning_rlhf.stages.stage import AUTO, Settings, reward_key
 
 
 def run_stage(settings: Settings) -> Path:
-    """Run the stage and return the path of its `final/` folder."""
+    """Run the stage and return the path of its `final/` folder.
+
+    It is to be called in each of the processes that torchrun or srun started.
+    """
+    check_processes(settings, world())
+    if world().size > 1:
+        from lightning_rlhf.stages.replica import run_replica
+
+        return run_replica(settings, begin)
     with held(settings, folder_of(settings)):
-        if settings.resume == AUTO:
-            if (decided := decide(settings)) is None:
-                return folder_of(settings) / FINAL
-            settings = decided  # the checkpoint is already checked
-            resume_point(settings)
-            check_inputs(settings)
-        else:
-            checkpoint = resume_point(settings)
-            check_inputs(settings)
-            if checkpoint is not None:
-                check_resumable(checkpoint, settings)
-                if isinstance(settings.config, PPOConfig):  # others know their steps from the data
-                    check_longer(settings, checkpoint, settings.config.iterations)
+        begun = begin(settings)
+        if begun is None:
+            return folder_of(settings) / FINAL
         # Lightning, transformers and torch take ten seconds of processor time to import.
         from lightning_rlhf.stages.run import run_in_folder
 
-        return run_in_folder(settings)
+        return run_in_folder(begun)
+
+
+def begin(settings: Settings) -> Settings | None:
+    """Return the settings with which the run starts or resumes; None where it has finished.
+
+    Raises an RLHFError where its folder, its checkpoint or its inputs do not allow it.
+    """
+    if settings.resume == AUTO:
+        if (decided := decide(settings)) is None:
+            return None
+        resume_point(decided)  # the checkpoint is already checked
+        check_inputs(decided)
+        return decided
+    checkpoint = resume_point(settings)
+    check_inputs(settings)
+    if checkpoint is not None:
+        check_resumable(checkpoint, settings)
+        if isinstance(settings.config, PPOConfig):  # others know their steps from the data
+            check_longer(settings, checkpoint, settings.config.iterations)
+    return settings
+
+
+def check_processes(settings: Settings, place: World) -> None:
+    """Raise ConfigError unless the run has as many processes as its configuration says.
+
+    place: place of this process among those of the run.
+    """
+    trainer, stage = settings.trainer, settings.stage
+    if place.size == 1 and not settings.definition.trains:
+        return  # it computes in one process, whatever trainer.devices is
+    if place.size != trainer.processes:
+        found = f"{place.size} processes" if place.size > 1 else "one process"
+        raise ConfigError(
+            f"trainer.devices is {trainer.devices} and trainer.num_nodes is {trainer.num_nodes}, "
+            f"but {place.launcher or 'this command'} has started {found}; allowed: equal numbers"
+        )
+    if place.size == 1:
+        return
+    if not settings.definition.trains:
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} processes, but stage={stage} computes in "
+            "one; allowed: one process"
+        )
+    config, size = settings.config, place.size
+    if isinstance(config, PPOConfig) and config.prompts_per_iteration < size:
+        raise ConfigError(
+            f"{stage}.rollout_batch_size is {config.rollout_batch_size}, which is "
+            f"{config.prompts_per_iteration} prompts for {size} processes; allowed: at least "
+            f"{size * config.samples_per_prompt}"
+        )
 
 
 def check_run(settings: Settings) -> None:

@@ -84,4 +84,4 @@ def load_sft(ready: Prepared) -> Roles:
 def build_module(ready: Prepared, roles: Roles, config: DPOConfig) -> DPOModule:
     """Return the module before its first step, with a new policy."""
     add_policy(roles, ready.settings.model, ready.settings.seed)
-    return DPOModule(roles, config)
+    return DPOModule(roles, config, ready.replicas)

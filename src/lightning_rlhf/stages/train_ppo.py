@@ -198,6 +198,7 @@ def build_module(
         prompts=prompts,
         seed=settings.seed,
         microbatch=microbatch,
+        replicas=ready.replicas,
         stage=settings.stage,
     )
 

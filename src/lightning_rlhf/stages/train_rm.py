@@ -158,7 +158,7 @@ def build_module(ready: Prepared, roles: Roles, config: RMConfig) -> RewardModul
         roles.add_adapter(REWARD, settings.model.lora, settings.seed)
     else:
         roles.assign(REWARD)
-    return RewardModule(roles, config, seed=settings.seed)
+    return RewardModule(roles, config, seed=settings.seed, replicas=ready.replicas)
 
 
 def report_fitness(

@@ -82,4 +82,4 @@ def build_module(ready: Prepared, roles: Roles, config: SFTConfig) -> SFTModule:
         roles.add_adapter(SFT, settings.model.lora, settings.seed)
     else:
         roles.assign(SFT)
-    return SFTModule(roles, config)
+    return SFTModule(roles, config, ready.replicas)

@@ -27,7 +27,7 @@ STRATEGIES = (AUTO, "single_device")
 """Strategies of Lightning, by name, with which a run computes."""
 _LENGTH = "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is"
 _RHYTHM = "val_every in the section of the stage says when a run evaluates"
-_LOOP = "a run trains and evaluates in one process, on all of its data, in an order that it resumes"
+_LOOP = "a run trains and evaluates on all of its data, in an order that it resumes"
 OWNED: Mapping[str, str] = {
     "accumulate_grad_batches": "microbatch_size in the section of the stage splits a batch",
     "barebones": "a run writes metrics and checkpoints",
@@ -48,7 +48,6 @@ OWNED: Mapping[str, str] = {
     "min_epochs": _LENGTH,
     "min_steps": _LENGTH,
     "model_registry": "checkpoints are files in the run's folder",
-    "num_nodes": _LOOP,
     "num_sanity_val_steps": _RHYTHM,
     "overfit_batches": _LOOP,
     "reload_dataloaders_every_n_epochs": _LOOP,
@@ -70,8 +69,9 @@ def read_trainer(node: Any) -> TrainerConfig:
     is_named = "strategy" in node and isinstance(node["strategy"], str)
     if is_named and node["strategy"] not in STRATEGIES:
         raise ConfigError(
-            f"trainer.strategy is {node['strategy']!r}, but a run computes in one process on one "
-            f"device (trainer.devices=1); allowed: {', '.join(STRATEGIES)}"
+            f"trainer.strategy is {node['strategy']!r}, but the processes of a run "
+            f"(trainer.devices, trainer.num_nodes) sum their gradients themselves; allowed: "
+            f"{', '.join(STRATEGIES)}"
         )
     if "limit_val_batches" in node and not node["limit_val_batches"]:
         raise ConfigError(

@@ -21,7 +21,8 @@ VOLATILE = (
     "final",  # the section of the stage has its value
     "resume", "overwrite", "preflight", "record", "debug", "logger", "recipe", "run", "job",
     "outputs", "callbacks", "trainer._target_", "trainer.enable_model_summary",
-    "trainer.enable_progress_bar", "trainer.max_time", "trainer.profiler",
+    "trainer.devices", "trainer.enable_progress_bar", "trainer.max_time", "trainer.num_nodes",
+    "trainer.profiler",
 )  # fmt: skip
 """Keys that may differ between two calls of a run: names of its folder, and keys that do not change
 its results."""
@@ -30,6 +31,7 @@ DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 ADDED_TO_SECTION: Mapping[str, dict[str, Any]] = {
     "model": {"kernels": "auto"},
     "data": {"format": "auto", "columns": {}, "train_on": "last"},
+    "trainer": {"num_nodes": 1},
 }
 """Section -> keys of it that configurations of earlier versions lack, with the values that they ran
 with."""
@@ -39,7 +41,10 @@ ADDED_TO_STAGE: dict[str, Any] = {
     "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
 """Keys of a stage that trains which configurations of earlier versions lack, likewise."""
-ADDED_TO_PPO: dict[str, Any] = {"stop": {**ADDED_TO_STAGE["stop"], "max_kl": None}}
+ADDED_TO_PPO: dict[str, Any] = {
+    "generation_batch_size": None,
+    "stop": {**ADDED_TO_STAGE["stop"], "max_kl": None},
+}
 """The same of stage=ppo, and of stages with its keys."""
 ADDED = {"preflight": "off"}
 """Other keys that configurations of earlier versions lack -> the values that they ran with."""

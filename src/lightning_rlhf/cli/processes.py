@@ -1,0 +1,91 @@
+"""The processes of a run, started on this machine by torchrun's launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+
+from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.overrides import key_of
+from lightning_rlhf.cli.recipe import own_configs
+from lightning_rlhf.cli.recipe_steps import quoted
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.stages.folder.folders import FINAL, folder_of
+from lightning_rlhf.stages.process import IN_LAUNCHER, IN_RECIPE
+from lightning_rlhf.stages.stage import Settings
+
+DECIDED = ("job", "resume", "overwrite")
+"""Keys whose values were decided in this process."""
+SHUTDOWN_S = 3600
+"""Seconds after a signal in which the processes finish their step and write a checkpoint."""
+
+
+def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
+    """Run the stage in `trainer.devices` processes on this machine, and wait for them.
+
+    overrides: overrides of the job.
+
+    Raises: Stopped where a signal ended it, RLHFError where a process was killed, and SystemExit
+        where a process failed, after its message.
+    """
+    if settings.trainer.num_nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes is {settings.trainer.num_nodes}, but this command starts processes "
+            "on this machine alone; allowed: the same command started on each machine by torchrun "
+            "or srun, see docs/scaling.md"
+        )
+    words = [word for word in overrides if key_of(word) not in DECIDED]
+    words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
+    words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
+    failures = launch(settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words])
+    killed = {rank: -status for rank, status in failures.items() if status < 0}
+    for rank, number in sorted(killed.items()):
+        if number != signal.SIGTERM:  # which the launcher sends to those that are left
+            raise RLHFError(
+                f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
+                f"others with it; resume=auto goes on in {folder_of(settings)}"
+            )
+    if failures:
+        sys.exit(max(failures.values()))
+    assert (folder_of(settings) / FINAL).is_dir()
+
+
+def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
+    """Run `python command` in several processes; return rank -> status of those that failed.
+
+    A status below 0 is a signal's number.
+
+    Raises: Stopped where a signal came to this process, after the processes have ended.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=SHUTDOWN_S,
+    )
+    logging.disable(logging.CRITICAL)  # the launcher's own report of a failed process
+    before = dict(os.environ)
+    os.environ |= {IN_LAUNCHER: str(os.getpid()), IN_RECIPE: "processes"}
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except SignalException as error:
+        raise Stopped(error.sigval) from error
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        logging.disable(logging.NOTSET)
+    return {}

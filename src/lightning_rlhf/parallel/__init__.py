@@ -1,0 +1,1 @@
+"""Replicas: processes that hold the same weights and divide the rows of each batch."""

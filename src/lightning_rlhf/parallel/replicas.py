@@ -1,0 +1,194 @@
+"""Collective operations of replicas: the same weights in every process, a share of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, distributed, nn
+
+from lightning_rlhf.core.errors import ProcessEndedError, RLHFError
+from lightning_rlhf.core.types import Record
+
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+BUCKET = 2**24
+"""Largest number of gradient elements that are copied and summed at once, unless a parameter is
+larger: 64 MiB in fp32."""
+
+
+class Replicas:
+    """The processes of a run, of which each computes some rows of every batch.
+
+    Every process holds the whole batch before and after a step, so that whitening, running moments,
+    controllers, random orders and metrics are those of a single process. This class is that of a
+    single process, whose operations do nothing.
+    """
+
+    rank = 0
+    """Number of this process, from 0."""
+    size = 1
+    """Number of processes."""
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this process writes the files and the output of the run."""
+        return self.rank == 0
+
+    @property
+    def rows(self) -> slice:
+        """Return the rows of a batch that this process computes: every `size`-th of them."""
+        return slice(self.rank, None, self.size)
+
+    def share(self, order: Int[Tensor, " B"]) -> Int[Tensor, " M"]:
+        """Return the numbers of the rows that this process computes, ascending.
+
+        order: all numbers in the order in which they are dealt out, such as by length.
+        """
+        return order[self.rows].sort().values
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Return what `work`, called in the first process alone, returned there, in every process.
+
+        Raises: in every process, what it raised.
+        """
+        return work()
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Return what `work` returned in each process, in their order.
+
+        Raises: in every process, what it raised in one of them.
+        """
+        return [work()]
+
+    def joined(self, rows: Int[Tensor, " M"], work: Callable[[Int[Tensor, " M"]], R]) -> R:
+        """Return the records of all processes as one, in the order of the row numbers.
+
+        rows: numbers of the rows of the record that `work(rows)` returns here; `work` is not
+            called without rows.
+        """
+        return work(rows)
+
+    def sum(self, tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
+        """Return the sum of a tensor over the processes."""
+        return tensor
+
+    def each(self, numbers: T) -> list[T]:
+        """Return a dataclass of 0-d tensors as every process has it, in their order."""
+        return [numbers]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace each gradient by its sum over the processes; a missing one counts as 0."""
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the processes give."""
+        return number
+
+
+ONE = Replicas()
+"""The replicas of a run in a single process."""
+
+
+class ProcessGroup(Replicas):
+    """Replicas over the processes of the initialised process group of torch.distributed."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the replicas; device: device that this process computes on."""
+        self.rank = distributed.get_rank()
+        self.size = distributed.get_world_size()
+        self.device = device
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        try:
+            mine: tuple[T | None, RLHFError | None] = work(), None
+        except RLHFError as error:
+            mine = None, error
+        found: list[Any] = [None] * self.size
+        with ended_processes():
+            distributed.all_gather_object(found, mine)
+        errors = [error for _, error in found if error is not None]
+        if errors:
+            raise errors[0] if mine[1] is None else mine[1]
+        return [result for result, _ in found]
+
+    def first(self, work: Callable[[], T]) -> T:
+        found: Any = self.gather(lambda: work() if self.is_first else None)[0]
+        return found
+
+    def joined(self, rows: Int[Tensor, " M"], work: Callable[[Int[Tensor, " M"]], R]) -> R:
+        def share() -> tuple[Tensor, R] | None:
+            return (rows.cpu(), work(rows).to("cpu")) if len(rows) else None
+
+        parts = [part for part in self.gather(share) if part is not None]
+        order = torch.cat([numbers for numbers, _ in parts]).argsort()
+        whole = type(parts[0][1]).joined([record for _, record in parts])
+        return whole.select(order).to(self.device)
+
+    def sum(self, tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
+        total = tensor.clone()
+        with ended_processes():
+            distributed.all_reduce(total)
+        return total
+
+    def each(self, numbers: T) -> list[T]:
+        names = [field.name for field in fields(numbers)]  # type: ignore[arg-type]
+        mine = torch.stack([getattr(numbers, name) for name in names])
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with ended_processes():
+            distributed.all_gather(found, mine)
+        return [type(numbers)(**dict(zip(names, row, strict=True))) for row in found]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        for bucket in buckets(parameters):
+            for parameter in bucket:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [p.grad for p in bucket if p.grad is not None]
+            total = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, part in zip(gradients, total.split(sizes), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def largest(self, number: int) -> int:
+        found = torch.tensor(number, device=self.device)
+        with ended_processes():
+            distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        return int(found)
+
+
+def current(device: torch.device) -> Replicas:
+    """Return the replicas of the initialised process group, or those of a single process.
+
+    device: device that this process computes on.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return ProcessGroup(device)
+    return ONE
+
+
+def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters in lists of at most BUCKET elements each and of one type each."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        count = parameter.numel() + sum(p.numel() for p in bucket)
+        if bucket and (count > BUCKET or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def ended_processes() -> Iterator[None]:
+    """Raise ProcessEndedError where a collective operation fails as another process has ended."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ProcessEndedError from error

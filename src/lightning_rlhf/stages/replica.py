@@ -1,0 +1,76 @@
+"""A stage in one of several processes, of which the first decides and writes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lightning_rlhf.core.errors import ProcessEndedError, RLHFError
+from lightning_rlhf.parallel.group import join_group, leave_message, message_left
+from lightning_rlhf.parallel.replicas import Replicas
+from lightning_rlhf.parallel.world import world
+from lightning_rlhf.stages.folder.folders import FINAL, folder_of
+from lightning_rlhf.stages.folder.resume import held
+from lightning_rlhf.stages.process import IN_LAUNCHER
+from lightning_rlhf.stages.run import run_in_folder
+from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.strategy import TIMEOUT, cluster
+
+
+def run_replica(settings: Settings, begin: Callable[[Settings], Settings | None]) -> Path:
+    """Run the stage as one of several processes; return the path of `final/`.
+
+    begin: function that checks the run's folder and returns the settings to run with, None where
+        the run has finished. It is called in the first process alone.
+    """
+    replicas, folder = join(settings), folder_of(settings)
+    with errors_of_all(replicas), held(settings, folder) if replicas.is_first else nullcontext():
+        decided = replicas.first(lambda: resume_of(begin(settings)))
+        if decided is None:
+            return folder / FINAL
+        resume, overwrite = decided
+        return run_in_folder(replace(settings, resume=resume, overwrite=overwrite))
+
+
+@contextmanager
+def errors_of_all(replicas: Replicas) -> Iterator[None]:
+    """Let the first process raise the errors of all; the others end without a word.
+
+    Where a process has ended without a message, the program that started it says so.
+    """
+    try:
+        yield
+    except ProcessEndedError as error:
+        message = message_left() if replicas.is_first else None
+        is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
+        if message is None and is_printed:
+            sys.exit(1)
+        raise RLHFError(message or str(error)) from error
+    except RLHFError as error:
+        if replicas.is_first:
+            raise
+        leave_message(f"process {replicas.rank}: {error}")
+        sys.exit(1)
+
+
+def resume_of(settings: Settings | None) -> tuple[bool | str, bool] | None:
+    """Return the values of `resume` and `overwrite`; None without settings."""
+    return None if settings is None else (settings.resume, settings.overwrite)
+
+
+def join(settings: Settings) -> Replicas:
+    """Join the process group of the run; return its replicas."""
+    place, environment = world(), cluster(world())
+    address = f"tcp://{environment.main_address}:{environment.main_port}"
+    device, backend = torch.device("cpu"), "gloo"
+    if settings.trainer.accelerator == "gpu":
+        device, backend = torch.device("cuda", place.local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    method = "env://" if place.launcher == "torchrun" else address
+    return join_group(place, device, backend, method, TIMEOUT)

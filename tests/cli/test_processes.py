@@ -1,0 +1,236 @@
+"""A run in several processes: the same files as those of one, and an end whatever process ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ..processes import forked
+from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
+from .test_pipeline import start, wait_for
+
+ROUNDING = 1e-5
+"""Difference that the order of sums makes, relative to the norm of the weights."""
+
+
+def in_processes(place: Workplace, size: int, *overrides: str, folder: Path) -> Outcome:
+    """`python train.py model=mini overrides` in processes as torchrun starts them; the first's."""
+    words = (*MINI, *overrides, f"trainer.devices={size}")
+    outcomes = forked(size, lambda: place.call(*words), folder)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    for silent in outcomes[1:]:
+        assert silent.out == ""
+        assert silent.status == outcomes[0].status
+        assert silent.err == ""
+    first: Outcome = outcomes[0]
+    return first
+
+
+def assert_close(found: Path, expected: Path) -> None:
+    """The weights in two `final/`, but for rounding."""
+    names = [name for name in weights(expected.parent) if "fingerprint" not in name]
+    assert names
+    for name in names:
+        one, other = (
+            torch.cat([x.flatten().double() for x in load_file(folder / name).values()])
+            for folder in (found, expected)
+        )
+        assert (one - other).norm() <= ROUNDING * other.norm(), name
+
+
+def assert_same_rows(found: Path, expected: Path) -> None:
+    """The same metrics, but for rounding; one row a step."""
+    many, one = rows(found), rows(expected)
+    assert [row["step"] for row in many] == [row["step"] for row in one]
+    for row, other in zip(many, one, strict=True):
+        assert row.keys() == other.keys()
+        for name, cell in other.items():
+            assert float(row[name]) == pytest.approx(float(cell), rel=1e-4, abs=1e-4), name
+
+
+@pytest.fixture(scope="module")
+def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A workplace with the three stages by one process, and as run=two by two."""
+    folder = tmp_path_factory.mktemp("two")
+    shutil.copytree(pipeline.folder, folder / "work", symlinks=True)
+    found = Workplace(folder / "work")
+    for stage in ("sft", "rm", "ppo"):
+        parents = [] if stage == "sft" else given(found)[: 1 + (stage == "ppo")]
+        outcome = in_processes(found, 2, f"stage={stage}", "run=two", *parents, folder=folder)
+        assert outcome.status == 0, outcome.err
+    return found
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_two_processes_leave_what_one_does(place: Workplace, stage: str) -> None:
+    one, two = place.stage(stage), place.stage(stage, "two")
+    assert tree(two).keys() == tree(one).keys()
+    assert_close(two / "final", one / "final")
+    assert_same_rows(two, one)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_a_run_goes_on_in_another_number_of_processes(
+    place: Workplace, tmp_path: Path, before: int, after: int
+) -> None:
+    shutil.copytree(place.folder, tmp_path / "work", symlinks=True)
+    run = "default" if before == 1 else "two"
+    found = Workplace(tmp_path / "work")
+    folder = found.stage("ppo", run)
+    shutil.rmtree(folder / "final")
+    parents = given(place) if before == 2 else []
+    command = ["stage=ppo", f"run={run}", "resume=2", *parents]
+    if after == 1:
+        found.mini(*command).succeeded  # noqa: B018
+    else:
+        in_processes(found, after, *command, folder=tmp_path).succeeded  # noqa: B018
+    unbroken = place.stage("ppo", run)
+    assert_same_rows(folder, unbroken)
+    if before == after:
+        assert weights(folder) == weights(unbroken)
+        assert rows(folder) == rows(unbroken)
+    else:
+        assert_close(folder / "final", unbroken / "final")
+
+
+def test_a_reward_is_asked_once_a_response(place: Workplace, tmp_path: Path) -> None:
+    (place.folder / "count.py").write_text(
+        "def score(prompts, responses):\n"
+        f"    with open({str(tmp_path / 'asked')!r}, 'a') as file:\n"
+        "        file.writelines(f'{p}|{r}\\n' for p, r in zip(prompts, responses))\n"
+        "    return [float(len(r)) for r in responses]\n"
+    )
+    asked = []
+    for size in (1, 2):
+        words = ["stage=ppo", f"run=asked{size}", given(place)[0], "reward=function",
+                 "reward.path=count.py:score", "ppo.iterations=1", "preflight=off"]  # fmt: skip
+        if size == 1:
+            place.mini(*words).succeeded  # noqa: B018
+        else:
+            in_processes(place, 2, *words, folder=tmp_path).succeeded  # noqa: B018
+        asked.append(sorted((tmp_path / "asked").read_text().splitlines()))
+        (tmp_path / "asked").unlink()
+    assert asked[0] == asked[1]
+
+
+def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
+    place: Workplace, tmp_path: Path
+) -> None:
+    (place.folder / "fails.py").write_text(
+        "import os\n"
+        "def score(prompts, responses):\n"
+        "    return [float('nan' if os.environ['RANK'] == '1' else 1) for r in responses]\n"
+    )
+    outcome = in_processes(
+        place, 2, "stage=ppo", "run=fails", given(place)[0], "reward=function",
+        "reward.path=fails.py:score", "preflight=off", folder=tmp_path,
+    )  # fmt: skip
+    assert outcome.status == 1
+    assert "reward 'function' gave nan for the response" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "expected"),
+    [
+        (2, ["stage=ppo", "trainer.devices=3"], "torchrun has started 2 processes; allowed: equal"),
+        (2, ["stage=ppo", "trainer.devices=2", "ppo.samples_per_prompt=8"],
+         "ppo.rollout_batch_size is 8, which is 1 prompts for 2 processes; allowed: at least 16"),
+        (2, ["stage=eval", "trainer.devices=2"], "stage=eval computes in one; allowed: one"),
+        (2, ["recipe=quickstart"], "torchrun has started 2 processes, but a recipe starts"),
+        (1, ["stage=sft", "trainer.num_nodes=2"], "started on each machine by torchrun or srun"),
+        (1, ["stage=sft", "trainer.devices=0"], "trainer.devices is 0; allowed: a whole"),
+    ],
+)  # fmt: skip
+def test_other_numbers_of_processes_are_refused(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, size: int, overrides: list[str],
+    expected: str,
+) -> None:  # fmt: skip
+    if size > 1:
+        for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0}.items():
+            monkeypatch.setenv(name, str(value))
+    words = MINI if "recipe=quickstart" not in overrides else ()
+    assert expected in place.call(*words, *overrides, "run=refused").error
+
+
+LONG = ("stage=ppo", "ppo.iterations=200", "ppo.val_every=200", "ppo.checkpoint_every=2",
+        "preflight=off")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) -> None:
+    run, parents = f"ends_{how.name}", given(place)
+    words = [*MINI, *LONG, f"run={run}", "trainer.devices=2", *parents]
+    process = start(place, *words)
+    folder = place.stage("ppo", run)
+    wait_for(folder / "checkpoints" / "000002.ckpt", process)
+    found = children(process.pid)
+    ended = time.monotonic()
+    if how == signal.SIGKILL:
+        os.kill(found[1], how)
+    else:
+        process.send_signal(how)
+    out = process.communicate(timeout=60)[0]
+    assert time.monotonic() - ended < 30
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found.values())
+    if how == signal.SIGKILL:
+        assert process.returncode == 1
+        assert out.count("error: ") == 1
+        assert "error: process 1 of the run was ended by SIGKILL, and the others with it" in out
+    else:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert "stopped; resume=true goes on from the last checkpoint" in out
+    newest = max(int(path.stem) for path in (folder / "checkpoints").glob("0*.ckpt"))
+    outcome = place.mini(
+        *LONG, f"run={run}", *parents, "resume=true", "trainer.max_time=00:00:00:01"
+    )
+    assert (
+        f"going on from {folder.relative_to(place.folder)}/checkpoints/{newest:06d}.ckpt"
+        in outcome.out
+    )
+    assert f"checkpoint {newest + 1}: " in outcome.out
+
+
+def children(parent: int) -> dict[int, int]:
+    """Rank -> number of the process, for the processes that `parent` has started."""
+    found = {}
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        values = dict(entry.split("=", 1) for entry in environment if "=" in entry)
+        if "RANK" in values:
+            found[int(values["RANK"])] = int(pid)
+    return found
+
+
+@pytest.mark.slow
+def test_two_launchers_stand_for_two_machines(place: Workplace) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+             "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}",
+             str(HOME / "train.py"), *MINI, "stage=sft", "run=nodes", "trainer.num_nodes=2"],
+            cwd=place.folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    outs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outs
+    assert_close(place.stage("sft", "nodes") / "final", place.stage("sft") / "final")
+    assert "sft finished" in outs[0]
+    assert "sft" not in outs[1]

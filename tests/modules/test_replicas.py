@@ -1,0 +1,240 @@
+"""Replicas: several processes make the samples, metrics and weights of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
+from lightning_rlhf.core.types import Experience, Rollout
+from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.parallel import replicas as collectives
+from lightning_rlhf.parallel.replicas import ONE, Replicas
+
+from ..processes import replicated
+from .conftest import (
+    Outputs,
+    dpo_config,
+    fit,
+    parameters,
+    prompts,
+    rm_config,
+    rm_roles,
+    sft_config,
+    sft_roles,
+)
+from .experiences import Make
+from .test_dpo import dpo_roles
+from .test_dpo import preferences as dpo_pairs
+from .test_reward import preferences
+from .test_sft import demonstrations
+
+CASES: dict[str, dict[str, Any]] = {
+    "head": {},
+    "adapter, running moments": {"critic": "adapter", "score_normalization": "running"},
+    "model, adaptive KL": {"critic": "model", "kl_control": "adaptive"},
+    "grpo, uneven minibatches": {
+        "advantage": "grpo", "samples_per_prompt": 4, "rollout_batch_size": 20,
+        "minibatch_size": 10, "microbatch_size": 5,
+    },
+    "target_kl, KL in the loss": {
+        "lr": 1e-3, "target_kl": 0.002, "kl_in": "loss", "kl_estimator": "full",
+    },
+    "fewer rows than processes": {"minibatch_size": 1, "microbatch_size": 1},
+    "generated in pieces": {"generation_batch_size": 2, "whiten_advantages": "minibatch"},
+}  # fmt: skip
+ITERATIONS = 10
+STEP = {"iterations": ITERATIONS, "lr": 1e-4}
+ROUNDING = 1e-5
+"""Largest difference that the order of sums makes in 10 iterations, relative to the norm."""
+
+
+class Evaluations(Callback):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, _=0) -> None:
+        self.found.append(outputs)
+
+
+def trained(
+    module: L.LightningModule, batches: list[Any], held_out: list[Any], replicas: Replicas = ONE
+) -> dict[str, Any]:
+    """The results of all steps and evaluations, and the weights after the last step."""
+    module.replicas = replicas
+    if isinstance(module, PPOModule):
+        module.collector.replicas = replicas
+    outputs, evaluations = Outputs(), Evaluations()
+    fit(module, batches, [outputs, evaluations], held_out, every=len(batches))
+    return {
+        "steps": outputs.steps,
+        "evaluations": evaluations.found,
+        "weights": parameters(module),
+        "kl_coef": getattr(module, "kl_coef", 0.0),
+    }
+
+
+def in_all(
+    size: int, make: Callable[[], L.LightningModule], batches: list[Any], held_out: list[Any],
+    folder: Path,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
+    """What one process finds, and what each of `size` finds."""
+    module = make()
+    found = replicated(size, lambda replicas: trained(module, batches, held_out, replicas), folder)
+    failed = [result for result in found if isinstance(result, Exception)]
+    for error in sorted(failed, key=lambda error: isinstance(error, ProcessEndedError)):
+        raise error
+    return trained(module, batches, held_out), found
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Equal but for the order of sums; times may differ."""
+    if isinstance(expected, Tensor) and expected.is_floating_point():
+        assert found.shape == expected.shape, where
+        off = (found.double() - expected.double()).norm()
+        assert off <= ROUNDING * max(float(expected.double().norm()), 0.1), f"{where}: {off:g}"
+    elif isinstance(expected, Tensor):
+        assert found.tolist() == expected.tolist(), where
+    elif isinstance(expected, Experience | Rollout):
+        mask = expected.mask
+        assert found.tokens[mask].tolist() == expected.tokens[mask].tolist(), where
+        for field in fields(expected):
+            if field.name != "tokens":
+                assert_same(
+                    getattr(found, field.name), getattr(expected, field.name),
+                    f"{where}.{field.name}",
+                )  # fmt: skip
+    elif isinstance(expected, dict):
+        for name, value in expected.items():
+            assert_same(found[name], value, f"{where}.{name}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}[{number}]")
+    elif hasattr(expected, "__dataclass_fields__"):
+        for name, value in vars(expected).items():
+            if "seconds" not in name:
+                assert_same(getattr(found, name), value, f"{where}.{name}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=ROUNDING, abs=1e-7), where
+    else:
+        assert found == expected, where
+
+
+def assert_all_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """The same in all processes, and as in one but for rounding."""
+    whole = torch.cat([x.flatten() for x in expected["weights"].values()]).double()
+    for result in found:
+        assert_same(result, expected)
+        weights = torch.cat([x.flatten() for x in result["weights"].values()]).double()
+        assert (weights - whole).norm() <= ROUNDING * whole.norm()
+        for name, tensor in found[0]["weights"].items():
+            assert tensor.equal(result["weights"][name]), f"{name} differs between processes"
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [*((case, 2) for case in CASES), ("head", 3), ("fewer rows than processes", 3)],
+)
+def test_ppo_in_several_processes(make_ppo: Make, case: str, size: int, tmp_path: Path) -> None:
+    config = CASES[case]
+    rows = config.get("rollout_batch_size", 8) // config.get("samples_per_prompt", 1)
+    batches = [prompts(rows, seed=number) for number in range(ITERATIONS)]
+    expected, found = in_all(
+        size, lambda: make_ppo(**(STEP | config)), batches, [prompts(2)], tmp_path
+    )
+    assert_all_same(found, expected)
+    lengths = torch.cat([step.experience.response_mask.sum(1) for step in expected["steps"]])
+    assert lengths.max() == 6
+    if case == "head":
+        assert lengths.min() == 1
+    if config.get("target_kl"):
+        assert any(len(step.updates) < 8 for step in expected["steps"])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
+def test_supervised_stages_in_several_processes(stage: str, size: int, tmp_path: Path) -> None:
+    makes: dict[str, tuple[Callable[[], L.LightningModule], Any]] = {
+        "sft": (lambda: SFTModule(sft_roles("qwen3"), sft_config()), demonstrations()),
+        "rm": (
+            lambda: RewardModule(rm_roles("qwen3"), rm_config(margin_coef=0.5), seed=0),
+            preferences(),
+        ),
+        "dpo": (lambda: DPOModule(dpo_roles("qwen3"), dpo_config(sft_coef=0.5)), dpo_pairs()),
+    }
+    make, batch = makes[stage]
+    short = batch.select(slice(0, 3))  # fewer rows than processes
+    expected, found = in_all(size, make, [batch, short, batch], [batch, short], tmp_path)
+    assert_all_same(found, expected)
+
+
+def test_an_error_in_one_process_is_raised_in_all(make_ppo: Make, tmp_path: Path) -> None:
+    module = make_ppo()
+
+    def work(replicas: Replicas) -> Any:
+        module.replicas = module.collector.replicas = replicas
+        if replicas.rank == 1:
+            with torch.no_grad():
+                module.roles.causal_lm.get_output_embeddings().weight.fill_(torch.nan)
+        return module.collect(prompts(8))
+
+    for error in replicated(2, work, tmp_path):
+        assert isinstance(error, PolicyLogitsError)
+        assert str(error).startswith("iteration 1: the model's logits are NaN")
+
+
+def test_a_process_that_ends_ends_the_others(tmp_path: Path) -> None:
+    def work(replicas: Replicas) -> Any:
+        if replicas.rank == 1:
+            raise ValueError
+        return replicas.sum(torch.ones(3))
+
+    found = replicated(3, work, tmp_path)
+    assert [type(error) for error in found] == [ProcessEndedError, ValueError, ProcessEndedError]
+
+
+def test_gradients_are_summed_in_buckets_with_missing_ones_as_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "BUCKET", 5)
+    shapes = [(2, 2), (3,), (7,), (1,), (2,)]
+
+    def work(replicas: Replicas) -> Any:
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for number, parameter in enumerate(parameters):
+            if number != replicas.rank:
+                parameter.grad = torch.full_like(parameter, 10.0**replicas.rank + number)
+        buckets = [[p.numel() for p in bucket] for bucket in collectives.buckets(parameters)]
+        replicas.sum_gradients(parameters)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return buckets, [gradient.unique().tolist() for gradient in gradients]
+
+    for buckets, sums in replicated(2, work, tmp_path):
+        assert buckets == [[4], [3], [7], [1, 2]]
+        assert sums == [[10.0], [2.0], [15.0], [17.0], [19.0]]
+
+
+def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:
+    batch = prompts(5)
+
+    def work(replicas: Replicas) -> Any:
+        rows = replicas.share(torch.tensor([4, 2, 0, 1, 3]))
+        return rows, replicas.joined(rows, batch.select), replicas.largest(3 - replicas.rank)
+
+    found = replicated(2, work, tmp_path)
+    assert [rows.tolist() for rows, _, _ in found] == [[0, 3, 4], [1, 2]]
+    for _, joined, largest in found:
+        assert_same(joined, batch)
+        assert largest == 3
