@@ -28,8 +28,8 @@ from lightning_rlhf.stages.trainer_section import OWNED, PASSED, read_trainer, r
 from .conftest import Workplace, rows
 
 CPU = {
-    "_target_": "lightning.Trainer", "accelerator": "cpu", "devices": 1, "precision": "32-true",
-    "weights_dtype": "float32", "threads": None, "log_every_n_steps": 10,
+    "_target_": "lightning.Trainer", "accelerator": "cpu", "devices": 1, "num_nodes": 1,
+    "precision": "32-true", "weights_dtype": "float32", "threads": None, "log_every_n_steps": 10,
 }  # fmt: skip
 OWN_LOGGER = """
 from lightning.pytorch.loggers import Logger
@@ -66,12 +66,13 @@ def test_what_a_stage_sets_itself_is_refused_with_the_reason(key: str) -> None:
     [
         ({"profilr": "simple"}, "trainer.profilr is not a known key; did you mean trainer.profil"),
         ({"limit_val_batches": 0}, "trainer.limit_val_batches is 0"),
-        ({"devices": 2}, "trainer.devices"),
+        ({"devices": 0}, "trainer.devices"),
         ({"precision": "16-mixed"}, "trainer.precision"),
         (
             {"strategy": "ddp"},
-            "trainer.strategy is 'ddp', but a run computes in one process on one "
-            "device (trainer.devices=1); allowed: auto, single_device",
+            "trainer.strategy is 'ddp', but the processes of a run "
+            "(trainer.devices, trainer.num_nodes) sum their gradients themselves; allowed: "
+            "auto, single_device",
         ),
     ],
 )
@@ -216,8 +217,9 @@ def test_callbacks_that_do_what_a_stage_does_are_refused_with_the_reason(
         ({"plugins": [{"_target_": f"{PLUGINS}.TorchCheckpointIO"}]},
          "trainer.plugins is a TorchCheckpointIO"),
         ({"strategy": {"_target_": f"{STRATEGIES}.DDPStrategy"}},
-         "trainer.strategy is a DDPStrategy, but a run computes in one process on one device "
-         "(trainer.devices=1); allowed: auto, SingleDeviceStrategy"),
+         "trainer.strategy is a DDPStrategy, but the processes of a run "
+         "(trainer.devices, trainer.num_nodes) sum their gradients themselves; allowed: auto, "
+         "SingleDeviceStrategy"),
     ],
 )  # fmt: skip
 def test_plugins_and_strategies_that_a_run_cannot_use_are_named(

@@ -41,6 +41,7 @@ BOUNDS: list[tuple[str, Any, str]] = [
     *[(key, 0, "a number and > 0") for key in ABOVE_0],
     *[(key, 0, "a number and > 0, or null") for key in ABOVE_0_OR_NULL],
     *[(key, -1e-9, "a number and >= 0") for key in AT_LEAST_0],
+    ("generation_batch_size", 0, f"{AT_LEAST_1}, or null"),
     ("critic_warmup", -1, "a whole number and >= 0"),
     ("critic_warmup", 0.5, "a whole number and >= 0"),
     *[("clip_range", end, "a number and > 0 and < 1") for end in (0, 1)],
@@ -71,6 +72,7 @@ OFF_SWITCHES = (
     "target_kl",
     "max_ratio",
     "kl_warning",
+    "generation_batch_size",
 )
 
 

@@ -89,14 +89,8 @@ def test_auto_leaves_other_families_alone_and_fast_refuses_them() -> None:
         Roles(build_model("gpt2"), "fast")
 
 
-def test_weights_that_are_sharded_or_elsewhere_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_are_sharded_or_elsewhere_are_left_alone() -> None:
     model = build_model("qwen3")
-    monkeypatch.setattr(patch, "_processes", lambda: 2)
-    assert choose("auto", model).kind == "plain"
-    assert choose("fast", model).kind == "fast"
-    monkeypatch.undo()
     next(model.parameters()).device_mesh = "two machines"  # type: ignore[attr-defined]
     assert choose("auto", model).kind == "plain"
     with pytest.raises(ConfigError, match="sharded"):

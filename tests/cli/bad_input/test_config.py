@@ -87,7 +87,7 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     (SFT, "data.chat_template_kwargs.tools", 5, ["the chat template", "{'tools': 5}"]),
     (PPO, "data.judge", "x.py:", ["data.judge is 'x.py:'", "file.py:function"]),
     # the trainer and the loggers
-    (SFT, "trainer.devices", 2, ["trainer.devices is 2", "allowed: 1"]),
+    (SFT, "trainer.devices", 0, ["trainer.devices is 0", ">= 1"]),
     (SFT, "trainer.threads", DIGITS, ["trainer.threads is 999", "<= 1024"]),
     (SFT, "trainer.accelerator", {"a": 1}, ["trainer.accelerator is {'a': 1}", "cpu, gpu"]),
     (SFT, "logger.kind", ["csv"], ["logger.kind is ['csv']", "tensorboard"]),
