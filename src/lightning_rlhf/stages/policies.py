@@ -10,6 +10,7 @@ from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, Origin, read_run
 from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
 from lightning_rlhf.models.weights import json_object
@@ -96,7 +97,8 @@ def find_policy(source: str, key: str) -> Source:
     if path.suffix == SUFFIX:
         if not path.is_file():
             raise CheckpointError(
-                f"{key}: {source}: no such file; allowed: a checkpoint of PPO or DPO"
+                f"{key}: {source}: no such file{nearest_path(source)}; allowed: a checkpoint "
+                "of PPO or DPO"
             )
         return Kept(path.resolve())
     final = find(source, key)

@@ -155,6 +155,8 @@ def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) ->
     leave_report(folder, settings.definition)
     for line in summary(metrics, ranked, config):
         print_line(line)
+    if lacking := shortage(samples, ranked, config):
+        print_line(f"warning: {lacking}", "yellow")
     for name in files:
         print_line(f"written: {final / name}")
     return final
@@ -179,3 +181,26 @@ def summary(metrics: Mapping[str, float], ranked: RankedRows, config: RankConfig
     )
     if ranked.left_out:
         yield f"left out: {counts_text(ranked.left_out)}"
+
+
+def shortage(samples: Sequence[Sample], ranked: RankedRows, config: RankConfig) -> str:
+    """Return which files have no row, and that most responses are cut; empty if neither is so."""
+    found = []
+    if not ranked.preferences:
+        found.append(
+            "preferences.jsonl is empty: no prompt has two usable responses whose scores differ"
+            + f" by rank.min_margin={config.min_margin:g} or more" * (config.min_margin > 0)
+        )
+    if config.accept_above is not None and not ranked.accepted:
+        found.append(
+            "accepted.jsonl is empty: no usable response scores "
+            f"rank.accept_above={config.accept_above:g} or more"
+        )
+    cut = sum(not sample["ended"] for sample in samples)
+    if cut and (found or 2 * cut > len(samples)):
+        found.append(
+            f"{cut} of {len(samples)} responses are cut at "
+            f"rank.max_response_tokens={config.max_response_tokens} and left out; a larger "
+            "rank.max_response_tokens, or rank.stop_strings, lets them end"
+        )
+    return "; ".join(found)
