@@ -157,14 +157,11 @@ def forms_of(format: Format, kind: Kind) -> list[Form]:
     return [form for form in FORMS if format in (AUTO, form.format) and kind in form.parse]
 
 
-def columns_of(format: Format) -> set[str]:
-    """Return the columns that a format reads."""
-    return {
-        column
-        for form in FORMS
-        if format in (AUTO, form.format)
-        for column in (*form.columns, *form.also)
-    }
+def columns_of(format: Format) -> list[str]:
+    """Return the columns that a format reads, those that a form must have first."""
+    forms = [form for form in FORMS if format in (AUTO, form.format)]
+    columns = [column for form in forms for column in form.columns]
+    return list(dict.fromkeys([*columns, *(column for form in forms for column in form.also)]))
 
 
 def check_serves(format: Format, kind: Kind, key: str) -> None:
