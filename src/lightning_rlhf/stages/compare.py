@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.wording import counted
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.report.compare_page import ComparedRun, Comparison, Group
 from lightning_rlhf.report.conclusion import GOLD
 from lightning_rlhf.stages.folder.changes import (
@@ -39,9 +41,12 @@ def compare_runs(folders: Sequence[Path], stage: str | None) -> Comparison:
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
     runs = [read(path) for path in dict.fromkeys(found) if stages[path] == chosen]
     if len(runs) < 2:
+        others = [name for name in names if name != chosen]
+        there = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"
         raise ConfigError(
-            f"there are {len(runs)} runs of stage={chosen} in {', '.join(map(str, folders))}; "
-            f"allowed: at least 2, found are {', '.join(names) or 'none'} (--stage chooses)"
+            f"{', '.join(map(str, folders))} has {counted(len(runs), 'run')} of stage={chosen}; "
+            "allowed: 2 or more to compare, as outputs/one/tiny/ppo outputs/two/tiny/ppo, or a "
+            f"folder above them{there * bool(others)}"
         )
     groups = grouped(runs)
     definition = STAGES.get(chosen)
@@ -70,8 +75,8 @@ def runs_in(folder: Path) -> list[Path]:
     )
     if not found:
         raise CheckpointError(
-            f"{folder} holds no run; allowed: folders of runs, as outputs/<run>/<model>/ppo, or "
-            "folders above them"
+            f"{folder} holds no run{nearest_path(str(folder))}; allowed: folders of runs, as "
+            "outputs/<run>/<model>/ppo, or folders above them"
         )
     return found
 

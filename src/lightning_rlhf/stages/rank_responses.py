@@ -15,6 +15,7 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.lengths import tokenise_prompts
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text
@@ -57,7 +58,8 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
         sources={name: str(policy.path) if policy is not None else _path_of(parents.get(SFT))},
     )
     print_line(
-        f"{config.samples_per_prompt} responses of {name} to each of {len(task.prompts)} prompts"
+        f"{config.samples_per_prompt} responses of {name} to each of "
+        f"{counted(len(task.prompts), 'prompt')}"
     )
     roles, role = load_policy(task, policy if policy is not None else parents.get(SFT))
     rollouts = sample_responses(
@@ -174,11 +176,13 @@ def summary(metrics: Mapping[str, float], ranked: RankedRows, config: RankConfig
         f"{metrics['rank/best_reward']:z.3f} at a KL of {metrics['rank/best_kl']:.2f} nats (bound "
         f"{metrics['rank/best_kl_bound']:.2f})"
     )
-    accepted = "" if config.accept_above is None else f", {len(ranked.accepted)} accepted responses"
-    yield (
-        f"{len(ranked.preferences)} preference pairs, {len(ranked.demonstrations)} best "
-        f"responses{accepted}"
-    )
+    parts = [
+        counted(len(ranked.preferences), "preference pair"),
+        counted(len(ranked.demonstrations), "best response"),
+    ]
+    if config.accept_above is not None:
+        parts.append(counted(len(ranked.accepted), "accepted response"))
+    yield ", ".join(parts)
     if ranked.left_out:
         yield f"left out: {counts_text(ranked.left_out)}"
 
