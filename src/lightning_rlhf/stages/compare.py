@@ -19,7 +19,7 @@ from lightning_rlhf.stages.folder.changes import (
     read_config,
     volatile,
 )
-from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
+from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.reports import read
 from lightning_rlhf.stages.run_files import RunFiles
@@ -36,6 +36,8 @@ def compare_runs(folders: Sequence[Path], stage: str | None) -> Comparison:
     Raises ConfigError where fewer than two runs are found, and CheckpointError for a damaged one.
     """
     found = [path for folder in folders for path in runs_in(folder)]
+    for path in found:
+        check_kinds(path)  # a pipe without a writer would be read for ever
     stages = {path: str(read_config(path / CONFIG, "leave it out").get("stage")) for path in found}
     names = sorted(set(stages.values()))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
