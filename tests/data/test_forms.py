@@ -502,8 +502,10 @@ def test_a_name_for_an_optional_column_that_no_row_has(ending: str, tmp_path: Pa
         f"{file}: data.columns.margin is 'strenght', which no row has; did you mean 'strength'?"
     )
     # A name that demonstrations alone need is of no concern to pairs.
-    columns = Columns("auto", {"response": "answer"})
-    assert len(read_preferences(str(file), "stop", columns)) == 2
+    formats: tuple[Any, ...] = ("auto", "tldr")
+    for format in formats:
+        columns = Columns(format, {"response": "answer"})
+        assert len(read_preferences(str(file), "stop", columns)) == 2
 
 
 @pytest.mark.parametrize("read", [read_demonstrations, read_preferences, read_prompts])

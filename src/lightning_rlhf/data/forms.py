@@ -52,6 +52,12 @@ class Form:
         """Return the columns that a row must have for a kind of data."""
         return self.prompt_columns or self.columns if kind == "prompts" else self.columns
 
+    def optional(self, kind: Kind) -> tuple[str, ...]:
+        """Return the columns that a row of a kind may lack, and that belong to no other form."""
+        if self.parse[kind] is not _NATIVE[kind]:
+            return self.also
+        return ("margin",) if kind == "preferences" else ()
+
     def read(self, kind: Kind, row: Row) -> Any:
         """Return the record that a row holds. Raises BadRow if it holds none."""
         parse = self.parse[kind]

@@ -110,10 +110,8 @@ class Reading:
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Return the columns that are read where they are present, and are of no other kind."""
-        if self.form.format != "native":
-            return self.form.also
-        return ("margin",) if self.kind == "preferences" else ()
+        """Return the columns that a row may lack, and that belong to no other form."""
+        return self.form.optional(self.kind)
 
     @property
     def hint(self) -> str:
