@@ -2,6 +2,7 @@
 
 python benchmarks/malformed.py [--count 1200] [--seed 0] [--jobs 2] [--out benchmarks/results]
 python benchmarks/malformed.py --only ID       shows one input and its outcome
+python benchmarks/malformed.py --kind KIND     counts one kind, as rows-and-files; writes no result
 
 Half of the inputs are from tables (malformed_cases.py, malformed_http.py), half are valid inputs
 with a random change (mutations.py). The real command is run on each in a separate process. Correct
@@ -45,7 +46,7 @@ from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli import serve
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.replay import run_updates as replay_run
-from lightning_rlhf.stages import run, train_ppo, train_rm, train_sft
+from lightning_rlhf.stages import rank_responses, run, train_dpo, train_ppo, train_rm, train_sft
 from lightning_rlhf.stages.reward import text_rewards
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
@@ -96,6 +97,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
         descriptor = os.open(folder / ".said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a chat ends at once
         what, words = case.prepare(folder)
         (folder / ".what").write_text(json.dumps([what, list(words), digests(folder)]))
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -119,7 +121,8 @@ def in_child(case: Case, folder: Path) -> NoReturn:
 def stops(case: Case) -> list[tuple[Any, str]]:
     """Return the functions at which a command that has accepted its input is ended."""
     if case.stop == "model":
-        return [(module, "start_from") for module in (train_sft, train_rm, train_ppo)]
+        modules = (train_sft, train_rm, train_ppo, train_dpo)
+        return [*((module, "start_from") for module in modules), (rank_responses, "load_policy")]
     return [(L.LightningModule, "on_train_batch_end")] if case.stop == "step" else []
 
 
@@ -295,6 +298,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time")
     parser.add_argument("--limit", type=float, default=20, help="seconds for an answer")
     parser.add_argument("--only", help="name of one input, as rows-t12 or rows-r3")
+    parser.add_argument("--kind", help="one kind of input, named by the start of its IDs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     began = time.monotonic()
@@ -307,6 +311,9 @@ def main() -> None:
     if args.only:
         print(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
         return
+    if args.kind:
+        print(table(results, args.limit))
+        sys.exit(int(any(r.answer not in RIGHT for r in results)))
     facts = {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -336,6 +343,8 @@ def run_all(args: argparse.Namespace, world: Path) -> list[Result]:
     for kind in found:
         key = kind.name.replace(",", "").replace(":", "").split("=")[0]
         key = "-".join(key.lower().split()[:3])
+        if args.kind not in (None, key):
+            continue
         if args.only:
             todo += [(kind.name, args.only, c) for c in one(args, key, kind.table, kind.draw)]
             continue
@@ -343,7 +352,9 @@ def run_all(args: argparse.Namespace, world: Path) -> list[Result]:
         todo += [(kind.name, name, case) for name, case in cases.items()]
     results = count_answers(todo, world, args.jobs, args.limit)
     requests = over_http.request_table()
-    if args.only:
+    if args.kind:
+        todo_requests = []
+    elif args.only:
         todo_requests = [
             (args.only, r) for r in one(args, "requests", requests, over_http.request_drawn)
         ]

@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 
 import mutations as m
 
-STAGES = ("sft", "rm", "ppo")
+STAGES = ("sft", "rm", "ppo", "dpo", "rank")
+TRAINED = ("sft", "rm", "ppo", "dpo")
+"""Stages with checkpoints."""
 FINAL = "outputs/default/tiny/{stage}/final"
 MINI = [
     "model=tiny", "model.from_config.hidden_size=32", "model.from_config.intermediate_size=64",
@@ -34,13 +36,22 @@ SMALL = {
             "ppo.microbatch_size=4", "ppo.max_response_tokens=8", "ppo.val_every=2",
             "ppo.val_samples_per_prompt=1", "ppo.samples_every=1", "ppo.checkpoint_every=1",
             "ppo.checkpoints_kept=9"],
+    "dpo": ["dpo.epochs=0.5", "dpo.batch_size=4", "dpo.microbatch_size=4", "dpo.val_every=2",
+            "dpo.checkpoint_every=1", "dpo.checkpoints_kept=9"],
+    "rank": ["rank.samples_per_prompt=2", "rank.max_prompts=4", "rank.max_response_tokens=8",
+             "rank.batch_size=8", "rank.stop_strings=[a,e,i,o]"],
 }  # fmt: skip
 """Stage -> overrides of a run that takes seconds."""
-KEY = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts"}
+KEY = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts", "dpo": "preferences",
+       "rank": "prompts"}  # fmt: skip
+FILE = {"sft": "sft", "rm": "rm", "ppo": "ppo", "dpo": "rm", "rank": "ppo"}
+"""Stage -> name of the file in data/ that it reads."""
 FIELDS = {
     "sft": {"prompt": "a question", "response": "an answer"},
     "rm": {"prompt": "a question", "chosen": "an answer", "rejected": "another"},
     "ppo": {"prompt": "a question"},
+    "dpo": {"prompt": "a question", "chosen": "an answer", "rejected": "another"},
+    "rank": {"prompt": "a question"},
 }
 Stop = Literal["model", "step", "end"]
 """Point at which a command that accepts its input is ended: before it loads a model, after one
@@ -76,8 +87,8 @@ class Kind:
 
 def stage(name: str) -> list[str]:
     """Return the arguments of a stage that starts from models in its working directory."""
-    parents = ["policy.checkpoint=base"] if name == "rm" else []
-    if name == "ppo":
+    parents = ["policy.checkpoint=base"] if name in ("rm", "dpo") else []
+    if name in ("ppo", "rank"):
         parents = ["policy.checkpoint=base", "reward=random"]
     return [f"stage={name}", *MINI, *SMALL[name], *parents]
 
@@ -88,7 +99,7 @@ def rows_kind() -> Kind:
     def of_file(name: str, file_name: str, damage: m.Damage, *words: str) -> Case:
         def prepare(folder: Path) -> tuple[str, Sequence[str]]:
             file = folder / "data" / file_name
-            file.write_bytes((folder / "data" / f"{name}.jsonl").read_bytes())
+            file.write_bytes((folder / "data" / f"{FILE[name]}.jsonl").read_bytes())
             what = damage(file)
             source = f"data.{KEY[name]}.train=data/{file_name}"
             return f"{file_name} of {name}: {what}", [*stage(name), source, *words]
@@ -167,7 +178,7 @@ def rows_kind() -> Kind:
         file_name = dice.choice(["x.jsonl", "x.jsonl", "x.jsonl.gz", "x.parquet"])
         return of_file(name, file_name, damaged, skip)
 
-    return Kind("rows and files of data", table, draw, 0.24)
+    return Kind("rows and files of data", table, draw, 0.2)
 
 
 def parquet_damages() -> list[m.Damage]:
@@ -272,7 +283,7 @@ def overrides_kind(world: Path) -> Kind:
             words[0] = words[0][:at] + sign + words[0][at:]
         return of_words(name, *words)
 
-    return Kind("overrides", [of_words("sft", word) for word in SPELLINGS], draw, 0.24)
+    return Kind("overrides", [of_words("sft", word) for word in SPELLINGS], draw, 0.2)
 
 
 def keys_of(config: Path) -> list[str]:
@@ -298,7 +309,7 @@ def folders_kind(command: Literal["resume", "replay"], share: float) -> Kind:
 
         return Case(prepare, ["data", "outputs"], "end")
 
-    names = STAGES if command == "resume" else ("ppo",)
+    names = TRAINED if command == "resume" else ("ppo",)
     files = ["config.json", "parents.json", "metrics.csv", "checkpoints/000002.ckpt",
              "checkpoints/000001.ckpt", "run_id.txt"]  # fmt: skip
     of_ppo = ["samples/train.jsonl", "rollouts/000002.parquet", "rollouts/000001.parquet"]
@@ -360,6 +371,81 @@ def finals_kind(files: Sequence[tuple[str, str]], title: str, share: float, draw
     return Kind(title, table, draw, share)
 
 
+PROJECTS = [
+    "",
+    " ",
+    "/",
+    "a",
+    "a/",
+    "/b",
+    "a/b/c",
+    "a b/c",
+    "../..",
+    "\u202e/x",
+    "é/\U0001f600",
+    "a/b",
+]
+"""Names of W&B projects; the last is a right one."""
+FINALS = {
+    "chat": ("sft", ["chat", "{final}"]),
+    "push": ("ppo", ["push", "{final}", "org/name", "--dry-run"]),
+    "export": ("ppo", ["export", "{final}", "--merge", "--out", "merged"]),
+    "export of dpo": ("dpo", ["export", "{final}", "--merge", "--out", "merged"]),
+}
+"""Command -> the stage whose final/ it is given, and its words."""
+RUNS = {
+    "diminishing": ["diminishing", "{run}"],
+    "report": ["report", "{run}"],
+    "compare": ["compare", "{run}", "outputs/default/tiny/dpo", "--stage", "ppo"],
+}
+"""Command -> its words with the folder of a run of PPO."""
+
+
+def commands_kind() -> Kind:
+    """Return the kind of damaged folders that commands without a configuration are given."""
+
+    def of_final(command: str, file: str, damage: m.Damage) -> Case:
+        def prepare(folder: Path) -> tuple[str, Sequence[str]]:
+            stage, words = FINALS[command]
+            final = FINAL.format(stage=stage)
+            what = damage(folder / final / file)
+            return f"{command}: {stage}/final/{file} {what}", [w.format(final=final) for w in words]
+
+        return Case(prepare, ["data", "outputs"], "end")
+
+    def of_run(command: str, file: str, damage: m.Damage) -> Case:
+        def prepare(folder: Path) -> tuple[str, Sequence[str]]:
+            run = "outputs/default/tiny/ppo"
+            if command == "diminishing":  # which takes no run of fewer iterations
+                rows = "".join(f"{i},{i / (i + 3)},{i / 9}\n" for i in range(1, 21))
+                metrics = folder / run / "metrics.csv"
+                metrics.write_text(f"step,reward_mean,kl_divergence\n{rows}")
+            what = damage(folder / run / file)
+            return f"{command}: ppo/{file} {what}", [w.format(run=run) for w in RUNS[command]]
+
+        return Case(prepare, ["data", "outputs"], "end")
+
+    def of_project(name: str) -> Case:
+        words = ["dashboard", name, "--dry-run"]
+        return Case(lambda _: (f"dashboard {name!a}", words), [], "end")
+
+    finals = [(c, f) for c in FINALS for f in ("manifest.json", "tokenizer.json")]
+    finals += [(c, "config.json" if c == "chat" else "adapter_config.json") for c in FINALS]
+    runs = [(c, f) for c in RUNS for f in ("config.json", "metrics.csv", "samples/train.jsonl")]
+    table = [of_project(name) for name in PROJECTS]
+    table += [of_final(c, f, d) for c, f in finals for d in m.PLACES]
+    table += [of_run(c, f, d) for c, f in runs for d in m.PLACES]
+
+    def draw(dice: random.Random) -> Case:
+        of_file, (command, file) = dice.choice(
+            [*((of_final, one) for one in finals), *((of_run, one) for one in runs)]
+        )
+        is_json = file.endswith(".json")
+        return of_file(command, file, (m.any_json if is_json else m.any_lines)(dice))
+
+    return Kind("commands on folders", table, draw, 0.08)
+
+
 def kinds(world: Path) -> list[Kind]:
     """Return all kinds of malformed files, arguments and folders."""
     weights = [m.any_safetensors_header, m.any_tensor, m.any_bytes]
@@ -376,6 +462,7 @@ def kinds(world: Path) -> list[Kind]:
         overrides_kind(world),
         folders_kind("resume", 0.1),
         folders_kind("replay", 0.08),
+        commands_kind(),
         finals_kind(models, "checkpoints: weights, configurations, tokenizers", 0.08, ways),
         finals_kind(manifests, "manifests", 0.05, ways),
         finals_kind(adapters, "adapters and heads", 0.07, ways),

@@ -168,8 +168,9 @@ def _no_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_workplace(folder: Path) -> Workplace:
-    """An empty workplace with the first rows of the shipped data."""
+    """A workplace with the first rows of the shipped data, and the card of something else."""
     (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     for name, count in ROWS.items():
         with (SHIPPED / f"{name}.jsonl").open(encoding="utf-8") as file:
             rows = [line for line, _ in zip(file, range(count), strict=False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_every_final_has_a_model_card(place: Workplace) -> None:
         assert (card.data.library_name, card.data.pipeline_tag) == (library, task)
         assert {"lightning-rlhf", stage} <= set(card.data.tags)
         assert "random weights of seed 0" in card.text
+        assert "not stated with its weights" in card.text
         assert f'name = "outputs/default/mini/{stage}/final"' in card.text
         assert str(place.folder) not in card.text
         names = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts"}[stage]
@@ -215,10 +217,13 @@ def test_the_code_in_a_card_runs(place: Workplace, stage: str, capsys: Any) -> N
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_the_license_is_that_of_the_first_folder_that_states_one(tmp_path: Path) -> None:
-    card, config, broken = (tmp_path / name for name in ("card", "config", "broken"))
-    for folder in (card, config, broken):
+def test_the_license_is_that_of_the_first_folder_that_states_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    card, config, broken, plain = (tmp_path / name for name in ("card", "config", "broken", "text"))
+    for folder in (card, config, broken, plain):
         folder.mkdir()
+    (plain / "README.md").write_text("# A\n")
     (card / "README.md").write_text("---\nlicense: other\nlicense_name: llama3.2\n---\n# A\n")
     (config / "config.json").write_text('{"license": "apache-2.0"}')
     (broken / "README.md").write_text("---\nlicense: [\n---\n")
@@ -226,7 +231,13 @@ def test_the_license_is_that_of_the_first_folder_that_states_one(tmp_path: Path)
         "license": "other", "license_name": "llama3.2"
     }  # fmt: skip
     assert license_of(broken, config) == {"license": "apache-2.0"}
-    assert license_of(tmp_path) == {}
+    library = logging.getLogger("huggingface_hub")
+    library.addHandler(caplog.handler)
+    try:
+        assert license_of(tmp_path, plain) == {}
+    finally:
+        library.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 # Pushed.

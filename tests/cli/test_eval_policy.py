@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_rlhf.stages.policies import short_names
+
 from ..report.pages import check
 from .conftest import Workplace, given, rows, tree
 
@@ -56,7 +58,7 @@ def call(place: Workplace, *overrides: str, policies: str | None = None) -> Any:
     )  # fmt: skip
 
 
-FINAL, LAST, EARLIER, SAME = "ppo", "000003", "000002", "mini/sft"
+FINAL, LAST, EARLIER, SAME = "ppo", "ppo step 3", "ppo step 2", "mini/sft"
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,23 @@ def evaluated(pipeline: Workplace) -> Evaluated:
     ).succeeded
     assert tree(pipeline.stage("ppo")) == before
     return Evaluated(pipeline, outcome.out)
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (["o/a/tiny/ppo/checkpoints/000005.ckpt"], ["ppo step 5"]),
+        (["o/a/tiny/ppo/checkpoints/best.ckpt", "o/a/tiny/ppo/final"], ["ppo best", "ppo"]),
+        (
+            ["o/a/ppo/checkpoints/000005.ckpt", "o/b/ppo/checkpoints/000005.ckpt"],
+            ["a/ppo step 5", "b/ppo step 5"],
+        ),
+        (["ppo/checkpoints/000010.ckpt", "kept/000010.ckpt"], ["ppo step 10", "000010"]),
+        (["checkpoints/7.ckpt", "org/model", "o/sft/final"], ["7", "model", "o/sft"]),
+    ],
+)
+def test_short_names(sources: list[str], names: list[str]) -> None:
+    assert short_names(sources) == names
 
 
 def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: Evaluated) -> None:
@@ -151,6 +170,11 @@ def test_pass_at_k_is_of_scores_of_0_and_1_alone(evaluated: Evaluated) -> None:
     assert found["eval/pass@1/judge/even"] == fmean(even)
     pairs = zip(even[::2], even[1::2], strict=True)
     assert found["eval/pass@2/judge/even"] == fmean(float(any(pair)) for pair in pairs)
+    # In a table of its own on the page, and not on the console, for a part that is not gold.
+    before, passed = evaluated.page.split("\n## pass@k\n")
+    assert "pass@" not in before
+    assert "| pass@1/judge/even | " in passed
+    assert "pass@" not in evaluated.out
 
 
 def test_metrics_are_those_of_the_first_policy_against_sft(evaluated: Evaluated) -> None:
@@ -258,7 +282,10 @@ def test_policies_and_prompts_that_do_not_fit(
         ("eval_policy.policies=[./nowhere/final]", "./nowhere/final: no such folder"),
         ("eval_policy.policies=[data]", "data holds neither config.json nor adapter_config.json"),
         ("eval_policy.policies=[{mini}/rm/final]", "rm/final is a reward model or another"),
-        ("eval_policy.policies=[{mini}/none.ckpt]", "none.ckpt: no such file; allowed: a check"),
+        (
+            "eval_policy.policies=[{mini}/none.ckpt]",
+            "file; .*mini holds .*; allowed: a check",
+        ),
         ("eval_policy.policies=[{mini}/sft/checkpoints/000006.ckpt]", "checkpoint of stage=sft;"),
         ("eval_policy.policies=[a,a]", r"policies is \['a', 'a'\]; allowed: each policy once"),
         ("eval_policy.policies=[]", r"policies is \[\]; allowed: a list of"),

@@ -174,7 +174,9 @@ def test_a_longer_run_equals_one_that_was_started_so(
 
 def test_longer_runs_that_are_refused(place: Workplace) -> None:
     error = ppo(place, "reference", "ppo.iterations=9", "resume=true", "ppo.kl_coef=1").error
-    assert "holds a run that finished" in error
+    assert "Give resume=true with a larger ppo.iterations to train on, overwrite=true" in error
+    error = place.mini("stage=ppo").error  # of a schedule that depends on the length
+    assert "holds a run that finished. Give overwrite=true" in error
     error = place.mini("stage=ppo", "ppo.iterations=5", "resume=true").error
     assert "ppo.iterations was 3, is 5, and the steps made so far depend on it by" in error
     assert "ppo.lr_schedule=linear (allowed: constant)" in error

@@ -104,7 +104,7 @@ def test_the_whole_batch_is_kept_in_a_file_that_the_error_names(
     named = re.escape(str(path.relative_to(place.folder)))
     shown = re.escape(str(folder(place, stage).relative_to(place.folder)))
     assert re.search(
-        rf"^error: 1 updates in a row \({stage}\.max_nonfinite\) .* is kept in {named}, "
+        rf"^error: 1 update in a row \({stage}\.max_nonfinite\) .* is kept in {named}, "
         rf"and `lightning-rlhf replay {shown}` shows its rows$", outcome.err, re.MULTILINE
     )  # fmt: skip
     kept, table = read_last_batch(path), pandas.read_parquet(path)
@@ -157,7 +157,7 @@ def test_a_batch_that_finds_no_room_does_not_hide_why_the_run_ended(
 
     monkeypatch.setattr("lightning_rlhf.callbacks.keep_last_batch.write_last_batch", full)
     outcome = run(place, "sft")
-    assert "1 updates in a row (sft.max_nonfinite)" in outcome.err
+    assert "1 update in a row (sft.max_nonfinite)" in outcome.err
     assert "is kept in" not in outcome.err
     assert "the batch of the last update is not kept: no room" in outcome.out
 

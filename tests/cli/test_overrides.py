@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_rlhf.cli.main import COMMANDS
 from lightning_rlhf.cli.overrides import (
     options_last,
     parse_arguments,
     parse_overrides,
+    refuse_mistyped,
     stage_of,
 )
 from lightning_rlhf.core.errors import ConfigError
+
+from .conftest import Workplace
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,19 @@ def test_a_wrong_option_is_one_line(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_arguments(words)
     assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(("word", "command"), [("chek", "check"), ("dashbord", "dashboard")])
+def test_a_mistyped_command(workplace: Workplace, word: str, command: str) -> None:
+    told = f"{word} is no command; did you mean {command}?"
+    assert workplace.call(word, "stage=ppo").error == told
+
+
+def test_other_words_are_no_mistyped_commands(workplace: Workplace) -> None:
+    assert "stage=ppo" in workplace.call("ppo").error
+    assert "is no override" in workplace.call("stage", "ppo").error
+    refuse_mistyped(["report=1"], COMMANDS)
+    refuse_mistyped([], COMMANDS)
 
 
 @pytest.mark.parametrize(

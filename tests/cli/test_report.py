@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
+from lightning_rlhf.stages.reports import runs_of, write_report, write_steps
 
 from ..report.pages import check
 from .conftest import STAGES, Workplace
@@ -76,6 +79,26 @@ def test_a_damaged_file_is_named(finished: Workplace, name: str) -> None:
 def test_a_folder_without_a_run_is_refused(workplace: Workplace) -> None:
     assert "holds no run" in workplace.call("report", "data").error
     assert "holds no run" in workplace.call("compare", "data").error
+    assert "holds no run; the nearest is data; " in workplace.call("compare", "dat").error
+
+
+def test_steps_of_a_recipe_come_first_in_its_page(tmp_path: Path) -> None:
+    """With their jobs, and without a step that is not there."""
+    runs = [tmp_path / "r/mini" / name for name in ("sft", "round1/dpo", "round2/dpo")]
+    for path in runs:
+        path.mkdir(parents=True)
+        tree = {"stage": path.name, "run": "r", "model": {"name": "mini"}}
+        (path / CONFIG).write_text(json.dumps(tree | {"job": path.parent.name}))
+    folder = tmp_path / "r/mini"
+    assert runs_of(folder) == runs[:1]
+    write_steps(folder, [*reversed(runs), folder / "rm"])
+    assert runs_of(folder) == runs[::-1]
+    page = check(write_report(folder).read_text())
+    assert page.values("href") == ["#stage-1", "#stage-2", "#stage-3"]
+    assert "Direct preference optimization (round2)" in page.text
+    (folder / "steps.json").write_text("3")
+    with pytest.raises(CheckpointError, match=r"steps\.json is damaged"):
+        runs_of(folder)
 
 
 def make_run(folder: Path, seed: int, kl_coef: float, rewards: list[float], **other: Any) -> None:
@@ -111,7 +134,10 @@ def test_runs_that_differ_in_seed_alone_are_one_group(sweep: Workplace) -> None:
 
 
 def test_one_run_is_not_compared(sweep: Workplace) -> None:
-    assert "at least 2" in sweep.call("compare", "s0").error
+    assert "s0 has 1 run of stage=ppo; allowed: 2 or more" in sweep.call("compare", "s0").error
+    (sweep.folder / "s1/mini/ppo" / CONFIG).unlink()
+    os.mkfifo(sweep.folder / "s1/mini/ppo" / CONFIG)
+    assert "config.json is no file" in sweep.call("compare", "s0", "s1").error
     assert "--out" in sweep.call("compare", "s0", "s1", "--out", "nowhere/c.html").error
 
 

@@ -72,7 +72,6 @@ OFF_SWITCHES = (
     "target_kl",
     "max_ratio",
     "kl_warning",
-    "generation_batch_size",
 )
 
 

@@ -64,6 +64,7 @@ TOOLS_READ = (
 """The arguments of a call are text in OpenAI's form, and an object in chat templates."""
 SHP = {"post_id": "a1", "history": "Why?", "human_ref_A": "A", "human_ref_B": "B",
        "score_A": 8, "score_B": 2, "score_ratio": 4.0}  # fmt: skip
+PAIR = {"prompt": "p", "chosen": "b", "rejected": "c"}
 HELP = {"prompt": "Hi", "correctness": 1, "coherence": 4, "complexity": 1, "verbosity": 1}
 POST = {"subreddit": "tifu", "title": "Oh", "post": "It rained."}
 POST_READ = "SUBREDDIT: r/tifu\n\nTITLE: Oh\n\nPOST: It rained.\n\nTL;DR:"
@@ -396,6 +397,27 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
             "the nearest is data.format=native (prompt): data.columns.prompt=prompts reads",
         ),
         (
+            read_preferences,
+            {"prompt": "a", "chosen": "b", "reject": "c"},
+            "the nearest is data.format=native (chosen, rejected): data.columns.rejected=reject r",
+        ),
+        (
+            read_preferences,
+            {"question": "a", "Good one": "b", "worse": "c"},
+            "the nearest is data.format=native (chosen, rejected); data.columns.chosen=COLUMN name",
+        ),
+        (
+            read_preferences,
+            {"Prompt": "a", "chosen ": "b", "Rejected": "c"},
+            "'data.columns.chosen=\"chosen \"' data.columns.rejected=Rejected "
+            "data.columns.prompt=Prompt reads it as such",
+        ),
+        (
+            read_preferences,
+            {"question": "a", "answer": "b"},
+            "its rows are like data.format=native (prompt, response), which holds demonstrations a",
+        ),
+        (
             read_demonstrations,
             {"xyz": "a"},
             "; data.columns.",
@@ -466,6 +488,39 @@ def test_other_names_of_a_table_s_columns(tmp_path: Path) -> None:
     assert read.rows == (Demonstration(turns("a"), "b"),)
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_name_for_an_optional_column_that_no_row_has(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"mine.{ending}"
+    rows = [PAIR, PAIR | {"strength": 2}]  # not in the first row of the file of lines
+    cells = "prompt,chosen,rejected,strength\np,b,c,\np,b,c,2\n"
+    file.write_text(cells if ending == "csv" else "".join(json.dumps(row) + "\n" for row in rows))
+    read = read_preferences(str(file), "stop", Columns("auto", {"margin": "strength"}))
+    assert [pair.margin for pair in read.rows] == [None, 2.0]
+    with pytest.raises(DataError) as error:
+        read_preferences(str(file), "stop", Columns("auto", {"margin": "strenght"}))
+    assert str(error.value) == (
+        f"{file}: data.columns.margin is 'strenght', which no row has; did you mean 'strength'?"
+    )
+    # A name that demonstrations alone need is of no concern to pairs.
+    formats: tuple[Any, ...] = ("auto", "tldr")
+    for format in formats:
+        columns = Columns(format, {"response": "answer"})
+        assert len(read_preferences(str(file), "stop", columns)) == 2
+
+
+@pytest.mark.parametrize("read", [read_demonstrations, read_preferences, read_prompts])
+def test_a_null_score_does_not_hide_the_form(read: Any, jsonl: Jsonl) -> None:
+    scored = [HELP | {"response": str(i), "helpfulness": i or None} for i in range(3)]
+    source = jsonl(*scored)
+    with pytest.raises(DataError, match=r"line 1: field 'helpfulness' is missing"):
+        read_preferences(source, "stop")
+    assert read_preferences(source, "skip").rows == (Preference(turns("Hi"), "2", "1", 1.0),)
+    assert read(source, "skip") == read(source, "skip", Columns("helpsteer"))
+    # Where no row has a score, it is no form of scored responses.
+    rows = jsonl(*(row | {"helpfulness": None} for row in scored))
+    assert len(read_demonstrations(rows, "stop")) == 3
+
+
 def test_numbers_of_a_csv_file(tmp_path: Path) -> None:
     """Its cells are text: a margin, and labels."""
     file = tmp_path / "mine.csv"
@@ -485,8 +540,10 @@ def test_a_column_that_the_form_does_not_read(make_config: MakeConfig) -> None:
         make_config(format="alpaca", columns={"prompt": "question"})
     assert str(error.value) == (
         "data.columns.prompt is 'question'; allowed: one that data.format=alpaca reads: input, "
-        "instruction, output"
+        "instruction, output; did you mean data.columns.instruction?"
     )
+    with pytest.raises(ConfigError, match=r"text, title; did you mean data.columns.conversations"):
+        make_config(columns={"conversation": "turns"})
     with pytest.raises(ConfigError, match=r"^data\.columns is \{'prompt': 3\}"):
         make_config(columns={"prompt": 3})
 

@@ -9,7 +9,8 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, StorageError
+from lightning_rlhf.models import checkpoint
 from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
@@ -528,3 +530,31 @@ def test_the_policy_must_start_at_the_reference(
     monkeypatch.setattr(Roles, "add_adapter", elsewhere)
     with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):
         add_policy(roles, adapters.config, 0)
+
+
+@pytest.mark.parametrize(("parents", "named"), [({"sft": "../own"}, None), ({}, "{own}")])
+def test_a_folder_that_names_itself_as_its_base(
+    tmp_path: Path, parents: dict[str, str], named: str | None
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    base = named and named.format(own=own)
+    (own / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    manifest: Any = SimpleNamespace(parents=parents, base="org/base")
+    with pytest.raises(CheckpointError, match=f"^{own} names .*/own as the model that it was tr"):
+        _ = Final(own, manifest).base_folder
+
+
+def test_two_adapters_that_name_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    finals: dict[str, Any] = {
+        str(tmp_path / name): Final(
+            tmp_path / name, cast(Any, SimpleNamespace(parents={"sft": f"../{other}"}, base="x"))
+        )
+        for name, other in (("a", "b"), ("b", "a"))
+    }
+    monkeypatch.setattr(checkpoint, "find", lambda source, key: finals[source])
+    with pytest.raises(CheckpointError, match=r"/b names .*/a as the model"):
+        _ = finals[str(tmp_path / "a")].base_folder

@@ -114,6 +114,18 @@ def test_offline_mode_gives_the_same_error(
         load_tokenizer(config)
 
 
+def test_a_name_in_a_folder_that_is_here_is_a_path_where_the_hub_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make_config: Make
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "sft").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no such folder; the nearest is outputs/sft;"):
+        find("outputs/stf", "policy.checkpoint")
+    with pytest.raises(CheckpointError, match=r"model\.name_or_path=outputs/x: no such folder"):
+        load_causal_lm(make_config(name_or_path="outputs/x"), trainable=False, seed=0)
+
+
 @pytest.mark.parametrize("missing", ["/no/such/folder", "./no/such/folder", "~/no/such/folder"])
 def test_a_missing_folder_is_not_looked_up_on_the_hub(
     slept: list[float], make_config: Make, missing: str
@@ -440,6 +452,6 @@ def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:
     ))  # fmt: skip
     roles: Any = SimpleNamespace(causal_lm=model)
     check_positions(roles, 64, "it")
-    caught = r"it has 65 tokens.*lower data\.max_response_tokens.*nonsense"
+    caught = r"it has 65 tokens.*meaningless there; lower data\.max_response_tokens"
     with pytest.warns(UserWarning, match=caught):
         check_positions(roles, 65, "it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_rlhf.models.build_roles import (
     attach_reward,
     check_positions,
     random_reward,
+    refuse_positions,
     start_from,
 )
 from lightning_rlhf.models.config import LoRASettings
@@ -366,9 +368,12 @@ def test_more_tokens_than_the_model_has_positions(
     """A table of positions ends; computed ones go on, though nothing was trained there."""
     roles = Roles(make_model(model_type))
     check_positions(roles, 128, "a prompt")
-    said = r"a prompt has 129 tokens.*positions for 128"
-    with pytest.raises(ConfigError, match=said) if refused else pytest.warns(match=said):
+    said = "a prompt has 129 tokens, but the model has positions for 128"
+    warned = "a prompt has 129 tokens, more than the 128 that the model was made for"
+    with pytest.raises(ConfigError, match=said) if refused else pytest.warns(match=warned):
         check_positions(roles, 129, "a prompt")
+    with pytest.raises(ConfigError, match=said) if refused else nullcontext():
+        refuse_positions(roles, 129, "a prompt")
 
 
 def learned(roles: Roles) -> set[str]:

@@ -243,7 +243,7 @@ def test_broken_pairs_are_flagged_beside_the_reward() -> None:
     assert outcomes == ["flag", "flag", "clear", "not tested"]
     told = about_pairs(list(found.values()))
     assert "2 of 4 checks flagged (duplicate pairs, contradicting pairs)" in told
-    assert told.startswith("About the pairs: Mend them first")
+    assert told.startswith("About the pairs: Some are flawed: ")
     clear = find(measure(simulated(500, per_token=0.0), SAMPLES), [])
     assert "pairs are flagged (duplicate pairs" in for_ppo(clear, list(found.values()))
 

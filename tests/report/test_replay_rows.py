@@ -84,7 +84,7 @@ def test_tokens_stand_beside_their_own_losses() -> None:
     assert rows[0].losses == [torch.tensor(2 * math.log(2)).item(), 0.0]
     assert rows[1].losses == [2.0]
     assert [row.is_finite for row in rows] == [True, True, False]
-    assert heading(rows[1]) == ("line 12: loss 2.0000, gradient norm 1.235e+04, response 1 tokens")
+    assert heading(rows[1]) == ("line 12: loss 2.0000, gradient norm 1.235e+04, response 1 token")
 
 
 def test_what_is_not_finite_comes_first_then_the_largest_loss() -> None:
@@ -136,7 +136,7 @@ def test_a_pair_has_both_sides_and_their_scores() -> None:
     rows = replayed_rows(batch, {k: torch.tensor([x]) for k, x in numbers.items()}, show)
     assert heading(rows[0]) == (
         "line 11: loss 0.2500, gradient norm 0.5, chosen -0.750, rejected +2.000, chosen 2 tokens, "
-        "rejected 1 tokens"
+        "rejected 1 token"
     )
     lines = [line.split() for line in shown(batch, rows, 1).splitlines()]
     assert ["'[red]'", "'", "b'"] in lines

@@ -52,7 +52,7 @@ SECOND = f"the response 'six' to the prompt '3+3?'{FINITE}"
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (scores(1), "gave 1 scores for 2 responses"),
+        (scores(1), "gave 1 score for 2 responses"),
         (scores(1, 2, 3), "gave 3 scores for 2 responses"),
         (scores(1, float("nan")), f"gave nan for {SECOND}"),
         (scores(float("-inf"), 1), f"gave -inf for {FIRST}"),

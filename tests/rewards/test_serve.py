@@ -114,7 +114,7 @@ def test_health(server: RewardServer, scorer: Scorer) -> None:
         ({"prompts": []}, "responses: Field required"),
         ({"prompts": "p", "responses": []}, "prompts: Input should be a valid array"),
         ({"prompts": [], "responses": {}}, "responses: Input should be a valid array"),
-        ({"prompts": [], "responses": ["r"]}, "there are 0 prompts for 1 responses"),
+        ({"prompts": [], "responses": ["r"]}, "found 0 prompts for 1 response"),
         ({"prompts": ["p"], "responses": ["r"]}, "prompts[0]: Input should be a valid array"),
         ({"prompts": [[]], "responses": ["r"]}, "prompts[0]: List should have at least 1 item"),
         ({"prompts": [messages("p"), [{"role": "user"}]], "responses": ["r", "s"]},
@@ -128,10 +128,10 @@ def test_health(server: RewardServer, scorer: Scorer) -> None:
         ({"prompts": [messages("p")], "responses": ["\ud83d"]}, "the request: Invalid JSON: "),
         ({"prompts": [messages("\udc00")], "responses": [""]}, "the request: Invalid JSON: "),
         (request("r", columns=[]), "columns: Input should be an object"),
-        (request("r", columns={"a": [1, 2]}), "columns['a'] has 2 values for 1 responses"),
+        (request("r", columns={"a": [1, 2]}), "columns['a'] has 2 values for 1 response"),
         (request("r", columns={"a": 1}), "columns.a: Input should be a valid array"),
         (b'{"prompts": [], "responses": [], "columns": {"a": [' + b"9" * 900 + b"]}}",
-         "columns['a'] has 1 values for 0 responses"),
+         "columns['a'] has 1 value for 0 responses"),
     ],
 )  # fmt: skip
 def test_a_bad_request_is_told_precisely(
@@ -339,7 +339,7 @@ def test_a_client_that_hangs_up_is_no_fault(
     [
         ([1.0, float("nan")], "the reward gave nan for responses[1], 's'"),
         ([float("inf"), 1.0], "the reward gave inf for responses[0], 'r'"),
-        ([1.0], "the reward gave 1 scores for 2 responses"),
+        ([1.0], "the reward gave 1 score for 2 responses"),
         (RuntimeError("out of memory"), "RuntimeError: out of memory"),
         (["good", 1.0], "ValueError: could not convert string to float: 'good'"),
         ([10**400, 1.0], "OverflowError: int too large to convert to float"),

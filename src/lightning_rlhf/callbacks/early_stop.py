@@ -15,6 +15,7 @@ from lightning_rlhf.callbacks.goal import SIGNS, require_metrics, signed
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.core.config import Mode, StopConfig
 from lightning_rlhf.core.ppo_config import PPOStopConfig
+from lightning_rlhf.core.wording import counted
 
 
 class EarlyStop(Callback):
@@ -98,7 +99,7 @@ class EarlyStop(Callback):
             self.end(
                 trainer,
                 f"{name} has not gained more than {self.config.min_gain:g}{since}, in "
-                f"{self.without} evaluations ({self.section}.stop.patience)",
+                f"{counted(self.without, 'evaluation')} ({self.section}.stop.patience)",
             )
 
     def end(self, trainer: Trainer, why: str) -> None:

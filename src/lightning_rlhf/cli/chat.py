@@ -20,6 +20,7 @@ from rich.text import Text
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.stages.console import print_error
@@ -230,7 +231,7 @@ def numbers(reply: Reply) -> str:
     """Return the numbers of a reply in a line."""
     parts = [] if reply.score is None else [f"score {reply.score:+z.2f}"]
     parts += [] if reply.kl is None else [f"KL {reply.kl:+z.2f} nats"]
-    return " · ".join([*parts, f"{reply.tokens} tokens"])
+    return " · ".join([*parts, counted(reply.tokens, "token")])
 
 
 def save(conversation: Conversation, file: Path, console: Console) -> None:

@@ -35,6 +35,7 @@ from lightning_rlhf.cli.overrides import (
     parse_arguments,
     refuse_absent_callbacks,
     refuse_group_stage,
+    refuse_mistyped,
     refuse_other_stages,
     refuse_several_checks,
 )
@@ -89,6 +90,7 @@ def main() -> None:
     register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
+        refuse_mistyped(words[:1], [*COMMANDS, CHECK])
         given = parse_arguments(words)
         refuse_secrets(given)
         refuse_several_checks(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from argparse import Namespace
@@ -29,8 +30,21 @@ CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
 """Pattern of the name of a file in a group of conf/, or in a folder below it."""
 ONLY_CHECKS = "preflight=only"
 """Override with which a stage is checked and not trained."""
+ALIKE = 0.7
+"""Likeness, from 0 to 1, from which a word is taken for a mistyped command."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
+
+
+def refuse_mistyped(first: Sequence[str], commands: Collection[str]) -> None:
+    """Raise ConfigError where the first word is spelled almost as one of the commands.
+
+    first: the first word of the command line, if it has any; an override has a "=" in it.
+    """
+    for word in first:
+        close = difflib.get_close_matches(word, commands, n=1, cutoff=ALIKE)
+        if close and "=" not in word:
+            raise ConfigError(f"{word} is no command; did you mean {close[0]}?")
 
 
 def parse_arguments(words: Sequence[str]) -> Namespace:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import CheckpointError, RLHFError
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.stages.console import print_error
 
@@ -33,7 +34,9 @@ def push_final(final: str, name: str, *, private: bool, dry_run: bool) -> None:
     from lightning_rlhf.models.weights import is_folder
 
     if not is_folder(final):
-        raise CheckpointError(f"{final}: no such folder; allowed: the final/ folder of a run")
+        raise CheckpointError(
+            f"{final}: no such folder{nearest_path(final)}; allowed: the final/ folder of a run"
+        )
     found = find(final, "FINAL")
 
     from huggingface_hub import HfApi

@@ -136,7 +136,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         ran = run_stages(stages, commands, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.stages.measured import StageResult
-    from lightning_rlhf.stages.reports import write_promises, write_report
+    from lightning_rlhf.stages.reports import write_promises, write_report, write_steps
 
     metrics = summarise(stages, ran)
     if cfg.job is None:
@@ -154,6 +154,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: StageResult.read(metrics[stage], folder_of(settings))
         for stage, settings in stages.items()
     }
+    write_steps(folder, [folder_of(settings) for settings in stages.values()])
     if are_made(stages, written):
         write_promises(folder, promise_rows(recipe.promises, results))
     print_line(f"report: {write_report(folder)}")

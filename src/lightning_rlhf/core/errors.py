@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_rlhf.core.wording import counted
+
 
 def first_line(error: Exception) -> str:
     """Return the first line of a library's error; the name of its class where it has no text."""
@@ -95,8 +97,9 @@ class NotFiniteError(TrainingError):
         made: number of optimizer steps of the run that were made before.
         """
         super().__init__(
-            f"{in_a_row} updates in a row ({stage}.max_nonfinite) had a loss or gradient that is "
-            f"not finite (the last: {loss:g}, and a norm of {grad_norm:g}) and were not made"
+            f"{counted(in_a_row, 'update')} in a row ({stage}.max_nonfinite) had a loss or "
+            f"gradient that is not finite (the last: {loss:g}, and a norm of {grad_norm:g}) and "
+            f"{'was' if in_a_row == 1 else 'were'} not made"
         )
         self.stage = stage
         self.made = made

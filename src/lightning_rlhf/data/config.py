@@ -15,6 +15,7 @@ from lightning_rlhf.core.validation import (
     section,
 )
 from lightning_rlhf.data.forms import Format, columns_of
+from lightning_rlhf.data.nearest import closest
 
 TooLong = Literal["drop", "cut"]
 Source = Annotated[Text, described("a file, a hub data set")]
@@ -68,5 +69,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         known = columns_of(self.format)
         for name, column in self.columns.items():
-            words = f"one that data.format={self.format} reads: {', '.join(sorted(known))}"
+            near = closest(name, known)
+            meant = "" if near is None else f"; did you mean data.columns.{near}?"
+            words = f"one that data.format={self.format} reads: {', '.join(sorted(known))}{meant}"
             rule(name in known, f"columns.{name}", column, words)

@@ -52,6 +52,12 @@ class Form:
         """Return the columns that a row must have for a kind of data."""
         return self.prompt_columns or self.columns if kind == "prompts" else self.columns
 
+    def optional(self, kind: Kind) -> tuple[str, ...]:
+        """Return the columns that a row of a kind may lack, and that belong to no other form."""
+        if self.parse[kind] is not _NATIVE[kind]:
+            return self.also
+        return ("margin",) if kind == "preferences" else ()
+
     def read(self, kind: Kind, row: Row) -> Any:
         """Return the record that a row holds. Raises BadRow if it holds none."""
         parse = self.parse[kind]
@@ -157,14 +163,11 @@ def forms_of(format: Format, kind: Kind) -> list[Form]:
     return [form for form in FORMS if format in (AUTO, form.format) and kind in form.parse]
 
 
-def columns_of(format: Format) -> set[str]:
-    """Return the columns that a format reads."""
-    return {
-        column
-        for form in FORMS
-        if format in (AUTO, form.format)
-        for column in (*form.columns, *form.also)
-    }
+def columns_of(format: Format) -> list[str]:
+    """Return the columns that a format reads, those that a form must have first."""
+    forms = [form for form in FORMS if format in (AUTO, form.format)]
+    columns = [column for form in forms for column in form.columns]
+    return list(dict.fromkeys([*columns, *(column for form in forms for column in form.also)]))
 
 
 def check_serves(format: Format, kind: Kind, key: str) -> None:

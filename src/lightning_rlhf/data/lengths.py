@@ -189,7 +189,7 @@ def _tokenise(
             cut.update(cuts)
     if not examples:
         raise DataError(
-            f"none of the {len(rows)} rows of {rows.source} is left: {counts_text(dropped)}; raise "
+            f"no row of {rows.source} is left: {counts_text(dropped)}; raise "
             f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
             f"({config.max_response_tokens}), or set data.long_prompts=cut, "
             "data.long_responses=cut"

@@ -5,6 +5,7 @@ Each is first turned into a dialogue, a tuple of messages, and then split before
 
 from __future__ import annotations
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.fields import number_in
 from lightning_rlhf.data.parsing import (
     IDENTICAL,
@@ -102,7 +103,7 @@ def _difference(chosen: Messages, rejected: Messages) -> str:
     """Return a description of the first turn before the last in which two dialogues differ."""
     if chosen[: len(rejected)] == rejected or rejected[: len(chosen)] == chosen:
         count = len(chosen)
-        turns = f"{count} turn{'s' * (count != 1)}"
+        turns = counted(count, "turn")
         return f"{turns} before the last of chosen, {len(rejected)} of rejected"
     pairs = zip(chosen, rejected, strict=False)
     number = next(i for i, (one, other) in enumerate(pairs, start=1) if one != other)

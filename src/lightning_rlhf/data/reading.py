@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,6 +50,24 @@ class Columns:
                     f"its columns are {', '.join(map(repr, found))[:200]}"
                 )
 
+    def unseen(self, found: Collection[str], optional: Collection[str]) -> Mapping[str, str]:
+        """Return the names of columns that may be missing, where they are not among those found."""
+        return {
+            ours: name
+            for ours, name in self.names.items()
+            if ours in optional and name not in found
+        }
+
+    def check_optional(
+        self, source: str, found: Collection[str], optional: Collection[str]
+    ) -> None:
+        """Raise DataError if a column that may be missing is named, and not among those found."""
+        for ours, name in self.unseen(found, optional).items():
+            near = difflib.get_close_matches(name, list(found), n=1)
+            columns = ", ".join(map(repr, found))[:200]
+            meant = f"did you mean {near[0]!r}?" if near else f"its columns are {columns}"
+            raise DataError(f"{source}: data.columns.{ours} is {name!r}, which no row has; {meant}")
+
     def lacks(self, found: Collection[str]) -> bool:
         """Return whether a column that is replaced has no replacement among those found."""
         return any(self._is_lacking(*names, found) for names in self.names.items())
@@ -90,6 +109,11 @@ class Reading:
         return ours | {name for column, name in self.columns.names.items() if column in ours}
 
     @property
+    def optional(self) -> tuple[str, ...]:
+        """Return the columns that a row may lack, and that belong to no other form."""
+        return self.form.optional(self.kind)
+
+    @property
     def hint(self) -> str:
         """Return what to do where the columns fit no form; empty where they fit."""
         return hint(self.found, self.kind) if self.found else ""
@@ -107,7 +131,8 @@ def begin(
     """Return how the rows of a source are read, and the rows.
 
     The form is that of a table's columns, else of the first rows. The package's own form is taken
-    if one of them has it.
+    if one of them has it; but not by a row that would have another form if it had a value in each
+    of its columns, where another row has that form.
 
     Raises DataError if `columns` replaces a column of the source by one that it does not have.
     """
@@ -116,10 +141,12 @@ def begin(
         columns.check_found(source, names)
         ours = [column for column, name in columns.names.items() if name in names]
         reading = _reading([*names, *ours], kind, columns)
+        columns.check_optional(source, names, reading.optional)
         return reading, opened.rows(reading.columns_read)
     rows = opened.rows(None)
     head: list[tuple[int, bytes | Row | BadRow]] = []
     found: list[Reading] = []
+    unsure: list[Reading] = []
     seen: dict[str, None] = {}
     for number, raw in islice(rows, FIRST_ROWS):
         head.append((number, raw))
@@ -127,14 +154,29 @@ def begin(
             decoded = decode_row(raw)
             seen |= dict.fromkeys(decoded)
             row = columns.renamed(decoded)
-            found.append(_reading([name for name in row if has(row, name)], kind, columns))
+            reading = _reading([name for name in row if has(row, name)], kind, columns)
+            whole = _reading(list(row), kind, columns)
+            (found if reading.form is whole.form else unsure).append(reading)
         is_own = bool(found) and not found[-1].found and found[-1].form.format == "native"
         is_own = is_own and not columns.lacks(seen)
         if is_own or (isinstance(raw, bytes) and len(raw) > MAX_LINE_BYTES):
             break  # the rest of a line that is too long may be of any length
     columns.check_found(source, seen)
-    fits = sorted(found, key=lambda reading: (bool(reading.found), reading.form.format != "native"))
-    return fits[0] if fits else _reading((), kind, columns), chain(head, rows)
+    fits = [*sorted(found, key=lambda reading: reading.form.format != "native"), *unsure]
+    fits.sort(key=lambda reading: bool(reading.found))
+    reading = fits[0] if fits else _reading((), kind, columns)
+    if columns.unseen(seen, reading.optional):
+        columns.check_optional(source, _all_columns(opened), reading.optional)
+    return reading, chain(head, rows)
+
+
+def _all_columns(opened: Source) -> Collection[str]:
+    """Return the columns of all rows of a source, each of which names its own."""
+    seen: dict[str, None] = {}
+    for _, raw in opened.rows(None):
+        with suppress(BadRow):
+            seen |= dict.fromkeys(decode_row(raw))
+    return seen
 
 
 def _reading(names: Collection[str], kind: Kind, columns: Columns) -> Reading:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.parsing import MAX_LINE_BYTES, BadRow, NumberedRows, once_each
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -174,7 +175,8 @@ def csv_rows(path: Path) -> NumberedRows:
         if isinstance(cells, BadRow):
             yield number, cells
         elif len(cells) != len(names):
-            found = f"found {len(cells)} cells, the first row names {len(names)} columns"
+            columns = counted(len(names), "column")
+            found = f"found {counted(len(cells), 'cell')}, the first row names {columns}"
             yield number, BadRow("another number of cells than columns", found)
         else:
             yield number, {n: cell or None for n, cell in zip(names, cells, strict=True)}

@@ -89,8 +89,10 @@ def attach_reward(
     if not final.is_adapter:
         if not has_fingerprint(roles, REFERENCE, final, "below"):
             warnings.warn(
-                f"{final.path} was trained from another SFT model, whose samples got rewards of "
-                "mean 0; those of this one may get others",
+                f"{final.path} was trained from another SFT model, on whose responses the mean and "
+                "standard deviation of its reward were measured: responses of this SFT model may "
+                "not start at 0, nor have a deviation of 1; reward.normalization=running measures "
+                "both while PPO runs",
                 stacklevel=2,
             )
         return whole_reward(final, role, config)
@@ -140,12 +142,11 @@ def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
     roles.assign(role)
 
 
-def check_positions(
-    roles: Roles,
-    longest: int,
-    what: str,
-    lower: str = "data.max_response_tokens or data.max_prompt_tokens",
-) -> None:
+LOWER = "data.max_response_tokens or data.max_prompt_tokens"
+"""Configuration keys that shorten the texts of the data."""
+
+
+def check_positions(roles: Roles, longest: int, what: str, lower: str = LOWER) -> None:
     """Raise ConfigError where a text has more tokens than the model has learned positions for.
 
     Where the positions are computed (rotary), a longer text is possible: a warning is issued.
@@ -154,22 +155,29 @@ def check_positions(
     what: description of that text, for the message.
     lower: configuration keys that shorten it, for the message.
     """
+    refuse_positions(roles, longest, what, lower)
+    limit = getattr(roles.causal_lm.config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        warnings.warn(
+            f"{what} has {longest} tokens, more than the {limit} that the model was made for "
+            f"(max_position_embeddings): its answers and scores may be meaningless there; lower "
+            f"{lower}",
+            stacklevel=2,
+        )
+
+
+def refuse_positions(roles: Roles, longest: int, what: str, lower: str = LOWER) -> None:
+    """Raise the ConfigError of `check_positions`; issue no warning."""
     model = roles.causal_lm
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is None or longest <= limit:
         return
-    message = (
-        f"{what} has {longest} tokens, but the model has positions for {limit} "
-        f"(max_position_embeddings); lower {lower}"
-    )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
-        raise ConfigError(message)
-    warnings.warn(
-        f"{message}: beyond them it was not trained, and what it says and how it scores may be "
-        "nonsense",
-        stacklevel=2,
-    )
+        raise ConfigError(
+            f"{what} has {longest} tokens, but the model has positions for {limit} "
+            f"(max_position_embeddings); lower {lower}"
+        )
 
 
 def check_room(

@@ -154,14 +154,28 @@ class Final:
         adapter_config.json names it by an absolute path, since PEFT and transformers take a
         relative one to start at the working directory. The manifest finds it in a run that was
         moved. An adapter that was trained on an adapter has the same base as that one.
+
+        Raises CheckpointError where the adapters name each other, or one itself, as their base.
         """
-        sft = self.parent(SFT)
-        if sft is not None and (sft / ADAPTER).is_file():
-            return find(str(sft), f"the SFT model of {self.path}").base_folder
-        if sft is not None and (sft / "config.json").is_file():
-            return str(sft)
-        base: str | None = json_object(self.path / ADAPTER)["base_model_name_or_path"]
-        return base if base and os.path.isdir(base) else None
+        final, seen = self, {self.path.resolve()}
+        while True:
+            sft = final.parent(SFT)
+            is_adapter = sft is not None and (sft / ADAPTER).is_file()
+            if sft is not None and not is_adapter and (sft / "config.json").is_file():
+                return str(sft)
+            base = json_object(final.path / ADAPTER)["base_model_name_or_path"]
+            below = sft if is_adapter else Path(base) if base and os.path.isdir(base) else None
+            if below is None:
+                return None
+            if below.resolve() in seen:
+                raise CheckpointError(
+                    f"{final.path} names {below} as the model that it was trained from, which is "
+                    "itself or was trained from it; allowed: another folder"
+                )
+            if not is_adapter:
+                return str(base)
+            seen.add(below.resolve())
+            final = find(str(below), f"the SFT model of {final.path}")
 
     def require_manifest(self, stage: str) -> Manifest:
         """Return the manifest. Raises CheckpointError unless it was written by `stage`."""

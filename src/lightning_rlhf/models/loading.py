@@ -39,6 +39,7 @@ from lightning_rlhf.models.weights import (
     beyond_depth,
     check_weights,
     is_folder,
+    missing_folder,
     refuse_missing_folder,
 )
 
@@ -279,6 +280,8 @@ def naming(source: str, key: str) -> Iterator[None]:
             ) from error
         if is_folder(source):
             raise CheckpointError(f"{source} cannot be loaded: {_in_short(error)}") from error
+        if os.path.isdir(source.partition("/")[0]):  # `outputs/sft`, which may be a hub id too
+            raise missing_folder(source, key) from error
         raise HubError(
             f"{source!r} is neither a local folder nor reachable on the hub "
             f"({_in_short(error)}). Download it on a machine with access "

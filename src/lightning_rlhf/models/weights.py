@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.io.nearest_path import nearest_path
 
 ADAPTER = "adapter_config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,10 +33,15 @@ def refuse_missing_folder(source: str, key: str) -> None:
     if not is_folder(source) and (
         source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
     ):
-        raise CheckpointError(
-            f"{key}={source}: no such folder; allowed: a folder with config.json, weights and "
-            "tokenizer, or a hub id"
-        )
+        raise missing_folder(source, key)
+
+
+def missing_folder(source: str, key: str) -> CheckpointError:
+    """Return the error about a folder that does not exist, with the nearest one that does."""
+    return CheckpointError(
+        f"{key}={source}: no such folder{nearest_path(source)}; allowed: a folder with "
+        "config.json, weights and tokenizer, or a hub id"
+    )
 
 
 def check_weights(folder: Path) -> None:

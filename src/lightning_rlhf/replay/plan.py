@@ -23,6 +23,7 @@ from lightning_rlhf.data.rollouts import (
     recorded_iterations,
     weights_of,
 )
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.models.weights import attention_of_the_hub
 from lightning_rlhf.stages.folder.changes import completed, read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, is_stale, run_folder
@@ -153,7 +154,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     if not file.is_file():
         found = f"is no run: it has no {CONFIG}" if folder.is_dir() else "does not exist"
         beside = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
-        runs = f"; runs beside it: {', '.join(beside)}" * bool(beside)
+        runs = f"; runs beside it: {', '.join(beside)}" if beside else nearest_path(str(folder))
         raise ConfigError(
             f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
             f"outputs/<run>/<model>/ppo{runs}"

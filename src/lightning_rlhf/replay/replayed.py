@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.rollouts import Recorded
 from lightning_rlhf.report.token_text import signed
 
@@ -124,7 +125,7 @@ def heading(response: ReplayedResponse) -> str:
         [
             f"response {response.row}: score {signed(response.score)}",
             *(parts if len(parts) > 1 else []),
-            f"{len(response.tokens)} tokens",
+            counted(len(response.tokens), "token"),
             "ended" if response.ended else "cut off",
             f"KL {signed(sum(t.kl for t in response.tokens))} to "
             f"{signed(sum(t.kl_after for t in response.tokens))} nats",

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS, LastBatch
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.report.token_text import marked, scale, signed
@@ -111,7 +112,9 @@ def heading(row: ReplayedRow) -> str:
     facts = row.facts
     parts = [f"{row.place}: loss {facts['loss']:.4f}", f"gradient norm {facts['grad_norm']:.4g}"]
     parts += [f"{side} {signed(facts[f'{side}_score'])}" for side in row.tokens if not row.losses]
-    return ", ".join([*parts, *(f"{name} {len(ids)} tokens" for name, ids in row.tokens.items())])
+    return ", ".join(
+        [*parts, *(f"{name} {counted(len(ids), 'token')}" for name, ids in row.tokens.items())]
+    )
 
 
 def _table(row: ReplayedRow, largest: float) -> Table:
@@ -138,7 +141,7 @@ def not_finite_rows(batch: LastBatch, rows: Sequence[ReplayedRow]) -> str:
         for row in rows
         if not row.is_finite
     ]
-    text = f"step {batch.step} was not made: of {len(rows)} rows of {batch.source} "
+    text = f"step {batch.step} was not made: of {counted(len(rows), 'row')} of {batch.source} "
     if not bad:
         return f"{text}each by itself has a finite loss and gradient"
     if len(bad) == len(rows) > 1:

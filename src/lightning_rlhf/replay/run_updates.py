@@ -19,6 +19,7 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.errors import CheckpointError, DataError, TrainingError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.results import RESULT
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rollouts import (
     PER_TOKEN,
@@ -117,7 +118,7 @@ def differences(
     if parameters != recorded.parameters:
         yield f"the parameters at the end {where}"
     if len(updates) != len(recorded.updates):
-        yield f"{len(updates)} updates {where}, were {len(recorded.updates)}"
+        yield f"{counted(len(updates), 'update')} {where}, were {len(recorded.updates)}"
     for number, (now, then) in enumerate(zip(updates, recorded.updates, strict=False), start=1):
         if now.keys() != then.keys():
             yield f"the facts of update {number} {where}: {sorted(now.keys() ^ then.keys())}"

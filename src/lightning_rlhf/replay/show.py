@@ -9,6 +9,7 @@ from rich import get_console
 
 from lightning_rlhf.core.losses import clip_bounds
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.replay.page import replay_page
 from lightning_rlhf.replay.plan import plan_replay
@@ -91,7 +92,7 @@ def outcome(replayed: Replayed) -> str:
             parts.append(f"recorded with {words(recorded.machine)}, here {words(replayed.machine)}")
         return f"{name} is not the recorded one: {'; '.join(parts)}"
     if replayed.made is not None:
-        updates = f"{replayed.made} update{'s' * (replayed.made != 1)}"
+        updates = counted(replayed.made, "update")
         return (
             f"{name} broke the run off after {updates} of it: no update was run once more, and "
             "'after' means after these, with the weights that the run ended with"
@@ -100,8 +101,8 @@ def outcome(replayed: Replayed) -> str:
         end = "" if replayed.ended is None else f"; here it ended with: {replayed.ended}"
         return f"{name} broke the run off, so that there is no outcome to compare with{end}"
     return (
-        f"{name} is the recorded one bit for bit: {len(recorded.updates)} updates, and the "
-        f"parameters after it (SHA-256 {recorded.parameters[:12]}…)"
+        f"{name} is the recorded one bit for bit: {counted(len(recorded.updates), 'update')}, and "
+        f"the parameters after it (SHA-256 {recorded.parameters[:12]}…)"
     )
 
 

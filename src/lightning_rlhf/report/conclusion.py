@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.tables import LABELS
 from lightning_rlhf.rewards.prefixes import JUDGE
@@ -72,7 +73,7 @@ def conclude(
         parts.append(f"the KL to the SFT model is {measured(known['eval/kl'])} nats a response")
     if findings:
         levels.append("doubtful")
-        parts.append(f"the diagnosis has {findings} finding{'s' * (findings > 1)}")
+        parts.append(f"the diagnosis has {counted(findings, 'finding')}")
     if diverges:
         levels.append("doubtful")
     if sentence is not None:

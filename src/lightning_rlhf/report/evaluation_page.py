@@ -12,11 +12,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.visible import json_line, visible_line
 from lightning_rlhf.report.comparison import DECODINGS, Comparison, Decoding, PolicySamples
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.report.markdown import counted, plain, table
+from lightning_rlhf.report.markdown import plain, table
 from lightning_rlhf.report.tables import ABSENT, spread
+from lightning_rlhf.rewards.prefixes import PASS
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
 CHARACTERS = 600
@@ -88,16 +90,27 @@ class PolicyReport:
         return {name: x for name, x in found.items() if math.isfinite(x)}
 
     def policy_rows(self, decoding: Decoding) -> list[list[str]]:
-        """Return a row for each number, with a cell for each policy after the label."""
-        columns = [self.numbers[decoding][policy.name] for policy in self.policies]
-        names = list(dict.fromkeys(name for column in columns for name in column))
+        """Return a row for each number but pass@k, with a cell for each policy after the label."""
+        names = [name for name in self._names(decoding) if not name.startswith(PASS)]
         ordered = [*(n for n in LABELS if n in names), *(n for n in names if n not in LABELS)]
+        return self._rows(decoding, ordered)
+
+    def pass_rows(self) -> list[list[str]]:
+        """Return a row for each pass@k of the sampled responses, as `policy_rows`."""
+        return self._rows("sampled", [n for n in self._names("sampled") if n.startswith(PASS)])
+
+    def _names(self, decoding: Decoding) -> list[str]:
+        found = (self.numbers[decoding][policy.name] for policy in self.policies)
+        return list(dict.fromkeys(name for column in found for name in column))
+
+    def _rows(self, decoding: Decoding, names: Sequence[str]) -> list[list[str]]:
+        columns = [self.numbers[decoding][policy.name] for policy in self.policies]
         return [
             [
                 LABELS[name] if name in LABELS else name.removeprefix("eval/"),
                 *(f"{column[name]:z.3f}" if name in column else ABSENT for column in columns),
             ]
-            for name in ordered
+            for name in names
         ]
 
     def comparison_rows(self, decoding: Decoding) -> list[list[str]]:
@@ -116,10 +129,12 @@ class PolicyReport:
 
     def tables(self) -> Iterator[Table]:
         """Yield tables for the console."""
+        heading = ["", *(p.name for p in self.policies)]
         for decoding in DECODINGS:
-            of_policies = [p.name for p in self.policies]
-            rows = self.policy_rows(decoding)
-            yield _console(f"{decoding.capitalize()} responses", ["", *of_policies], rows)
+            title = f"{decoding.capitalize()} responses"
+            yield _console(title, heading, self.policy_rows(decoding))
+        if rows := [row for row in self.pass_rows() if _is_brief(row[0].partition("/")[2])]:
+            yield _console("Sampled responses, pass@k", heading, rows)
         rows = [row for row in self.comparison_rows("sampled") if _is_brief(row[1])]
         yield _console("Sampled responses, paired", HEADING, rows)
 
@@ -197,6 +212,9 @@ class PolicyReport:
                 table(["", *names], rows, columns),
                 table(HEADING, compared, (2, 3, 4)),
             ]
+        if passed := self.pass_rows():
+            rows = [_escaped(row) for row in passed]
+            sections += ["## pass@k", table(["", *names], rows, range(1, len(names) + 1))]
         sections += ["## Side by side", *self._examples(shown), "## What the numbers are"]
         return "\n\n".join([*sections, plain(DEFINITIONS, len(DEFINITIONS))]) + "\n"
 
@@ -220,7 +238,8 @@ class PolicyReport:
 
 
 JUDGED = "judge/"
-"""Prefix of the parts of the judge's verdict, of which the console compares gold alone."""
+"""Prefix of the parts of the judge's verdict, of which the console shows pass@k and comparisons for
+gold alone."""
 HEADING = ("policies", "number", "difference [95%]", "win rate [95%]", "ties")
 """Heading of the table of comparisons."""
 

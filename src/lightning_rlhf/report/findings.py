@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.percent import percent
 from lightning_rlhf.data.problems import LengthShare, Problem, Problems
 from lightning_rlhf.models.verdict import Verdict
@@ -28,7 +29,6 @@ from lightning_rlhf.report.checks import (
 )
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.length_bias import LONGER, SHORTER
-from lightning_rlhf.report.markdown import counted
 from lightning_rlhf.report.probing import ProbeResult
 from lightning_rlhf.rewards.probes import PROBES
 
@@ -56,7 +56,7 @@ def find_in_pairs(problems: Problems) -> tuple[Finding, ...]:
 def about_pairs(findings: Sequence[Finding]) -> str:
     """Return a summary of the findings about the pairs, in two sentences."""
     if any(finding.outcome == "flag" for finding in findings):
-        words = "Mend them first: what is trained or measured on them says less than it seems."
+        words = "Some are flawed: what is trained or measured on them says less than it seems."
     elif all(finding.outcome == "not tested" for finding in findings):
         words = "Too few to be judged."
     else:

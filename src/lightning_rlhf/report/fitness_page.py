@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.percent import percent
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.models.verdict import PAGE, Verdict
@@ -17,7 +18,7 @@ from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, jud
 from lightning_rlhf.report.fitness import Fitness
 from lightning_rlhf.report.fitness_figures import draw_fitness
 from lightning_rlhf.report.glossary import GLOSSARY, metrics
-from lightning_rlhf.report.markdown import counted, plain, table
+from lightning_rlhf.report.markdown import plain, table
 from lightning_rlhf.report.probing import ProbeResult
 from lightning_rlhf.report.reward_advice import for_ppo
 from lightning_rlhf.rewards.probes import PROBES

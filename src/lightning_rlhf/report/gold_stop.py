@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.report.estimates import Interval, mean_interval
 
 _SEED = 0
@@ -51,7 +52,7 @@ class GoldStop:
     def __str__(self) -> str:
         until = "end" if self.last == self.end else self.last
         head = f"stop at iteration {self.step} [{self.first}-{until}] by the gold score"
-        of = f"of {self.evaluations} evaluations on {self.prompts} prompts"
+        of = f"of {self.evaluations} evaluations on {counted(self.prompts, 'prompt')}"
         if self.step == self.best:
             at_end = "" if self.step == self.end else f"; at the end {self.gold_at_end:z.3g}"
             return f"{head}: {self.gold:z.3g}, the highest {of}{at_end}"

@@ -25,8 +25,3 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
     """Return a table of cells that are already Markdown; the columns `right` are right-aligned."""
     rule = ["---:" if column in right else "---" for column in range(len(heading))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *rows))
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun in the singular or plural: "1 pair", "2 pairs"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -16,6 +16,7 @@ from urllib3.exceptions import InvalidHeader
 
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.rewards.address import Address, redacted
 from lightning_rlhf.rewards.connection import Answer, Away, Connection, NoAnswer, Unusable
 from lightning_rlhf.rewards.quote import quoted
@@ -190,7 +191,9 @@ class HTTPReward:
         if not isinstance(scores, list):
             raise self._error(f'answered "scores": {quoted(scores)}; {allowed}')
         if len(scores) != len(questions):
-            raise self._error(f"gave {len(scores)} scores for {len(questions)} responses")
+            raise self._error(
+                f"gave {counted(len(scores), 'score')} for {counted(len(questions), 'response')}"
+            )
         for score, question in zip(scores, questions, strict=True):
             if not isinstance(score, float) or not math.isfinite(score):
                 raise self._error(

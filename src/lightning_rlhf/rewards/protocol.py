@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.rewards.quote import quoted
 
 MAX_RESPONSES = 16_384
@@ -53,11 +54,14 @@ def read_request(body: bytes | bytearray) -> Request:
         raise ValueError(f"{place or 'the request'}: {first['msg']}") from None
     count = len(request.responses)
     if len(request.prompts) != count:
-        raise ValueError(f"there are {len(request.prompts)} prompts for {count} responses")
+        raise ValueError(
+            f"found {counted(len(request.prompts), 'prompt')} for {counted(count, 'response')}"
+        )
     for name, values in request.columns.items():
         if len(values) != count:
             raise ValueError(
-                f"columns[{quoted(name)}] has {len(values)} values for {count} responses"
+                f"columns[{quoted(name)}] has {counted(len(values), 'value')} for "
+                f"{counted(count, 'response')}"
             )
     return request
 

@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.user_code import FAULTS
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.rewards.limits import Limits
@@ -230,10 +231,13 @@ class RewardServer:
         except RLHFError as error:  # e.g. the template rejects a dialogue
             raise HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
         except FAULTS as error:
-            _log_fault(f"{len(responses)} responses could not be scored", error)
+            _log_fault(f"{counted(len(responses), 'response')} could not be scored", error)
             raise _failed(f"{type(error).__name__}: {error}") from None
         if len(scores) != len(responses):
-            raise _failed(f"the reward gave {len(scores)} scores for {len(responses)} responses")
+            raise _failed(
+                f"the reward gave {counted(len(scores), 'score')} for "
+                f"{counted(len(responses), 'response')}"
+            )
         for i, score in enumerate(scores):
             if not math.isfinite(score):
                 raise _failed(f"the reward gave {score} for responses[{i}], {quoted(responses[i])}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.shaping import AS_IT_IS, Term
 from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.rewards.quote import quoted
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
@@ -63,7 +64,8 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
     """
     if len(found) != len(decoded):
         raise RewardError(
-            f"reward {name!r} gave {len(found)} numbers for {len(decoded)} responses; allowed: "
+            f"reward {name!r} gave {counted(len(found), 'number')} for "
+            f"{counted(len(decoded), 'response')}; allowed: "
             "one for each"
         )
     if not isinstance(found, Tensor):

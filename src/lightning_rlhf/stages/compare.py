@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.wording import counted
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.report.compare_page import ComparedRun, Comparison, Group
 from lightning_rlhf.report.conclusion import GOLD
 from lightning_rlhf.stages.folder.changes import (
@@ -17,7 +19,7 @@ from lightning_rlhf.stages.folder.changes import (
     read_config,
     volatile,
 )
-from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
+from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.reports import read
 from lightning_rlhf.stages.run_files import RunFiles
@@ -34,14 +36,19 @@ def compare_runs(folders: Sequence[Path], stage: str | None) -> Comparison:
     Raises ConfigError where fewer than two runs are found, and CheckpointError for a damaged one.
     """
     found = [path for folder in folders for path in runs_in(folder)]
+    for path in found:
+        check_kinds(path)  # a pipe without a writer would be read for ever
     stages = {path: str(read_config(path / CONFIG, "leave it out").get("stage")) for path in found}
     names = sorted(set(stages.values()))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
     runs = [read(path) for path in dict.fromkeys(found) if stages[path] == chosen]
     if len(runs) < 2:
+        others = [name for name in names if name != chosen]
+        there = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"
         raise ConfigError(
-            f"there are {len(runs)} runs of stage={chosen} in {', '.join(map(str, folders))}; "
-            f"allowed: at least 2, found are {', '.join(names) or 'none'} (--stage chooses)"
+            f"{', '.join(map(str, folders))} has {counted(len(runs), 'run')} of stage={chosen}; "
+            "allowed: 2 or more to compare, as outputs/one/tiny/ppo outputs/two/tiny/ppo, or a "
+            f"folder above them{there * bool(others)}"
         )
     groups = grouped(runs)
     definition = STAGES.get(chosen)
@@ -70,8 +77,8 @@ def runs_in(folder: Path) -> list[Path]:
     )
     if not found:
         raise CheckpointError(
-            f"{folder} holds no run; allowed: folders of runs, as outputs/<run>/<model>/ppo, or "
-            "folders above them"
+            f"{folder} holds no run{nearest_path(str(folder))}; allowed: folders of runs, as "
+            "outputs/<run>/<model>/ppo, or folders above them"
         )
     return found
 

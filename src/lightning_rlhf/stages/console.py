@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.terminal import print_line as print_line
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.visible import visible, visible_line
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ def print_lengths(
 ) -> None:
     """Print the number of rows to train or validate on, and of those dropped or cut."""
     count = len(tokenised.examples)
-    counted = f"{count} {what}{'s' * (count != 1)}{' to validate on' * to_validate}"
+    shown = f"{counted(count, what)}{' to validate on' * to_validate}"
     lost = rows.left_out + tokenised.dropped
     notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
     notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
-    print_line(", ".join([counted, *notes, *note_on_few(count, to_validate=to_validate)]))
+    print_line(", ".join([shown, *notes, *note_on_few(count, to_validate=to_validate)]))
 
 
 def note_on_few(count: int, *, to_validate: bool) -> list[str]:

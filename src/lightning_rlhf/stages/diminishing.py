@@ -10,6 +10,8 @@ import numpy as np
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.samples import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.wording import counted
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.report.diminishing import GOLD, REWARD
 from lightning_rlhf.report.diminishing_figure import NUMBERS, PICTURE, write_diminishing
@@ -17,9 +19,13 @@ from lightning_rlhf.report.gold_stop import GoldStop, find_gold_stop
 from lightning_rlhf.report.knee import FEWEST_POINTS
 from lightning_rlhf.report.run_plots import HELD_OUT
 from lightning_rlhf.stages.console import print_line
-from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
+from lightning_rlhf.stages.folder.changes import read_config
+from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.measured import by_prompt
 from lightning_rlhf.stages.run_files import damage_named
+
+ALLOWED = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
+"""Folders that have a point of diminishing returns, for errors."""
 
 
 def print_diminishing(folder: Path, title: str) -> bool:
@@ -83,9 +89,15 @@ def repeat_conclusion(folder: Path) -> None:
 
 def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
-    if not print_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
-        rows = [row for row in read_rows(folder / METRICS).values() if REWARD in row]
-        raise CheckpointError(
-            f"{folder / METRICS} has {len(rows)} iterations of stage=ppo; allowed: at least "
-            f"{FEWEST_POINTS}"
-        )
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist{nearest_path(str(folder))}; {ALLOWED}")
+    if print_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
+        return
+    count = sum(REWARD in row for row in read_rows(folder / METRICS).values())
+    if not count and (folder / CONFIG).is_file():
+        stage = read_config(folder / CONFIG, ALLOWED).get("stage")
+        raise CheckpointError(f"{folder} is a run of stage={stage}; {ALLOWED}")
+    raise CheckpointError(
+        f"{folder / METRICS} has {counted(count, 'iteration')} of stage=ppo; allowed: at least "
+        f"{FEWEST_POINTS}"
+    )

@@ -23,13 +23,8 @@ from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.data.splits import load_preferences, sample
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.build_roles import (
-    check_positions,
-    check_room,
-    check_vocabulary,
-    start_from,
-)
-from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.models.build_roles import check_vocabulary, start_from
+from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.report.fitness_page import Written
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
@@ -41,6 +36,7 @@ from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run
 from lightning_rlhf.stages.launch import Prepared, identity, make_ready
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.reward.reward_fitness import (
+    check_lengths,
     fitting,
     log_fitness,
     response_lengths,
@@ -107,20 +103,6 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             seed=settings.seed,
         )
         return hand_over_fitness(ready, Path(beside), page, numbers)
-
-
-def check_lengths(
-    ready: Prepared, roles: Roles, prompts: Sequence[Sequence[int]], config: EvalConfig
-) -> None:
-    """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
-    longest = max(len(prompt) for prompt in prompts)
-    key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
-    check_positions(
-        roles,
-        longest + response,
-        f"the longest prompt ({longest} tokens) with {key} ({response})",
-    )
-    check_room(roles, config.batch_size, longest, response, key, ready.device)
 
 
 def hand_over_fitness(

@@ -57,6 +57,7 @@ def hand_over(
     if head == REWARD:
         tokenizer = with_padding(tokenizer, ready.chat.end_token_ids)
     is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    base = roles.causal_lm.name_or_path  # empty for weights of a seed
     card = Described(
         name=in_code(folder),
         title=run_name(settings),
@@ -65,7 +66,7 @@ def hand_over(
         chat=ready.chat,
         is_adapter=is_adapter,
         reward_bias=score_bias(roles.heads[REWARD]) if head == REWARD else None,
-        license=license_of(sft.path if sft else None, Path(roles.causal_lm.name_or_path)),
+        license=license_of(sft.path if sft else None, Path(base) if base else None),
         result=result_of(manifest.metrics, ready.folder if export is None else None),
     )
     with Working(f"writing {folder}"):

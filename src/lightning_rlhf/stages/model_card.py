@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData, metadata_load
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
@@ -209,7 +209,7 @@ def license_of(*folders: Path | None) -> dict[str, Any]:
         if folder is None:
             continue
         try:
-            stated = ModelCard.load(folder / CARD).data.to_dict()
+            stated = metadata_load(folder / CARD) or {}
         except (OSError, ValueError, yaml.YAMLError):
             stated = {}
         if not isinstance(stated.get("license"), str) and (folder / "config.json").is_file():

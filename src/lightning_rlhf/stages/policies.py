@@ -10,12 +10,20 @@ from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, Origin, read_run
 from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages import dpo, ppo
 from lightning_rlhf.stages.folder.changes import read_config
-from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, PARENTS, earlier, folder_of
+from lightning_rlhf.stages.folder.folders import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    PARENTS,
+    earlier,
+    folder_of,
+)
 from lightning_rlhf.stages.folder.resume import run_id
 from lightning_rlhf.stages.sections import section
 from lightning_rlhf.stages.stage import Settings
@@ -96,7 +104,8 @@ def find_policy(source: str, key: str) -> Source:
     if path.suffix == SUFFIX:
         if not path.is_file():
             raise CheckpointError(
-                f"{key}: {source}: no such file; allowed: a checkpoint of PPO or DPO"
+                f"{key}: {source}: no such file{nearest_path(source)}; allowed: a checkpoint "
+                "of PPO or DPO"
             )
         return Kept(path.resolve())
     final = find(source, key)
@@ -166,9 +175,11 @@ def other_sft(policies: Mapping[str, Source], sft: Final | None) -> str | None:
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-    """Return the end of each path, as short as keeps it apart from the others and from "sft"."""
-    paths = [PurePath(source.removesuffix(SUFFIX)) for source in sources]
-    parts = [path.parts[:-1] if path.name == FINAL else path.parts for path in paths]
+    """Return the end of each path, as short as keeps it apart from the others and from "sft".
+
+    A checkpoint is named by the folder of its run and its step, as `ppo step 5`.
+    """
+    parts = [_named_parts(PurePath(source)) for source in sources]
 
     def short(source: str, own: Sequence[str]) -> str:
         for depth in range(1, len(own) + 1):
@@ -178,6 +189,19 @@ def short_names(sources: Sequence[str]) -> list[str]:
         return source
 
     return [short(source, own) for source, own in zip(sources, parts, strict=True)]
+
+
+def _named_parts(path: PurePath) -> tuple[str, ...]:
+    """Return the parts of the path of a policy, without names that all runs have."""
+    if path.name == FINAL:
+        return path.parts[:-1]
+    if path.suffix != SUFFIX:
+        return path.parts
+    run = path.parent.parent
+    if path.parent.name != CHECKPOINTS or not run.name:
+        return path.with_suffix("").parts
+    step = f"step {int(path.stem)}" if path.stem.isdecimal() else path.stem
+    return (*run.parts[:-1], f"{run.name} {step}")
 
 
 def check_policies(settings: Settings, parents: Mapping[str, Final]) -> None:

@@ -9,7 +9,7 @@ from lightning_rlhf.report.conclusion import Evaluated
 from lightning_rlhf.report.run_page import TextTable
 from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL
 from lightning_rlhf.report.tables import LABELS
-from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, PASS
 from lightning_rlhf.stages.run_files import damage_named, optional_json
 
 
@@ -22,12 +22,16 @@ def policy_tables(path: Path) -> list[TextTable]:
         tables = []
         for decoding in dict.fromkeys(d for by_decoding in policies.values() for d in by_decoding):
             columns = [policies[name].get(decoding, {}) for name in policies]
-            rows = [
-                [label(name), *(number(column.get(name)) for column in columns)]
-                for name in dict.fromkeys(name for column in columns for name in column)
-            ]
-            title = f"Evaluation of policies, {decoding} responses"
-            tables.append(TextTable(title=title, heading=["", *policies], rows=rows))
+            names = list(dict.fromkeys(name for column in columns for name in column))
+            for kind, is_pass in (("", False), (", pass@k", True)):
+                rows = [
+                    [label(name), *(number(column.get(name)) for column in columns)]
+                    for name in names
+                    if name.startswith(PASS) == is_pass
+                ]
+                title = f"Evaluation of policies, {decoding} responses{kind}"
+                if rows:
+                    tables.append(TextTable(title=title, heading=["", *policies], rows=rows))
         rows = [
             [
                 f"{one['policy']} - {one['other']}, {one['decoding']}",

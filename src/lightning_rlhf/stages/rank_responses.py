@@ -15,6 +15,7 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.lengths import tokenise_prompts
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text
@@ -57,7 +58,8 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
         sources={name: str(policy.path) if policy is not None else _path_of(parents.get(SFT))},
     )
     print_line(
-        f"{config.samples_per_prompt} responses of {name} to each of {len(task.prompts)} prompts"
+        f"{config.samples_per_prompt} responses of {name} to each of "
+        f"{counted(len(task.prompts), 'prompt')}"
     )
     roles, role = load_policy(task, policy if policy is not None else parents.get(SFT))
     rollouts = sample_responses(
@@ -155,6 +157,8 @@ def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) ->
     leave_report(folder, settings.definition)
     for line in summary(metrics, ranked, config):
         print_line(line)
+    if lacking := shortage(samples, ranked, config):
+        print_line(f"warning: {lacking}", "yellow")
     for name in files:
         print_line(f"written: {final / name}")
     return final
@@ -172,10 +176,35 @@ def summary(metrics: Mapping[str, float], ranked: RankedRows, config: RankConfig
         f"{metrics['rank/best_reward']:z.3f} at a KL of {metrics['rank/best_kl']:.2f} nats (bound "
         f"{metrics['rank/best_kl_bound']:.2f})"
     )
-    accepted = "" if config.accept_above is None else f", {len(ranked.accepted)} accepted responses"
-    yield (
-        f"{len(ranked.preferences)} preference pairs, {len(ranked.demonstrations)} best "
-        f"responses{accepted}"
-    )
+    parts = [
+        counted(len(ranked.preferences), "preference pair"),
+        counted(len(ranked.demonstrations), "best response"),
+    ]
+    if config.accept_above is not None:
+        parts.append(counted(len(ranked.accepted), "accepted response"))
+    yield ", ".join(parts)
     if ranked.left_out:
         yield f"left out: {counts_text(ranked.left_out)}"
+
+
+def shortage(samples: Sequence[Sample], ranked: RankedRows, config: RankConfig) -> str:
+    """Return which files have no row, and that most responses are cut; empty if neither is so."""
+    found = []
+    if not ranked.preferences:
+        found.append(
+            "preferences.jsonl is empty: no prompt has two usable responses whose scores differ"
+            + f" by rank.min_margin={config.min_margin:g} or more" * (config.min_margin > 0)
+        )
+    if config.accept_above is not None and not ranked.accepted:
+        found.append(
+            "accepted.jsonl is empty: no usable response scores "
+            f"rank.accept_above={config.accept_above:g} or more"
+        )
+    cut = sum(not sample["ended"] for sample in samples)
+    if cut and (found or 2 * cut > len(samples)):
+        found.append(
+            f"{cut} of {len(samples)} responses are cut at "
+            f"rank.max_response_tokens={config.max_response_tokens} and left out; a larger "
+            "rank.max_response_tokens, or rank.stop_strings, lets them end"
+        )
+    return "; ".join(found)

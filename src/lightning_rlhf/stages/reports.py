@@ -8,12 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.io.nearest_path import nearest_path
+from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.report.run_page import PromiseRow
 from lightning_rlhf.stages.folder.folders import CONFIG
 from lightning_rlhf.stages.registry import STAGES
-from lightning_rlhf.stages.run_files import RunFiles, read_run
+from lightning_rlhf.stages.run_files import RunFiles, damage_named, read_run
 from lightning_rlhf.stages.run_report import PROMISES, write
+
+STEPS = "steps.json"
+"""Name of the file that lists the folders of a recipe's steps."""
 
 
 def write_report(folder: Path) -> Path:
@@ -23,13 +28,33 @@ def write_report(folder: Path) -> Path:
     """
     if (folder / CONFIG).is_file():
         return write([read(folder)], folder)
-    stages = [name for name in STAGES if (folder / name / CONFIG).is_file()]
-    if not stages:
+    runs = runs_of(folder)
+    if not runs:
         raise CheckpointError(
-            f"{folder} holds no run; allowed: the folder of a stage, as outputs/<run>/<model>/ppo, "
-            "or the one above it"
+            f"{folder} holds no run{nearest_path(str(folder))}; allowed: the folder of a stage, as "
+            "outputs/<run>/<model>/ppo, or the one above it"
         )
-    return write([read(folder / name) for name in stages], folder)
+    return write([read(path) for path in runs], folder)
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """Return the runs of the steps of a recipe in their order, then of other stages in `folder`.
+
+    Raises CheckpointError where the list of steps is damaged.
+    """
+    steps: list[Path] = []
+    if (folder / STEPS).is_file():
+        with damage_named(folder / STEPS) as path:
+            steps = [folder / name for name in json.loads(read_text(path))]
+    found = dict.fromkeys([*steps, *(folder / name for name in STAGES)])
+    return [path for path in found if (path / CONFIG).is_file()]
+
+
+def write_steps(folder: Path, runs: Sequence[Path]) -> None:
+    """Keep the runs of the steps of a recipe, all below `folder`, for its page."""
+    names = [path.relative_to(folder).as_posix() for path in runs]
+    with written_whole(folder / STEPS) as beside:
+        beside.write_text(json.dumps(names, indent=2) + "\n")
 
 
 def read(folder: Path) -> RunFiles:

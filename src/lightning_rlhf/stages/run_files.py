@@ -44,6 +44,12 @@ class RunFiles:
         return "/".join(str(part) for part in parts if part)
 
     @property
+    def title(self) -> str:
+        """Return the title of the stage, with the job that it is of."""
+        title = self.stage if self.definition is None else self.definition.title
+        return f"{title} ({job})" if (job := self.tree.get("job")) else title
+
+    @property
     def is_finished(self) -> bool:
         return (self.folder / FINAL).is_dir()
 

@@ -95,7 +95,7 @@ def stage_report(run: RunFiles) -> StageReport:
     flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
     return StageReport(
         name=run.name,
-        title=run.stage if stage is None else stage.title,
+        title=run.title,
         verdict=conclude(
             evaluated,
             (stage.goal if stage else ()) or ((HELD_OUT, "max"),),

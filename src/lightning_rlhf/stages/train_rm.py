@@ -22,12 +22,7 @@ from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference
 from lightning_rlhf.data.splits import load_preferences
-from lightning_rlhf.models.build_roles import (
-    check_positions,
-    check_room,
-    check_vocabulary,
-    start_from,
-)
+from lightning_rlhf.models.build_roles import check_positions, check_vocabulary, start_from
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.modules.reward import RewardModule
@@ -47,6 +42,7 @@ from lightning_rlhf.stages.launch import (
     tokenised,
 )
 from lightning_rlhf.stages.reward.reward_fitness import (
+    check_lengths,
     fitting,
     known_pairs,
     log_fitness,
@@ -119,15 +115,10 @@ def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:
     check_vocabulary(roles, ready.tokenizer)
     longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in train.examples)
     check_positions(roles, longest, "the longest prompt of a preference with its response")
-    prompt, response = max(len(e.prompt) for e in train.examples), settings.data.max_response_tokens
-    check_positions(
-        roles, prompt + response,
-        f"the longest prompt ({prompt} tokens) with data.max_response_tokens ({response})",
-    )  # fmt: skip
-    check_room(roles, config.batch_size, prompt, response, "data.max_response_tokens", ready.device)
+    prompts = [e.prompt for e in train.examples]
+    check_lengths(ready, roles, prompts, config)
     roles.to(ready.device)
     below = roles.probe(REFERENCE)
-    prompts = [e.prompt for e in train.examples]
     samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
     module = build_module(ready, roles, config)
     return RMTraining(

@@ -217,7 +217,7 @@ def test_one_prompt_is_too_few_to_hold_one_out(refused: Refusals) -> None:
 
 def test_rows_that_are_all_too_long(refused: Refusals) -> None:
     (refused.folder / "data" / "x.jsonl").write_bytes(row(prompt="a" * 9999, response="b"))
-    named = ["none of the 1 rows of data/x.jsonl is left", "data.max_prompt_tokens"]
+    named = ["no row of data/x.jsonl is left: 1 ", "data.max_prompt_tokens"]
     refused.value(KEY["sft"], "data/x.jsonl", *SFT, named=named)
 
 

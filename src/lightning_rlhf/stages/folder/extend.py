@@ -50,18 +50,7 @@ def check_schedule(settings: Settings, folder: Path, change: str) -> None:
 
     change: the change of the length, for the message.
     """
-    config: StageConfig = settings.config
-    name = settings.stage
-    reasons = {
-        f"{name}.lr_schedule={config.lr_schedule} (allowed: constant)":
-            config.lr_schedule != "constant",
-        f"{name}.warmup_fraction={config.warmup_fraction:g} (allowed: 0)":
-            config.warmup_fraction > 0,
-        f"{name}.kl_control=linear (allowed: fixed, adaptive)":
-            isinstance(config, PPOConfig) and config.kl_control == "linear",
-    }  # fmt: skip
-    found = [key for key, depends in reasons.items() if depends]
-    if found:
+    if found := dependent(settings):
         raise ConfigError(
             f"{folder} cannot be resumed: {change}, and the steps made so far depend on it by "
             f"{' and '.join(found)}. Give the length that it was started with, or start another run"
@@ -72,6 +61,21 @@ def check_schedule(settings: Settings, folder: Path, change: str) -> None:
             f"{folder} cannot be resumed: {change}, but the run was ended after step "
             f"{ending.last_step}, as a longer one would be: {ending.stopped}"
         )
+
+
+def dependent(settings: Settings) -> list[str]:
+    """Return the keys by which each step depends on the length of the run, with what is allowed."""
+    config: StageConfig = settings.config
+    name = settings.stage
+    reasons = {
+        f"{name}.lr_schedule={config.lr_schedule} (allowed: constant)":
+            config.lr_schedule != "constant",
+        f"{name}.warmup_fraction={config.warmup_fraction:g} (allowed: 0)":
+            config.warmup_fraction > 0,
+        f"{name}.kl_control=linear (allowed: fixed, adaptive)":
+            isinstance(config, PPOConfig) and config.kl_control == "linear",
+    }  # fmt: skip
+    return [key for key, depends in reasons.items() if depends]
 
 
 def check_longer(settings: Settings, checkpoint: Path, steps: int) -> None:

@@ -25,7 +25,7 @@ from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.io.storage import make_folder
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import changes, listed
-from lightning_rlhf.stages.folder.extend import is_longer
+from lightning_rlhf.stages.folder.extend import dependent, is_longer
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
     CONFIG,
@@ -96,7 +96,10 @@ def resume_point(settings: Settings) -> Path | None:
     auto = "" if finished or there else "resume=auto or "
     ways = f"{auto}overwrite=true to delete it and start over, or {beside} to keep both"
     if finished and not (settings.resume and is_longer(settings)):
-        raise ConfigError(f"{folder} holds a run that finished. Give {ways}")
+        length = f"{settings.stage}.{settings.definition.length}"
+        can_be_longer = settings.definition.trains and not dependent(settings)
+        longer = f"resume=true with a larger {length} to train on, " * can_be_longer
+        raise ConfigError(f"{folder} holds a run that finished. Give {longer}{ways}")
     if settings.resume and there:
         check_same_run(settings, folder)
         return there[-1] if settings.resume is True else named(folder, settings.resume)

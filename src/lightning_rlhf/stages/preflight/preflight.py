@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.errors import LogitsError, PreflightError, RewardError
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.fingerprint import fingerprint, tolerance
 from lightning_rlhf.models.roles import REFERENCE, SFT, Roles
@@ -82,7 +83,7 @@ def preflight(
     if mode in ("strict", "only") or failed or report.of("warning"):
         print_report(report.checks, report.plan)
     count, tried = len(report.of("passed")), len(report.checks) - len(report.of("not applicable"))
-    passed = f"{count} checks" if count == tried else f"{count} of {tried} checks"
+    passed = counted(count, "check") if count == tried else f"{count} of {tried} checks"
     print_line(f"preflight: {passed} passed in {report.seconds:.1f} s")
     if failed and mode != "warn":
         raise PreflightError(f"preflight: {'; '.join(map(stated, failed))}")

@@ -24,6 +24,7 @@ from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.models.build_roles import check_positions, check_room, refuse_positions
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.fitness import measure_fitness
 from lightning_rlhf.report.fitness_page import Written, write_fitness
@@ -178,6 +179,17 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
     return known
 
 
+def check_lengths(
+    ready: Prepared, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
+) -> None:
+    """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
+    longest = max(len(prompt) for prompt in prompts)
+    key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
+    what = f"the longest prompt ({longest} tokens) with {key} ({response})"
+    refuse_positions(roles, longest + response, what)
+    check_room(roles, config.batch_size, longest, response, key, ready.device)
+
+
 def sft_samples(
     ready: Prepared,
     roles: Roles,
@@ -185,13 +197,16 @@ def sft_samples(
     count: int,
     config: RMConfig | EvalConfig,
 ) -> list[SampledResponses]:
-    """Sample `count` responses of the SFT model to prompts in random order; return them on CPU."""
+    """Sample `count` responses of the SFT model to prompts in random order; return them on CPU.
+
+    Warns where one is longer, with its prompt, than the model was made for.
+    """
     settings, chat = ready.settings, ready.chat
     batches = drawn_prompts(
         prompts, count, config.batch_size, pad_id=chat.pad_token_id, seed=settings.seed
     )
     with Working("sampling from the SFT model", count) as working:
-        return sample_reference(
+        samples = sample_reference(
             roles,
             working.track(batches, lambda batch: len(batch.tokens)),
             SamplingParams(
@@ -201,6 +216,10 @@ def sft_samples(
             ),
             torch.Generator().manual_seed(settings.seed),
         )
+    longest = max(int(rollout.mask.sum(dim=1).max()) for rollout in samples)
+    what = f"the longest of {count} responses of the SFT model, with its prompt,"
+    check_positions(roles, longest, what, "data.max_response_tokens")
+    return samples
 
 
 def scored_samples(roles: Roles, rollouts: Sequence[SampledResponses]) -> Float[Tensor, " B"]:

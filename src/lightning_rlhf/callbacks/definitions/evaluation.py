@@ -1,0 +1,185 @@
+"""Metrics of evaluations, fitness reports and comparisons of policies."""
+
+from __future__ import annotations
+
+from lightning_rlhf.callbacks.definitions.metric import (
+    DPO,
+    EVAL_POLICY,
+    EVALUATED,
+    PAIRS,
+    RM,
+    SFT,
+    Metric,
+)
+
+EVALUATION: dict[str, Metric] = {
+    "eval/loss": Metric(
+        "negative log-likelihood, mean over all target tokens of the validation set",
+        "nats a token",
+        "eval",
+        SFT,
+        "falls; a rise is overfitting",
+        better="min",
+    ),
+    "eval/perplexity": Metric(
+        "exp(eval/loss); of stage=eval_policy, exp of the same loss on held-out demonstrations",
+        "tokens",
+        "eval",
+        (*SFT, *EVAL_POLICY),
+        "falls; after PPO, not far above that of the SFT model",
+        better="min",
+    ),
+    "eval/rm_loss": Metric(
+        "-log sigmoid(chosen - rejected), mean over all validation pairs",
+        "nats a pair",
+        "eval",
+        RM,
+        "below log 2 = 0.693; a rise is overfitting",
+        better="min",
+        band=(None, 0.693),
+    ),
+    "eval/accuracy": Metric(
+        "share of validation pairs with chosen > rejected, a tie counting one half",
+        "share",
+        "eval",
+        PAIRS,
+        "0.6 to 0.85; limited by the noise of the labels",
+        better="max",
+        band=(0.6, 0.85),
+    ),
+    "eval/reward_chosen": Metric(
+        "mean reward of chosen, as update/reward_chosen", "reward", "eval", PAIRS, "-"
+    ),
+    "eval/reward_rejected": Metric(
+        "mean reward of rejected, likewise", "reward", "eval", PAIRS, "-"
+    ),
+    "eval/reward_margin": Metric(
+        "mean of chosen - rejected",
+        "reward",
+        "eval",
+        PAIRS,
+        "positive",
+        better="max",
+        band=(0.0, None),
+    ),
+    "eval/dpo_loss": Metric(
+        "preference loss as update/dpo_loss, mean over all validation pairs",
+        "1",
+        "eval",
+        DPO,
+        "falls; a rise is overfitting",
+        better="min",
+    ),
+    "eval/logps_chosen": Metric(
+        "mean over validation pairs of the log-probability of chosen under the policy",
+        "nats a response",
+        "eval",
+        DPO,
+        "as update/logps_chosen",
+    ),
+    "eval/logps_rejected": Metric("the same of rejected", "nats a response", "eval", DPO, "falls"),
+    "eval/sft_loss": Metric(
+        "negative log-likelihood of the chosen responses of the validation pairs, mean over tokens",
+        "nats a token",
+        "eval",
+        DPO,
+        "no steep rise",
+        better="min",
+    ),
+    "fitness/<number>": Metric(
+        "a number of the fitness report at the end of the stage, defined in final/report.md",
+        "as there",
+        "eval",
+        RM,
+        "flags 0, accuracy_low above 0.5",
+    ),
+    "eval/reward_mean": Metric(
+        "mean score over validation prompts",
+        "score",
+        "eval",
+        EVALUATED,
+        "rises with reward_mean",
+        better="max",
+    ),
+    "eval/reward/<component>": Metric(
+        "mean over validation responses of one of several components of the reward",
+        "the component's",
+        "eval",
+        EVALUATED,
+        "as rollout/reward/<component>",
+    ),
+    "eval/kl": Metric(
+        "mean over validation responses of sum_t (logprob_t - ref_logprob_t)",
+        "nats a response",
+        "eval",
+        EVALUATED,
+        "near kl_divergence; single responses may be negative",
+        better="min",
+    ),
+    "eval/response_tokens": Metric("mean response length", "tokens", "eval", EVALUATED, "no drift"),
+    "eval/ended": Metric(
+        "share of responses that end with an end token or stop string",
+        "share",
+        "eval",
+        EVALUATED,
+        "near 1",
+    ),
+    "eval/response_perplexity": Metric(
+        "exp(-sum of the reference's log-probabilities of response tokens / number of them)",
+        "tokens",
+        "eval",
+        EVALUATED,
+        "as that of the SFT model; a rise with the reward is text that the SFT model would not say",
+    ),
+    "eval/distinct_1": Metric(
+        "different words / words, over all responses together (Li et al. 2016)",
+        "share",
+        "eval",
+        EVALUATED,
+        "as that of the SFT model; a fall is repetition, in a response or across prompts",
+    ),
+    "eval/distinct_2": Metric(
+        "different pairs of neighbouring words / such pairs, over all responses together",
+        "share",
+        "eval",
+        EVALUATED,
+        "as eval/distinct_1",
+    ),
+    "eval/win_rate": Metric(
+        "share of validation responses that score above the SFT model's response to the same "
+        "prompt with the same random numbers, a tie counting one half",
+        "share",
+        "eval",
+        EVALUATED,
+        "starts at 0.5, rises",
+    ),
+    "eval/win_rate_<end>": Metric(
+        "end, low or high, of the 95% interval of eval/win_rate, by bootstrap over prompts",
+        "share",
+        "eval",
+        EVAL_POLICY,
+        "low above 0.5",
+    ),
+    "eval/reward_gain": Metric(
+        "mean over prompts of the score less that of the SFT model",
+        "score",
+        "eval",
+        EVAL_POLICY,
+        "above 0",
+    ),
+    "eval/reward_gain_<end>": Metric(
+        "end, low or high, of the 95% interval of eval/reward_gain, by bootstrap over prompts",
+        "score",
+        "eval",
+        EVAL_POLICY,
+        "low above 0",
+    ),
+    "eval/pass@<k>/<score>": Metric(
+        "mean over prompts of 1 - C(n - c, k) / C(n, k), with n responses of which c have a score "
+        "of 1, for scores of 0 and 1 alone (Chen et al. 2021)",
+        "share",
+        "eval",
+        EVAL_POLICY,
+        "rises",
+    ),
+}
