@@ -65,6 +65,8 @@ PPO = STAGE | {
     "dual_clip": None,
     "loss_reduction": "token_mean",
     "ent_coef": 0.0,
+    "ptx_coef": 0.0,
+    "ptx_batch_size": 4,
     "critic": "head",
     "critic_init": "zero",
     "critic_warmup": 0,

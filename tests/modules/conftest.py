@@ -90,6 +90,8 @@ PPO = STAGE | {
     "dual_clip": None,
     "loss_reduction": "token_mean",
     "ent_coef": 0.01,
+    "ptx_coef": 0.0,
+    "ptx_batch_size": 4,
     "critic": "head",
     "critic_init": "zero",
     "critic_warmup": 0,

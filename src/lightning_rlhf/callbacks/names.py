@@ -77,7 +77,7 @@ METRICS: dict[str, Metric] = {
     ),
     "ppo_loss": Metric(
         "mean over minibatches of policy_loss + kl_coef kl_loss + vf_coef value_loss "
-        "- ent_coef entropy",
+        "- ent_coef entropy + ptx_coef ptx_loss",
         "1",
         "update",
         PPO,
@@ -224,6 +224,14 @@ METRICS: dict[str, Metric] = {
         "update",
         PPO,
         "as kl_divergence; 0 if the KL is in the reward",
+    ),
+    "update/ptx_loss": Metric(
+        "mean over minibatches of the negative log-likelihood of a batch of demonstrations, mean "
+        "over its target tokens; ptx_coef weighs it",
+        "nats a token",
+        "update",
+        PPO,
+        "no steep rise; 0 if ptx_coef is 0",
     ),
     "update/approx_kl": Metric(
         "mean over minibatches of KL(policy at sampling, policy now), estimator k3",

@@ -39,7 +39,11 @@ ADDED_TO_STAGE: dict[str, Any] = {
     "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
 """Keys of a stage that trains which configurations of earlier versions lack, likewise."""
-ADDED_TO_PPO: dict[str, Any] = {"stop": {**ADDED_TO_STAGE["stop"], "max_kl": None}}
+ADDED_TO_PPO: dict[str, Any] = {
+    "stop": {**ADDED_TO_STAGE["stop"], "max_kl": None},
+    "ptx_coef": 0.0,
+    "ptx_batch_size": 32,
+}
 """The same of stage=ppo, and of stages with its keys."""
 ADDED = {"preflight": "off"}
 """Other keys that configurations of earlier versions lack -> the values that they ran with."""

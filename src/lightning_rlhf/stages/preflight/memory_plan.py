@@ -117,6 +117,9 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
         batch, predicted = module.config.minibatch_size, module.config.max_response_tokens
         rollout = of_rollout(module, longest)
         longest += predicted
+        if module.ptx is not None:
+            longest = max(longest, module.ptx.longest)
+            predicted = max(predicted, *(example.targets for example in module.ptx.examples))
         if module.critic is not None:
             trunks.append(module.critic.roles)
     else:
