@@ -56,6 +56,7 @@ STAGE: dict[str, Any] = {
     "checkpoint_minutes": None,
     "checkpoints_kept": 2,
     "final": "last",
+    "ema_decay": None,
     "best": {"metric": None, "mode": None},
     "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }

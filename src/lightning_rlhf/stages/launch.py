@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 
+from lightning_rlhf.callbacks.averaging import WeightAverage
 from lightning_rlhf.callbacks.checkpoint_files import load
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
@@ -83,7 +84,11 @@ def fit(
         ready.folder / CHECKPOINTS, config, origin(settings), stop, goal_of(settings), steps
     )
     rule = EarlyStop(settings.stage, config.stop, stop_metric(settings))
-    trainer = trainer_of(ready, stop, config.val_every, loggers, callbacks, [rule, saver])
+    # First, so that whatever the others do in a validation is done with the averaged weights.
+    average = [] if config.ema_decay is None else [WeightAverage(config.ema_decay)]
+    trainer = trainer_of(
+        ready, stop, config.val_every, loggers, [*average, *callbacks], [rule, saver]
+    )
     if resume_from is not None:
         print_line(f"going on from {resume_from}")
     exit_code = 1

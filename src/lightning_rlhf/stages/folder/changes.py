@@ -35,6 +35,7 @@ ADDED_TO_SECTION: Mapping[str, dict[str, Any]] = {
 with."""
 ADDED_TO_STAGE: dict[str, Any] = {
     "final": "last",
+    "ema_decay": None,
     "best": {"metric": None, "mode": None},
     "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
