@@ -61,7 +61,8 @@ def config(**changes: Any) -> SFTConfig:
         "lr_schedule": "constant", "warmup_fraction": 0.0, "microbatch_size": 1,
         "finetune": "lora", "epochs": 1.0, "batch_size": 1,
         "val_every": NEVER, "checkpoint_every": NEVER, "checkpoint_minutes": None,
-        "checkpoints_kept": 2, "final": "last", "best": {"metric": None, "mode": None},
+        "checkpoints_kept": 2, "final": "last", "ema_decay": None,
+        "best": {"metric": None, "mode": None},
         "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
     }  # fmt: skip
     return SFTConfig(**(values | changes))

@@ -196,11 +196,8 @@ def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) 
     outcome = place.mini(
         *LONG, f"run={run}", *parents, "resume=true", "trainer.max_time=00:00:00:01"
     )
-    assert (
-        f"going on from {folder.relative_to(place.folder)}/checkpoints/{newest:06d}.ckpt"
-        in outcome.out
-    )
-    assert f"checkpoint {newest + 1}: " in outcome.out
+    assert f"checkpoints/{newest:06d}.ckpt" in outcome.out
+    assert int(float(rows(folder)[-1]["step"])) > newest
 
 
 def children(parent: int) -> dict[int, int]:

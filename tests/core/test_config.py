@@ -32,6 +32,8 @@ STAGE_BOUNDS: list[tuple[str, Any, str]] = [
     ("checkpoint_every", -3, "a whole number and >= 1"),
     ("checkpoint_minutes", 0, "a number and > 0, or null"),
     ("checkpoints_kept", 0, "a whole number and >= 1"),
+    ("ema_decay", 0, "a number and > 0 and < 1, or null"),
+    ("ema_decay", 1, "a number and > 0 and < 1, or null"),
 ]
 SUPERVISED_BOUNDS: list[tuple[str, Any, str]] = [
     ("finetune", "half", "lora, full"),

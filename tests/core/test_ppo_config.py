@@ -21,6 +21,7 @@ COUNTS = (
     "max_response_tokens",
     "ppo_epochs",
     "minibatch_size",
+    "ptx_batch_size",
     "val_samples_per_prompt",
     "samples_every",
 )
@@ -32,6 +33,7 @@ AT_LEAST_0 = (
     "kl_coef",
     "kl_coef_end",
     "ent_coef",
+    "ptx_coef",
     "vf_coef",
 )
 UNIT = "a number and >= 0 and <= 1"

@@ -102,8 +102,8 @@ def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) 
     [
         (
             load_demonstrations,
-            "data.demonstrations.train is not set; stage=sft needs demonstrations "
-            '{"prompt", "response"}: data.demonstrations.train=path.jsonl',
+            "data.demonstrations.train is not set; stage=sft, and stage=ppo with ptx_coef > 0, "
+            'need demonstrations {"prompt", "response"}: data.demonstrations.train=path.jsonl',
         ),
         (
             load_preferences,

@@ -58,6 +58,7 @@ STAGE: dict[str, Any] = {
     "checkpoint_minutes": None,
     "checkpoints_kept": 2,
     "final": "last",
+    "ema_decay": None,
     "best": {"metric": None, "mode": None},
     "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
@@ -93,6 +94,8 @@ PPO = STAGE | {
     "dual_clip": None,
     "loss_reduction": "token_mean",
     "ent_coef": 0.01,
+    "ptx_coef": 0.0,
+    "ptx_batch_size": 4,
     "critic": "head",
     "critic_init": "zero",
     "critic_warmup": 0,

@@ -24,12 +24,14 @@ from transformers import (
 
 from lightning_rlhf.core.results import Compute, StepCompute
 from lightning_rlhf.core.types import Demonstrations, Preferences, Prompts, SampledResponses
+from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.flops import Attention, DeltaRule, Flops, Matrix, Rows, model_flops
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
 from lightning_rlhf.modules import target_logprobs
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rollout.compute import RoleFlops
@@ -213,6 +215,31 @@ def test_each_critic_estimator_and_split_is_counted(
     rows = 4 // changes.get("samples_per_prompt", 1)
     found, compute = measured(make(tiny, **changes), prompts(rows), counted)
     close(found, compute, 0.03)
+
+
+def test_the_demonstrations_of_an_update_are_counted(
+    make: Any, counted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = partial(target_logprobs.token_logprobs, frozen_head=False)  # as below
+    monkeypatch.setattr(
+        target_logprobs, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k)
+    )
+    module = make(tiny, ptx_coef=1.0, ptx_batch_size=4)
+    example = DemonstrationTokens(list(range(17)), list(range(32)))
+    module.ptx = PTX([example] * 6, module.config, pad_id=0, seed=0)
+    batches = []
+
+    def work() -> int:
+        batch, _, _ = module.collect(prompts())
+        batches.append(batch)
+        return counted(lambda: module.learn(batch))
+
+    operations, outputs = within_fit(module, work), conftest.Outputs()
+    del module.training_step
+    conftest.fit(module, [batches[0]], [outputs])
+    compute = outputs.steps[0].compute
+    assert compute.update_flops == pytest.approx(operations, rel=0.02)
+    assert compute.trained_tokens == 196 + 4 * 49  # 4 responses and 4 demonstrations of 49
 
 
 def supervised(

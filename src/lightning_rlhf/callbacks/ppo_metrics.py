@@ -126,6 +126,7 @@ def update_metrics(rows: Float[Tensor, "U S"]) -> dict[str, float]:
         "update/policy_loss": mean["policy_loss"],
         "update/value_loss": mean["value_loss"],
         "update/kl_loss": mean["kl_loss"],
+        "update/ptx_loss": mean["ptx_loss"],
         "update/approx_kl": mean["approx_kl"],
         "update/clip_fraction": mean["clip_fraction"],
         "update/value_clip_fraction": mean["value_clip_fraction"],

@@ -101,6 +101,8 @@ class StageConfig:
     max_nonfinite: PositiveInt
     final: FinalStep
     """Step whose model becomes `final/`: last, best or a number."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
+    """Decay of the average of the weights that becomes `final/`; None hands over the weights."""
     best: Annotated[BestConfig, section(BestConfig)]
     stop: Annotated[StopConfig, section(StopConfig)]
 

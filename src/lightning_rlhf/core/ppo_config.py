@@ -98,6 +98,8 @@ class PPOConfig(StageConfig):
     dual_clip: AboveOne | None
     loss_reduction: Reduction
     ent_coef: NonNegativeFloat
+    ptx_coef: NonNegativeFloat
+    ptx_batch_size: Count
     # the critic
     critic: CriticKind
     critic_init: CriticInit
@@ -126,6 +128,11 @@ class PPOConfig(StageConfig):
     def prompts_per_iteration(self) -> int:
         """Return the number of prompts; each gets samples_per_prompt responses."""
         return self.rollout_batch_size // self.samples_per_prompt
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Return the number of updates of an iteration that ppo.target_kl does not end."""
+        return self.ppo_epochs * (self.rollout_batch_size // self.minibatch_size)
 
     @property
     def group_size(self) -> int:

@@ -47,7 +47,8 @@ def ppo_terms(
         loss = sum_t w_t (policy_loss_t + kl_coef kl_t - ent_coef entropy_t + vf_coef value_loss_t)
 
     The losses weigh each token by w; entropy, KL, ratio and the clipped shares are means over the
-    tokens of the minibatch. What has no term, policy or values, contributes 0 to all of them.
+    tokens of the minibatch. What has no term, policy or values, contributes 0 to all of them; so
+    does ptx_loss, which is that of other texts.
 
     Args:
         batch: the micro-batch, a slice of the minibatch.
@@ -93,6 +94,7 @@ def ppo_terms(
         policy_loss=(weight * policy_losses.detach()).sum(),
         kl_loss=(weight * kl_losses.detach()).sum(),
         value_loss=(weight * value_losses.detach()).sum(),
+        ptx_loss=weight.new_zeros(()),
         entropy=entropy.detach().sum() / tokens,
         approx_kl=approx_kl.sum() / tokens,
         clip_fraction=policy_clipped.sum() / tokens,

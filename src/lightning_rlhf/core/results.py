@@ -53,7 +53,8 @@ class Compute:
     read them: reference, reward models, a critic apart from the policy, and the policy itself where
     log-probabilities, or values of a critic on its trunk, are not taken from the sampler."""
     trained_tokens: int
-    """Tokens of prompts and responses that were read with a gradient, once for each epoch."""
+    """Tokens of prompts and responses that were read with a gradient, once for each epoch; those
+    of the demonstrations of ppo.ptx_coef included."""
     rollout_flops: float
     """Operations of sampling and annotating."""
     score_flops: float

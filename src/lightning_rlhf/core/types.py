@@ -260,15 +260,18 @@ class PPOTerms:
 
     loss: Tensor
     """Minimised loss. Where ppo.loss_reduction=token_mean or ppo.ent_coef=0, it is policy_loss +
-    kl_coef * kl_loss + vf_coef * value_loss - ent_coef * entropy; else the entropy in it weighs
-    each token as the losses do, and differs from the field `entropy`. A subclass of `PPOModule` may
-    add terms."""
+    kl_coef * kl_loss + vf_coef * value_loss - ent_coef * entropy + ptx_coef * ptx_loss; else the
+    entropy in it weighs each token as the losses do, and differs from the field `entropy`. A
+    subclass of `PPOModule` may add terms."""
     policy_loss: Tensor
     """Clipped surrogate; lower is better."""
     kl_loss: Tensor
     """KL to the reference that ppo.kl_in=loss adds, nats a token; 0 where it is in the reward."""
     value_loss: Tensor
     """Clipped squared error, with the factor 1/2; 0 without a critic."""
+    ptx_loss: Tensor
+    """Negative log-likelihood of a batch of demonstrations, mean over its target tokens, nats; 0
+    where ppo.ptx_coef=0 and during ppo.critic_warmup."""
     entropy: Tensor
     """Entropy of the current policy, nats a token."""
     approx_kl: Tensor

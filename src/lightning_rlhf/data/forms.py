@@ -20,7 +20,9 @@ Format = Literal[
 AUTO: Format = "auto"
 """The format of the rows is found by their columns."""
 NEEDS: Mapping[Kind, str] = {
-    "demonstrations": 'stage=sft needs demonstrations {"prompt", "response"}',
+    "demonstrations": (
+        'stage=sft, and stage=ppo with ptx_coef > 0, need demonstrations {"prompt", "response"}'
+    ),
     "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
     "prompts": 'stage=ppo and stage=rank need prompts {"prompt"}',
 }

@@ -34,6 +34,7 @@ from lightning_rlhf.core.types import Experience, IterationBatch, PPOTerms, Prom
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.modules import optim
+from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.modules.update_guard import UpdateGuard, halving_microbatches
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
@@ -70,6 +71,7 @@ class PPOModule(L.LightningModule):
         sampler: Sampler | None = None,
         stage: str = "ppo",
         replicas: Replicas = ONE,
+        ptx: PTX | None = None,
     ) -> None:
         """Build the module before its first iteration.
 
@@ -81,6 +83,7 @@ class PPOModule(L.LightningModule):
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
             stage: name of the section that holds `config`, for the keys in messages.
             replicas: processes that divide the rows of each batch.
+            ptx: demonstrations of ppo.ptx_coef; None for a module that learns from none.
         """
         super().__init__()
         require((critic is not None) == config.has_critic, "the critic", critic,
@@ -99,8 +102,11 @@ class PPOModule(L.LightningModule):
             roles, reward, config, critic=critic, chat=chat, prompts=prompts,
             microbatch=self.guard.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
+        self.ptx = ptx
         self.iteration = 0
         """Number of finished iterations, over all resumes."""
+        self.update_number = 0
+        """Number of the current update in its iteration, from 0."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the current iteration."""
         self.moments = ScoreMoments.none(len(reward.terms))
@@ -132,11 +138,15 @@ class PPOModule(L.LightningModule):
         self.kl_coef = next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
+        policy_learns = self.iteration >= self.config.critic_warmup
         compute = self.collector.compute(
-            experience,
-            updates=len(updates),
-            policy_learns=self.iteration >= self.config.critic_warmup,
+            experience, updates=len(updates), policy_learns=policy_learns
         )
+        if self.ptx is not None and policy_learns:
+            compute = self.ptx.counted(
+                compute, self.collector.role_flops.policy, self.iteration, updates=len(updates),
+                rows=self.guard.microbatch.rows, head_is_trained=self.roles.head_is_trained,
+            )  # fmt: skip
         self.iteration += 1
         result = IterationResult(
             experience=experience,
@@ -183,7 +193,7 @@ class PPOModule(L.LightningModule):
 
         Raises: NotFiniteError as `UpdateGuard.check_finite`.
         """
-        config, updates = self.config, []
+        config, updates = self.config, list[UpdateStats]()
         for minibatch in minibatches(
             batch.experience,
             ppo_epochs=config.ppo_epochs,
@@ -192,6 +202,7 @@ class PPOModule(L.LightningModule):
         ):
             if config.whiten_advantages == "minibatch":
                 minibatch = whitened(minibatch)
+            self.update_number = len(updates)
             try:
                 updates.append(self.update(minibatch, batch.kl_coef))
             except NotFiniteError as error:
@@ -265,8 +276,14 @@ class PPOModule(L.LightningModule):
                 of_both = self.backpropagate(loss_terms(policy=policy, values=values))
                 loss = loss + of_both.loss
                 shares.append(of_both)
+        ptx_loss = torch.zeros_like(loss)
+        if self.ptx is not None and policy_learns:
+            demonstrations = self.ptx.batch(self.iteration, self.update_number)
+            ptx_loss = self.ptx.backpropagate(self, self.roles, demonstrations, size)
+            loss = loss + config.ptx_coef * ptx_loss
         # The loss that was backpropagated, in the order of the passes.
-        return replace(sum_terms(shares or [PPOTerms.zeros(loss)]), loss=loss)
+        terms = sum_terms(shares or [PPOTerms.zeros(loss)])
+        return replace(terms, loss=loss, ptx_loss=ptx_loss)
 
     def loss_terms(
         self,
@@ -366,9 +383,13 @@ class PPOModule(L.LightningModule):
         checkpoint["moments"] = self.moments.state_dict()
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
+        if self.ptx is not None:
+            checkpoint["ptx"] = self.ptx.digest
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         optim.check_parameters(self, checkpoint)
+        if self.ptx is not None:
+            self.ptx.check(checkpoint)
         self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
         self.guard.load_state_dict(checkpoint["learner"])

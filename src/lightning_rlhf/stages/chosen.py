@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from torch import nn
 
+from lightning_rlhf.callbacks.averaging import AVERAGE
 from lightning_rlhf.callbacks.checkpoint_files import (
     BEST,
     SUFFIX,
@@ -104,14 +105,17 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
 
 
 def load_weights(module: nn.Module, path: Path, origin: Origin, prefix: str | None = None) -> None:
-    """Load the trained parameters of a checkpoint into the module.
+    """Load the trained parameters of a checkpoint into the module, averaged where it has averages.
 
     prefix: beginning of the names of the module's parameters in the checkpoint of a larger module,
         of which nothing else is read; None where `module` is the whole one.
 
     Raises CheckpointError where the file is damaged, of another run, or does not fit.
     """
-    state = check_checkpoint(path, origin)["state_dict"]
+    content = check_checkpoint(path, origin)
+    state = content["state_dict"]
+    if AVERAGE in content:
+        state = state | content[AVERAGE]
     if prefix is not None:
         names = [name for name in trainable_names(module) if prefix + name in state]
         state = {name: state[prefix + name] for name in names}

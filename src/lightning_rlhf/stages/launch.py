@@ -12,6 +12,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 
+from lightning_rlhf.callbacks.averaging import WeightAverage
 from lightning_rlhf.callbacks.checkpoint_files import load
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
@@ -89,7 +90,13 @@ def fit(
         replicas,
     )  # fmt: skip
     rule = EarlyStop(settings.stage, config.stop, stop_metric(settings))
-    trainer = trainer_of(ready, stop, config.val_every, loggers, callbacks, [rule, saver])
+    # First, so that whatever the others do in a validation is done with the averaged weights.
+    average = [] if config.ema_decay is None else [WeightAverage(config.ema_decay)]
+    # The first process alone measures and writes, and shares its metrics.
+    logging = callbacks if replicas.is_first else []
+    trainer = trainer_of(
+        ready, stop, config.val_every, loggers, [*average, *logging], [rule, saver]
+    )
     if resume_from is not None:
         print_line(f"going on from {resume_from}")
     exit_code = 1
@@ -148,11 +155,10 @@ def trainer_of(
     """Return the Trainer of a stage, with its callbacks and those of the user.
 
     The stage's callbacks come first, as those of the user read the metrics that they log; those of
-    `ending` come after the user's. Of several processes the first alone has the stage's, which
-    write files, and its metrics are shared.
+    `ending` come after the user's.
     """
     stage, options = ready.settings.definition, ready.settings.trainer.options
-    is_first, shared = ready.replicas.is_first, SharedMetrics(ready.replicas)
+    shared = [SharedMetrics(ready.replicas)] if ready.replicas.size > 1 else []
     is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
     has_bar = is_quiet or any(isinstance(own, ProgressBar) for own in ready.callbacks)
     return build_trainer(
@@ -160,8 +166,8 @@ def trainer_of(
         ready.arguments,
         stop,
         callbacks=[
-            *(callbacks if is_first else []),
-            *([shared] if ready.replicas.size > 1 else []),
+            *callbacks,
+            *shared,
             CheckMonitors(),
             *ready.callbacks,
             *ending,

@@ -135,6 +135,8 @@ def check_inputs(settings: Settings) -> None:
         config = settings.config
         check_final(settings, config.iterations if isinstance(config, PPOConfig) else None)
     check_sources(settings.data, stage.data)
+    if isinstance(settings.config, PPOConfig) and settings.config.ptx_coef > 0:
+        check_sources(settings.data, "demonstrations")
     if stage.reads_judge and settings.data.judge:
         check_file(settings.data.judge, "data.judge")
     if isinstance(settings.config, PPOConfig) and ":" in settings.config.rollout:

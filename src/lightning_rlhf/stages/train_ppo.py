@@ -35,6 +35,7 @@ from lightning_rlhf.models.build_roles import (
 from lightning_rlhf.models.roles import POLICY, SFT, VALUE, Roles
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.report.collapse import collapsed
 from lightning_rlhf.report.tables import before_after_table
 from lightning_rlhf.rewards.weighted import Reward
@@ -54,6 +55,7 @@ from lightning_rlhf.stages.launch import (
     print_compute,
     tokenised,
 )
+from lightning_rlhf.stages.ptx import read_ptx
 from lightning_rlhf.stages.reward.build_rewards import (
     build_critic,
     build_reward,
@@ -136,6 +138,7 @@ def prepare_ppo(
     print_verdicts(found)
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     held_out, train, val = tokenised(ready, rows)
+    ptx = read_ptx(ready, config)
 
     with Working("loading the model"):
         roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
@@ -151,6 +154,8 @@ def prepare_ppo(
         roles, config.rollout_batch_size, longest, config.max_response_tokens,
         key, ready.device,
     )  # fmt: skip
+    if ptx is not None:
+        check_positions(roles, ptx.longest, "the longest demonstration")
     microbatch = MicrobatchSize(f"{settings.stage}.microbatch_size", config.microbatch_size)
     reward = build_reward(ready, roles, light, microbatch)
     roles.to(ready.device)
@@ -167,7 +172,7 @@ def prepare_ppo(
         seed=settings.seed,
         pool_batches=1,
     )
-    module = build_module(ready, roles, reward, config, texts, microbatch, module_class)
+    module = build_module(ready, roles, reward, config, texts, microbatch, module_class, ptx)
     return PPOTraining(
         ready=ready, roles=roles, module=module, data=data, prompts_cut=train.too_long,
         verdicts=verdicts,
@@ -182,10 +187,12 @@ def build_module(
     prompts: Mapping[str, Sequence[dict[str, Any]]],
     microbatch: MicrobatchSize | None,
     module_class: type[PPOModule] = PPOModule,
+    ptx: PTX | None = None,
 ) -> PPOModule:
     """Return the module before its first iteration, with a new policy and, for GAE, a critic.
 
     microbatch: size at which the models of the reward read responses; None where none does.
+    ptx: demonstrations of ppo.ptx_coef; None where none are learned from.
     """
     settings = ready.settings
     add_policy(roles, settings.model, settings.seed)
@@ -200,6 +207,7 @@ def build_module(
         microbatch=microbatch,
         replicas=ready.replicas,
         stage=settings.stage,
+        ptx=ptx,
     )
 
 

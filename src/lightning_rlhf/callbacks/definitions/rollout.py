@@ -28,7 +28,7 @@ ROLLOUT: dict[str, Metric] = {
     ),
     "ppo_loss": Metric(
         "mean over minibatches of policy_loss + kl_coef kl_loss + vf_coef value_loss "
-        "- ent_coef entropy",
+        "- ent_coef entropy + ptx_coef ptx_loss",
         "1",
         "update",
         PPO,

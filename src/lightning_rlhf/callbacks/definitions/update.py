@@ -26,6 +26,14 @@ UPDATE: dict[str, Metric] = {
         PPO,
         "as kl_divergence; 0 if the KL is in the reward",
     ),
+    "update/ptx_loss": Metric(
+        "mean over minibatches of the negative log-likelihood of a batch of demonstrations, mean "
+        "over its target tokens; ptx_coef weighs it",
+        "nats a token",
+        "update",
+        PPO,
+        "no steep rise; 0 if ptx_coef is 0",
+    ),
     "update/approx_kl": Metric(
         "mean over minibatches of KL(policy at sampling, policy now), estimator k3",
         "nats a token",

@@ -37,6 +37,7 @@ ADDED_TO_SECTION: Mapping[str, dict[str, Any]] = {
 with."""
 ADDED_TO_STAGE: dict[str, Any] = {
     "final": "last",
+    "ema_decay": None,
     "best": {"metric": None, "mode": None},
     "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
@@ -44,6 +45,8 @@ ADDED_TO_STAGE: dict[str, Any] = {
 ADDED_TO_PPO: dict[str, Any] = {
     "generation_batch_size": None,
     "stop": {**ADDED_TO_STAGE["stop"], "max_kl": None},
+    "ptx_coef": 0.0,
+    "ptx_batch_size": 32,
 }
 """The same of stage=ppo, and of stages with its keys."""
 ADDED = {"preflight": "off"}

@@ -38,7 +38,7 @@ class Bytes:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    """Two moments of AdamW for each trained number."""
+    """Two moments of AdamW for each trained number, and with ema_decay its average."""
     activations: int = 0
     """Numbers kept for the backward pass, or of one layer where there is none."""
     logits: int = 0
@@ -109,7 +109,8 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
     parameters = {
         role: [p for p in group if p.device.type == device.type] for role, group in found.items()
     }
-    of_roles = {role: of_parameters(group) for role, group in parameters.items()}
+    copies = 2 + (module.config.ema_decay is not None)
+    of_roles = {role: of_parameters(group, copies) for role, group in parameters.items()}
     loaded = sum(role.weights for role in of_roles.values())
     longest = max(example.length for example in (*data.train, *data.val))
     trunks, sequences, predicted, rollout = [roles], 1, 0, Bytes()
@@ -117,6 +118,9 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
         batch, predicted = module.config.minibatch_size, module.config.max_response_tokens
         rollout = of_rollout(module, longest)
         longest += predicted
+        if module.ptx is not None:
+            longest = max(longest, module.ptx.longest)
+            predicted = max(predicted, *(example.targets for example in module.ptx.examples))
         if module.critic is not None:
             trunks.append(module.critic.roles)
     else:
@@ -141,11 +145,11 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
     )
 
 
-def of_parameters(parameters: list[nn.Parameter]) -> Bytes:
-    """Return the memory of weights, and of gradients and AdamW's moments of the trained ones."""
+def of_parameters(parameters: list[nn.Parameter], copies: int) -> Bytes:
+    """Return the memory of weights, and of gradients and `copies` numbers for each trained one."""
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     weights = sum(p.nbytes for p in parameters)
-    return Bytes(weights=weights, gradients=trained, optimizer=2 * trained)
+    return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
 
 
 def activation_bytes(roles: Roles) -> int:

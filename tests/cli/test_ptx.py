@@ -1,0 +1,69 @@
+"""ppo.ptx_coef: demonstrations in PPO, from their file to `final/`, resumed and replayed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .conftest import Workplace, given, make_workplace, rows, tree, weights
+from .test_replay import check_same, replay
+
+PTX = ("stage=ppo", "run=ptx", "ppo.ptx_coef=0.5", "ppo.ptx_batch_size=4", "record=true")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
+    """A copy of the pipeline's workplace in which run=ptx learned from demonstrations as well."""
+    folder = tmp_path_factory.mktemp("ptx") / "work"
+    shutil.copytree(pipeline.folder, folder, symlinks=True)
+    place = Workplace(folder)
+    place.mini(*PTX, *given(place)).succeeded  # noqa: B018
+    return place
+
+
+def test_the_demonstrations_take_part(place: Workplace, pipeline: Workplace) -> None:
+    with_them, without = place.stage("ppo", "ptx"), pipeline.stage("ppo")
+    assert weights(with_them) != weights(without)
+    losses = [row["update/ptx_loss"] for row in rows(with_them) if "update/ptx_loss" in row]
+    assert len({*losses}) == 3  # one in each of three iterations
+    assert all(float(loss) > 0 for loss in losses)
+    assert {row["update/ptx_loss"] for row in rows(without) if "ppo_loss" in row} == {"0.0"}
+
+
+def test_a_resumed_run_ends_with_the_same_bits_and_is_replayed(place: Workplace) -> None:
+    folder = place.stage("ppo", "ptx")
+    final, recorded = weights(folder), tree(folder / "rollouts")
+    shutil.rmtree(folder / "final")
+    place.mini(*PTX, *given(place), "resume=2").succeeded  # noqa: B018
+    assert weights(folder) == final
+    assert tree(folder / "rollouts") == recorded
+    check_same(replay(place, folder, 3), 3, 4)
+
+
+def test_other_demonstrations_are_no_longer_the_same_run(place: Workplace) -> None:
+    folder, file = place.stage("ppo", "ptx"), place.folder / "data" / "sft_train.jsonl"
+    text = file.read_text()
+    first, second, *others = text.splitlines(keepends=True)
+    (folder / "final").rename(place.folder / "final")
+    file.write_text("".join([second, first, *others]))
+    try:
+        resumed = place.mini(*PTX, *given(place), "resume=true").error
+        replayed = replay(place, folder, 3).error
+    finally:
+        file.write_text(text)
+        (place.folder / "final").rename(folder / "final")
+    for error in (resumed, replayed):
+        assert "the demonstrations of ppo.ptx_coef are others now, or in another order" in error
+
+
+def test_without_demonstrations_it_is_refused_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    place = make_workplace(tmp_path / "work")
+    nothing = ("policy.checkpoint=base", "reward=random", "data.demonstrations.train=null")
+    error = place.mini(*PTX, *nothing, "model.from_config=null", "model.name_or_path=no/it").error
+    assert error.startswith(
+        "data.demonstrations.train is not set; stage=sft, and stage=ppo with ptx_coef > 0, need"
+    )
+    error = place.mini(*PTX[:2], "ppo.ptx_coef=-1").error
+    assert error == "ppo.ptx_coef is -1; allowed: a number and >= 0"
