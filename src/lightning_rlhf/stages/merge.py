@@ -16,7 +16,7 @@ from lightning_rlhf.models.checkpoint import Final, find, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.critic_loading import whole_weights
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.fingerprint import fingerprint
+from lightning_rlhf.models.fingerprint import REROUNDED, fingerprint
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
 from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
@@ -85,11 +85,14 @@ def write_merged(final: Final, out: Path, dtype: DType) -> Path:
 def merged(final: Final, trained: ModelConfig) -> Roles:
     """Return the model of `final` in float32 with its adapters merged into plain weights.
 
+    Quantised weights are those values to which they were rounded in training.
+
     Raises CheckpointError where its logits are not those in the fingerprint of `final`.
     """
     assert final.manifest is not None
+    quantised = trained.quantization != "none"  # from numbers of the type that was rounded then
     config = replace(
-        trained, dtype="float32", quantization="none", compile=False, kernels="plain",
+        trained, dtype=trained.dtype if quantised else "float32", compile=False, kernels="plain",
         gradient_checkpointing=False,
     )  # fmt: skip
     sft: Final | None = final
@@ -100,14 +103,8 @@ def merged(final: Final, trained: ModelConfig) -> Roles:
     model = whole_weights(config, sft, reward, final.manifest.base_seed)
     roles = Roles(model.requires_grad_(False), "plain")
     expected = fingerprint(final, "self")
-    if trained.quantization != "none":
-        print_line(
-            f"{final.path} was trained on weights of {trained.quantization}; merged into those of "
-            "full precision it gives other logits"
-        )
-    elif expected is not None and not same_logits(
-        roles.probe(roles.role), expected, ROUNDING[trained.dtype]
-    ):
+    limit = max(ROUNDING[trained.dtype], REROUNDED.get(trained.quantization, 0))
+    if expected is not None and not same_logits(roles.probe(roles.role), expected, limit):
         raise CheckpointError(
             f"{final.path} cannot be merged: with the base weights that are here it gives other "
             "logits than it gave"

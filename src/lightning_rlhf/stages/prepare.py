@@ -30,6 +30,7 @@ from lightning_rlhf.data.splits import Kind, TrainVal, sample
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.stages.accelerator import device_of
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import find_parents, folder_of
@@ -67,9 +68,7 @@ class Prepared:
     @property
     def device(self) -> torch.device:
         """Return the device that the run computes on."""
-        if self.settings.trainer.accelerator == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda" if torch.cuda.is_available() else "mps")
+        return device_of(self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
