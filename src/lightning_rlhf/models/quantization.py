@@ -39,7 +39,7 @@ def quantization_of(model: PreTrainedModel) -> str:
     config = model.config.quantization_config
     if getattr(config, "load_in_8bit", False):
         return "int8"
-    return str(getattr(config, "bnb_4bit_quant_type", config.quant_method))
+    return str(getattr(config, "bnb_4bit_quant_type", type(config).__name__))
 
 
 def scale_bytes(parameter: nn.Parameter) -> int:

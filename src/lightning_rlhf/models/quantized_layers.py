@@ -30,7 +30,8 @@ class Int8Linear(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
     def forward(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
         if self.weight.SCB is not None:
             self.init_8bit_state()
-        y: Tensor = _Int8Product.apply(x, self.weight.data, self.state.SCB)  # type: ignore
+        scales = self.state.SCB.to(x.device)  # moving a whole model moves the codes alone
+        y: Tensor = _Int8Product.apply(x, self.weight.data, scales)  # type: ignore
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -66,7 +67,8 @@ def use_exact_layers(model: nn.Module) -> None:
 def computes_identity(quantization: Quantization, device: torch.device) -> bool:
     """Return whether a quantised layer of identity weights returns its input, and its gradient.
 
-    Both kinds have exact codes for 0 and for the largest weight.
+    Both kinds have exact codes for 0 and for the largest weight, so that only the rounding of the
+    kernel is left, to 16 bits on some devices.
     """
     sizes: dict[str, Any] = {"bias": False, "device": "meta"}
     identity = torch.eye(SIZE)
@@ -83,4 +85,4 @@ def computes_identity(quantization: Quantization, device: torch.device) -> bool:
     y.sum().backward()
     assert x.grad is not None
     worst = torch.stack([(y - x).abs().amax(), (x.grad - 1).abs().amax()]).amax()
-    return bool(worst < 1e-5)
+    return bool(worst < 0.02)
