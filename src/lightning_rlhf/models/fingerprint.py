@@ -58,7 +58,8 @@ def tolerance(roles: Roles, final: Final) -> float:
     if here == "none":
         return rounding(roles.causal_lm)
     dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
-    return REROUNDED[here] if (here, dtype) == there else 0.5
+    alike = (here, dtype) == there
+    return max(rounding(roles.causal_lm), REROUNDED[here]) if alike else 0.5
 
 
 def trained_on(final: Final) -> tuple[str, str]:

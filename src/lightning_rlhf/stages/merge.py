@@ -11,7 +11,7 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.kernels.patch import same_logits
+from lightning_rlhf.kernels.patch import rounding_of, same_logits
 from lightning_rlhf.models.checkpoint import Final, find, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.critic_loading import whole_weights
@@ -26,10 +26,6 @@ from lightning_rlhf.stages.hand_over import end_generation
 from lightning_rlhf.stages.model_card import Described, in_code, license_of, result_of
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.trained import trained_as
-
-ROUNDING = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-2}
-"""Type of the weights in training -> largest relative difference between two ways to compute the
-logits."""
 
 
 @torch.no_grad()
@@ -103,7 +99,10 @@ def merged(final: Final, trained: ModelConfig) -> Roles:
     model = whole_weights(config, sft, reward, final.manifest.base_seed)
     roles = Roles(model.requires_grad_(False), "plain")
     expected = fingerprint(final, "self")
-    limit = max(ROUNDING[trained.dtype], REROUNDED.get(trained.quantization, 0))
+    layers = model.config.get_text_config().num_hidden_layers
+    limit = max(
+        rounding_of(getattr(torch, trained.dtype), layers), REROUNDED.get(trained.quantization, 0)
+    )
     if expected is not None and not same_logits(roles.probe(roles.role), expected, limit):
         raise CheckpointError(
             f"{final.path} cannot be merged: with the base weights that are here it gives other "
