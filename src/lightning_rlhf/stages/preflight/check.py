@@ -96,7 +96,7 @@ def at_most(name: str, found: float, limit: float, unit: str = "") -> Check:
     """Return a check that fails where `found` is above `limit` or NaN."""
     verdict: Verdict = "passed" if found <= limit else "failed"
     unit = f" {unit}" if unit else ""
-    return Check(name, f"{found:.2g}{unit}", f"<= {limit:g}{unit}", verdict)
+    return Check(name, f"{found:.2g}{unit}", f"<= {limit:.2g}{unit}", verdict)
 
 
 def not_applicable(name: str, reason: str) -> Check:
