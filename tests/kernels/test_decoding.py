@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.kernels import decoding
 from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.roles import POLICY, Roles
@@ -170,6 +171,22 @@ def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
         )
     assert theirs > 0
     assert ours < 1.2 * theirs
+
+
+def deep() -> Any:
+    return build("qwen3", num_hidden_layers=32).causal_lm.to(torch.bfloat16)
+
+
+@torch.no_grad()
+def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = DecodeStep.__call__
+
+    def late(step: DecodeStep, tokens: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        return forward(step, tokens, mask, positions + 1)
+
+    monkeypatch.setattr(DecodeStep, "__call__", late)
+    with pytest.warns(UserWarning, match="the fast decoding step gives other hidden states"):
+        assert not decoding._agrees(deep())
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.kernels.patch import rounding, same_logits
+from lightning_rlhf.kernels.patch import rounding, rounding_of, same_logits
 from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
@@ -330,6 +330,17 @@ def test_same_logits_is_relative_to_the_size_of_the_second(
         assert same_logits(inside, b, tolerance)
         assert not same_logits(outside, b, tolerance)
         assert not same_logits(b * float("nan"), b, tolerance)
+
+
+def test_rounding_in_16_bits_grows_with_the_square_root_of_the_layers(
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    """3e-2 up to 4 layers; of 16 it is sqrt(16 / 4) = 2 times that. fp32 has room in any case."""
+    for layers, factor in ((4, 1), (16, 2)):
+        model = make_model("llama", num_hidden_layers=layers)
+        assert rounding(model) == 1e-4
+        assert rounding(model.to(torch.bfloat16)) == pytest.approx(3e-2 * factor)
+        assert rounding_of(torch.float16, layers) == pytest.approx(3e-2 * factor)
 
 
 def test_capping_is_noticed_on_a_quantised_base_too(

@@ -36,7 +36,8 @@ def add_critic(
 
     Returns: the roles, and the name of the role in them, whose hidden states the head reads.
 
-    Raises ConfigError where the critic is an adapter and the reward model is a whole model.
+    Raises ConfigError where the critic is an adapter and the reward model is a whole model, or
+    where the critic is a model and the weights are quantised.
     """
     match kind:
         case "head":
@@ -53,6 +54,11 @@ def add_critic(
                     "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
                 )
         case "model":
+            if config.quantization != "none":
+                raise ConfigError(
+                    "ppo.critic is 'model', whose weights are trained, but model.quantization is "
+                    f"'{config.quantization}'; allowed: ppo.critic=head or adapter"
+                )
             owner, role = Roles(whole_weights(config, sft, reward, seed), config.kernels), CRITIC
             owner.assign(CRITIC)
     owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
@@ -66,14 +72,9 @@ def whole_weights(
 ) -> PreTrainedModel:
     """Return the reward model, or without one the SFT model, as trainable fp32 weights.
 
-    An adapter is merged into the model that it was trained on. Raises ConfigError where the weights
-    would be quantised.
+    An adapter is merged into the model that it was trained on: quantised weights are rounded, and
+    their rounded values merged.
     """
-    if config.quantization != "none":
-        raise ConfigError(
-            "ppo.critic is 'model', whose weights are trained, but model.quantization is "
-            f"'{config.quantization}'; allowed: ppo.critic=head or adapter"
-        )
     weights, adapters = None, []
     for final in (sft, reward):
         if final is not None and final.is_adapter:
@@ -83,7 +84,10 @@ def whole_weights(
     if weights is None and sft is not None:  # an adapter on the base that it was trained on
         weights = sft.base_folder
         seed = sft.manifest.base_seed if sft.manifest else seed
-    model = load_causal_lm(config, weights, trainable=True, seed=seed)
+    quantised = config.quantization != "none"
+    model = load_causal_lm(config, weights, trainable=not quantised, seed=seed)
+    if quantised:
+        model = model.dequantize(torch.float32).float()
     for adapter in adapters:
         check_weights(Path(adapter))
         check_for_model(Path(adapter), model)

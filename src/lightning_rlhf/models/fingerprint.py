@@ -9,9 +9,16 @@ from safetensors.torch import load_file
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.models.quantization import quantization_of
 from lightning_rlhf.models.roles import Roles
 
 FINGERPRINT = "fingerprint.safetensors"
+REROUNDED = {"int8": 0.1, "nf4": 3e-2}
+"""Kind of rounding -> largest relative difference of the logits between two computations with it.
+
+On one machine there is none. Another device may round a weight that lies between two codes to the
+other one; checkpoints of int8 of earlier versions were computed with rounded activations.
+"""
 
 
 def fingerprint(final: Final, of: str) -> torch.Tensor | None:
@@ -38,24 +45,37 @@ def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
     if expected is None:
         return True
     found = roles.probe(role)
-    return found.shape == expected.shape and same_logits(found, expected, tolerance(roles))
+    return found.shape == expected.shape and same_logits(found, expected, tolerance(roles, final))
 
 
-def tolerance(roles: Roles) -> float:
+def tolerance(roles: Roles, final: Final) -> float:
     """Return the largest relative difference between a model's logits and its fingerprint.
 
-    A quantised model may be used with a checkpoint of full precision; a different model deviates by
-    more than that.
+    A quantised model may be used with a checkpoint of full precision, or of another kind of
+    rounding; a different model deviates by more than that.
     """
-    quantised = getattr(roles.causal_lm, "is_quantized", False)
-    return 0.5 if quantised else rounding(roles.causal_lm)
+    here, there = quantization_of(roles.causal_lm), trained_on(final)
+    if here == "none":
+        return rounding(roles.causal_lm)
+    dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
+    alike = (here, dtype) == there
+    return max(rounding(roles.causal_lm), REROUNDED[here]) if alike else 0.5
+
+
+def trained_on(final: Final) -> tuple[str, str]:
+    """Return quantization and data type of the base of an adapter; whole weights have no base."""
+    config = final.manifest.config if final.manifest and final.is_adapter else {}
+    model = config.get("model") or {}
+    return model.get("quantization", "none"), model.get("dtype", "")
 
 
 def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
     """Raise CheckpointError if `role` gives other logits than those stored in `final`."""
     if not has_fingerprint(roles, role, final, of):
+        here, (there, _) = quantization_of(roles.causal_lm), trained_on(final)
+        why = f" with model.quantization={there}, which is {here} here" if here != there else ""
         raise CheckpointError(
             f"{final.path} does not fit: the {role} model here gives other logits than "
-            f"{'it gave' if of == 'self' else 'the model that it was trained on gave'}. Train it "
-            "again from this model, or point to the checkpoint that belongs to it"
+            f"{'it gave' if of == 'self' else 'the model that it was trained on gave'}{why}. Train "
+            "it again from this model, or point to the checkpoint that belongs to it"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import warnings
@@ -11,20 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import torch
 from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.core.config import Quantization
 from lightning_rlhf.core.device_memory import total_memory
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
 from lightning_rlhf.kernels.compiled import check_compiler
@@ -33,6 +29,7 @@ from lightning_rlhf.kernels.patch import choose
 from lightning_rlhf.kernels.products import fp32_by_onednn
 from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.quantization import quantization_config, quantization_of
 from lightning_rlhf.models.sequence_classifier import restore_padding
 from lightning_rlhf.models.weights import (
     DEEPEST,
@@ -195,6 +192,8 @@ def read_weights(
 
     Raises CheckpointError where weights are missing.
     """
+    own = f"{key.rpartition('.')[0]}.quantization"
+    packed = quantization_config(config.quantization, dtype, own)
     with naming(source, key):
         model, info = auto.from_pretrained(
             folder,
@@ -203,7 +202,7 @@ def read_weights(
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
-            quantization_config=quantization_config(config.quantization, dtype),
+            quantization_config=packed,
             **more,
         )
     if info["missing_keys"]:
@@ -211,18 +210,11 @@ def read_weights(
             f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}; they would be "
             "random"
         )
-    leave_unpacked(model)
-    return model
+    if quantization_of(model) in ("int8", "nf4"):
+        from lightning_rlhf.models.quantized_layers import use_exact_layers  # needs bitsandbytes
 
-
-def leave_unpacked(model: PreTrainedModel) -> None:
-    """Disable bitsandbytes' packing of nf4 weights for CPUs in all layers of the model.
-
-    That packing requires output sizes that are multiples of 32, and passes no gradient on.
-    """
-    for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+        use_exact_layers(model)
+    return model  # type: ignore[no-any-return]
 
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
@@ -240,26 +232,6 @@ def local_folder(source: str, key: str, revision: str | None) -> Path:
     refuse_missing_folder(source, key)
     with naming(source, key):
         return Path(snapshot_download(source, revision=revision, allow_patterns=FILES))
-
-
-def quantization_config(
-    quantization: Quantization, dtype: torch.dtype
-) -> BitsAndBytesConfig | None:
-    """Return the settings of bitsandbytes for int8 (LLM.int8()) or nf4 (QLoRA); None without.
-
-    dtype: data type in which nf4 layers compute.
-    """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    match quantization:
-        case "int8":
-            return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=6.0)
-        case "nf4":
-            return BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=dtype,
-            )
-    return None
 
 
 @contextmanager

@@ -5,12 +5,36 @@ from __future__ import annotations
 import torch
 
 from lightning_rlhf.core.errors import ConfigError, first_line
+from lightning_rlhf.models.quantization import check_quantization
+from lightning_rlhf.parallel.world import world
+from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.stages.console import print_line
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.stage import Settings, reward_key
 from lightning_rlhf.stages.trainer_section import driver_has_gpu
 
 
 def check_accelerator(settings: Settings) -> None:
+    """Raise ConfigError where the run asks for a device, or for weights on it, that fail here."""
+    check_gpu(settings)
+    device = device_of(settings)
+    check_quantization(settings.model.quantization, "model.quantization", device)
+    for name, component in settings.reward.items() if settings.definition.reads_reward else ():
+        if isinstance(component, ModelConfig):
+            own = torch.device(component.device) if component.device else device
+            key = f"{reward_key(settings, name)}.quantization"
+            check_quantization(component.quantization, key, own)
+
+
+def device_of(settings: Settings) -> torch.device:
+    """Return the device that this process of the run computes on."""
+    if settings.trainer.accelerator == "cpu":
+        return torch.device("cpu")
+    if (place := world()).size > 1:
+        return torch.device("cuda", place.local_rank)
+    return torch.device("cuda" if torch.cuda.is_available() else "mps")
+
+
+def check_gpu(settings: Settings) -> None:
     """Raise ConfigError where the run asks for a GPU and torch cannot compute on one."""
     if settings.trainer.accelerator != "gpu":
         return
@@ -35,4 +59,6 @@ def print_device(settings: Settings) -> None:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
     elif torch.version.cuda is None and driver_has_gpu():
         note = f"; torch {torch.__version__} is built without CUDA and cannot use the GPU"
-    print_line(f"computing on {name}, {settings.trainer.precision}{note}")
+    size = world().size
+    processes = f" in {size} processes" if size > 1 else ""
+    print_line(f"computing on {name}{processes}, {settings.trainer.precision}{note}")

@@ -11,12 +11,12 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.kernels.patch import same_logits
+from lightning_rlhf.kernels.patch import rounding_of, same_logits
 from lightning_rlhf.models.checkpoint import Final, find, load_head
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.critic_loading import whole_weights
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.fingerprint import fingerprint
+from lightning_rlhf.models.fingerprint import REROUNDED, fingerprint
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
 from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
@@ -26,10 +26,6 @@ from lightning_rlhf.stages.hand_over import end_generation
 from lightning_rlhf.stages.model_card import Described, in_code, license_of, result_of
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.trained import trained_as
-
-ROUNDING = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-2}
-"""Type of the weights in training -> largest relative difference between two ways to compute the
-logits."""
 
 
 @torch.no_grad()
@@ -85,11 +81,14 @@ def write_merged(final: Final, out: Path, dtype: DType) -> Path:
 def merged(final: Final, trained: ModelConfig) -> Roles:
     """Return the model of `final` in float32 with its adapters merged into plain weights.
 
+    Quantised weights are those values to which they were rounded in training.
+
     Raises CheckpointError where its logits are not those in the fingerprint of `final`.
     """
     assert final.manifest is not None
+    quantised = trained.quantization != "none"  # from numbers of the type that was rounded then
     config = replace(
-        trained, dtype="float32", quantization="none", compile=False, kernels="plain",
+        trained, dtype=trained.dtype if quantised else "float32", compile=False, kernels="plain",
         gradient_checkpointing=False,
     )  # fmt: skip
     sft: Final | None = final
@@ -100,14 +99,11 @@ def merged(final: Final, trained: ModelConfig) -> Roles:
     model = whole_weights(config, sft, reward, final.manifest.base_seed)
     roles = Roles(model.requires_grad_(False), "plain")
     expected = fingerprint(final, "self")
-    if trained.quantization != "none":
-        print_line(
-            f"{final.path} was trained on weights of {trained.quantization}; merged into those of "
-            "full precision it gives other logits"
-        )
-    elif expected is not None and not same_logits(
-        roles.probe(roles.role), expected, ROUNDING[trained.dtype]
-    ):
+    layers = model.config.get_text_config().num_hidden_layers
+    limit = max(
+        rounding_of(getattr(torch, trained.dtype), layers), REROUNDED.get(trained.quantization, 0)
+    )
+    if expected is not None and not same_logits(roles.probe(roles.role), expected, limit):
         raise CheckpointError(
             f"{final.path} cannot be merged: with the base weights that are here it gives other "
             "logits than it gave"

@@ -25,10 +25,10 @@ CARD = "README.md"
 LONGEST = 200
 """Number of characters of a cell of a table, at most."""
 POLICY = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer{imports}
 
 name = "{name}"
-model = AutoModelForCausalLM.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name{arguments})
 tokenizer = AutoTokenizer.from_pretrained(name)
 
 question = [{{"role": "user", "content": "What is the capital of Australia?"}}]
@@ -40,11 +40,11 @@ print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_t
 ```"""
 REWARD = """```python
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer{imports}
 
 name = "{name}"
 tokenizer = AutoTokenizer.from_pretrained(name)
-model = AutoModelForSequenceClassification.from_pretrained(name{labels})
+model = AutoModelForSequenceClassification.from_pretrained(name{arguments})
 model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 
@@ -66,6 +66,16 @@ rewards = (scores - {mean!r}) / {std!r}
 ```
 
 `rewards` are what PPO is paid: the mean of the SFT model's samples is 0, their deviation 1."""
+
+OPTIONS = {
+    "int8": "BitsAndBytesConfig(load_in_8bit=True)",
+    "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")',
+}
+"""Kind of quantised weights -> code of the argument with which transformers makes them."""
+ROUNDED = (
+    " The adapter was trained on quantised weights, and is merged into their rounded values; "
+    "8-bit layers of transformers round activations too."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +185,16 @@ class Described:
                 "`lightning-rlhf export FOLDER --merge` writes whole weights."
             )
         kwargs = "".join(f", {key}={value!r}" for key, value in self.chat.template_kwargs.items())
+        imports, arguments = self.quantization()
         if self.reward_bias is None:
             tokens = manifest.config.get("data", {}).get("max_response_tokens", 64)
-            code = POLICY.format(name=self.name, kwargs=kwargs, tokens=tokens)
+            code = POLICY.format(
+                name=self.name, kwargs=kwargs, tokens=tokens, imports=imports, arguments=arguments
+            )
         else:
             code = REWARD.format(
-                name=self.name, kwargs=kwargs, end=self.chat.end_token_id,
-                labels=", num_labels=1" if self.is_adapter else "",
+                name=self.name, kwargs=kwargs, end=self.chat.end_token_id, imports=imports,
+                arguments=f", num_labels=1{arguments}" if self.is_adapter else "",
                 mean=(manifest.reward_mean or 0.0) - self.reward_bias,
                 std=manifest.reward_std or 1.0,
             )  # fmt: skip
@@ -190,8 +203,17 @@ class Described:
         return (
             f"{code}\n\nThe base weights are loaded from where `adapter_config.json` names them "
             "(`base_model_name_or_path`); `lightning-rlhf export FOLDER --merge` writes whole "
-            "weights, for programs without PEFT."
+            f"weights, for programs without PEFT.{ROUNDED if arguments else ''}"
         )
+
+    def quantization(self) -> tuple[str, str]:
+        """Return import and argument that quantise the base of an adapter as in training."""
+        model = self.manifest.config.get("model") or {}
+        kind = model.get("quantization", "none")
+        if not self.is_adapter or kind == "none":
+            return "", ""
+        found = f",\n    dtype={model['dtype']!r},\n    quantization_config={OPTIONS[kind]},\n"
+        return ", BitsAndBytesConfig", found
 
 
 def hub_id(source: str) -> str | None:

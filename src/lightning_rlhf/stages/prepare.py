@@ -31,7 +31,7 @@ from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
-from lightning_rlhf.parallel.world import world
+from lightning_rlhf.stages.accelerator import device_of
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.folder.ending import Export
 from lightning_rlhf.stages.folder.folders import find_parents, folder_of
@@ -69,11 +69,7 @@ class Prepared:
     @property
     def device(self) -> torch.device:
         """Return the device that the run computes on."""
-        if self.settings.trainer.accelerator == "cpu":
-            return torch.device("cpu")
-        if (place := world()).size > 1:
-            return torch.device("cuda", place.local_rank)
-        return torch.device("cuda" if torch.cuda.is_available() else "mps")
+        return device_of(self.settings)
 
     @property
     def replicas(self) -> Replicas:

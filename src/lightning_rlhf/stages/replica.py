@@ -15,6 +15,7 @@ from lightning_rlhf.core.errors import ProcessEndedError, RLHFError
 from lightning_rlhf.parallel.group import join_group, leave_message, message_left
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.parallel.world import world
+from lightning_rlhf.stages.accelerator import device_of
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of
 from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.process import IN_LAUNCHER
@@ -68,9 +69,9 @@ def join(settings: Settings) -> Replicas:
     """Join the process group of the run; return its replicas."""
     place, environment = world(), cluster(world())
     address = f"tcp://{environment.main_address}:{environment.main_port}"
-    device, backend = torch.device("cpu"), "gloo"
-    if settings.trainer.accelerator == "gpu":
-        device, backend = torch.device("cuda", place.local_rank), "cpu:gloo,cuda:nccl"
+    device, backend = device_of(settings), "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     method = "env://" if place.launcher == "torchrun" else address
     return join_group(place, device, backend, method, TIMEOUT)

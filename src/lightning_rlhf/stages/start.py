@@ -116,6 +116,18 @@ def require_buildable(settings: Settings, done: str) -> None:
         )
 
 
+def check_trained_weights(settings: Settings) -> None:
+    """Raise ConfigError where the stage trains whole weights that would be quantised."""
+    quantization = settings.model.quantization
+    for key, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
+        if quantization != "none" and getattr(settings.config, key, None) == whole:
+            key = f"{settings.stage}.{key}"
+            raise ConfigError(
+                f"{key} is '{whole}', which trains whole weights, but model.quantization is "
+                f"'{quantization}'; allowed: {key}={others}, or model.quantization=none"
+            )
+
+
 def check_inputs(settings: Settings) -> None:
     """Raise an RLHFError unless the models, files and folders that the stage reads exist."""
     stage = settings.definition
@@ -124,6 +136,7 @@ def check_inputs(settings: Settings) -> None:
             f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage={stage.name} starts "
             "from model.name_or_path; set that instead"
         )
+    check_trained_weights(settings)
     parents = find_parents(settings)
     if stage.check is not None:
         stage.check(settings, parents)

@@ -16,6 +16,7 @@ from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.checkpointing import layers_of
+from lightning_rlhf.models.quantization import scale_bytes
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
@@ -148,7 +149,7 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
 def of_parameters(parameters: list[nn.Parameter], copies: int) -> Bytes:
     """Return the memory of weights, and of gradients and `copies` numbers for each trained one."""
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    weights = sum(p.nbytes for p in parameters)
+    weights = sum(p.nbytes + scale_bytes(p) for p in parameters)
     return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
 
 

@@ -150,7 +150,7 @@ def of_fingerprints(ready: Prepared, roles: Roles) -> Iterator[Check]:
             continue
         found = roles.probe(role)
         off = rms(found - expected) / rms(expected)
-        yield at_most(f"fingerprint: {role}", off, tolerance(roles))
+        yield at_most(f"fingerprint: {role}", off, tolerance(roles, final))
 
 
 def of_models(
