@@ -58,8 +58,8 @@ COST: dict[str, Metric] = {
         "-",
     ),
     "compute/device_s": Metric(
-        "time of the training steps so far, in PPO the sum of time/iteration_s, times the number of "
-        "processes",
+        "time of the training steps so far, in PPO the sum of time/iteration_s, times the number "
+        "of processes",
         "s",
         "compute",
         EVERY,
