@@ -307,14 +307,16 @@ def fit(
     callbacks: Sequence[Callback] = (),
     held_out: Sequence[Record] = (),
     every: int = 1,
+    **device: Any,
 ) -> L.Trainer:
     """A real `Trainer.fit` over the batches, once, on the CPU.
 
     held_out: batches that are validated on at the start and every so many steps.
+    device: arguments of the Trainer for another device.
     """
     is_evaluated = len(held_out) > 0
     trainer = L.Trainer(
-        accelerator="cpu",
+        **(device or {"accelerator": "cpu"}),
         devices=1,
         max_epochs=1,
         logger=False,
