@@ -43,6 +43,7 @@ PPO = STAGE | {
     "temperature": 1.0,
     "stop_strings": (),
     "rollout": "native",
+    "cuda_graphs": False,
     "score_normalization": "none",
     "score_clip": None,
     "length_penalty": 0.0,

@@ -68,6 +68,7 @@ PPO = STAGE | {
     "temperature": 1.0,
     "stop_strings": (),
     "rollout": "native",
+    "cuda_graphs": False,
     "score_normalization": "none",
     "score_clip": None,
     "length_penalty": 0.0,
@@ -345,11 +346,11 @@ class Outputs(Callback):
         self.grads.append(grads(pl_module))
 
 
-def within_fit(module: L.LightningModule, work: Callable[[], Any]) -> Any:
+def within_fit(module: L.LightningModule, work: Callable[[], Any], **device: Any) -> Any:
     """`work()` in place of a training step, so that optimizer and backward are Lightning's."""
     found: list[Any] = []
     module.training_step = lambda batch, batch_idx: found.append(work())
-    fit(module, [prompts(1)])
+    fit(module, [prompts(1)], **device)
     return found[0]
 
 

@@ -102,6 +102,8 @@ class Device(TorchDispatchMode):
         self.synchronisations: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
         """Kind of synchronisation and line of the package -> how often it was made there."""
+        self.record: list[tuple[str, tuple[Any, ...]]] | None = None
+        """Operations with the shapes of their results, where they are wanted; None where not."""
         self.tensors: Counter[int] = Counter()
         self.bytes_alive = self.peak = 0
 
@@ -151,6 +153,8 @@ class Device(TorchDispatchMode):
         if target is not None:
             raw_kwargs["device"] = torch.device("cpu")
         found = op(*raw_args, **raw_kwargs)
+        if self.record is not None:
+            self.record.append((str(op), tuple(tuple(x.shape) for x in tensors(found))))
         if op is aten._to_copy.default and any(found is x for x in raw_args):
             found = found.clone()
         if op in COPIES and not uploads:

@@ -71,6 +71,7 @@ class PPOConfig(StageConfig):
     temperature: PositiveFloat
     stop_strings: Texts
     rollout: SamplerName
+    cuda_graphs: bool
     # shaping of scores into rewards
     score_normalization: ScoreNormalization
     score_clip: PositiveFloat | None

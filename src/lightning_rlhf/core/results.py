@@ -97,7 +97,8 @@ class IterationResult:
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
         """Return the four headline metrics by name; nan where no update was finite."""
-        finite = [update for update in self.updates if not update.nonfinite]
+        spoilt = torch.stack([update.nonfinite for update in self.updates]).tolist()
+        finite = [u for u, is_spoilt in zip(self.updates, spoilt, strict=True) if not is_spoilt]
         nothing = self.experience.score.new_full((1,), math.nan)
         return {
             "reward_mean": self.experience.score.mean(),

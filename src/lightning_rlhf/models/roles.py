@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.masking import from_first_real, last_real
-from lightning_rlhf.kernels.decoder import rotates_by_length
+from lightning_rlhf.core.masking import from_first_real, last_real, picker
+from lightning_rlhf.kernels.decoder import family, rotates_by_length
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.merging import merged_adapters
 from lightning_rlhf.kernels.packing import Packing, columns_to_add
@@ -42,6 +42,11 @@ from lightning_rlhf.models.config import POLICY as POLICY
 from lightning_rlhf.models.config import VALUE as VALUE
 from lightning_rlhf.models.output_layer import check_not_adapted, check_output_layer, probe_tokens
 from lightning_rlhf.models.peft_model import with_loaded_adapter, with_new_adapter
+
+MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
+"""Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
+UNWINDOWED = {"full_attention", "linear_attention"}
+"""Kinds of layers that need no mask where no position is padding."""
 
 
 class Roles(nn.Module):
@@ -216,7 +221,22 @@ class Roles(nn.Module):
         The model is causal, so padding after the last token needs no mask, and attention without
         a mask is faster. `from_first_real` converts left-padded rows to this form.
         """
-        return self.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return self.causal_lm.base_model(
+            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False
+        ).last_hidden_state
+
+    def _no_masks(self) -> dict[str, None] | None:
+        """Return the masks of causal attention without padding, as the trunk takes them.
+
+        On a device other than the CPU, None has transformers read the positions from it, to find
+        out whether several sequences share a row. Some trunks take a mask for each kind of layer.
+        """
+        config = self.causal_lm.config
+        kinds = set(getattr(config, "layer_types", None) or [])
+        takes_masks = family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
+        if self.device.type == "cpu" or not takes_masks:
+            return None
+        return dict.fromkeys(kinds)
 
     def hidden_at(
         self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
@@ -224,17 +244,19 @@ class Roles(nn.Module):
         """Return the hidden states at the positions where `wanted` is True, in row-major order.
 
         Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
-        positions need.
+        positions need. Where `wanted` is on the CPU, the device of the tokens is not waited for.
         """
         if self.kernels.kind == "plain":
-            return self.hidden(tokens)[wanted]
+            return picker(wanted)(self.hidden(tokens))
         trunk = self.causal_lm.base_model
         few_shapes = compiles_by_shape(self.causal_lm.get_input_embeddings().weight)
         if not rotates_by_length(self.causal_lm):
             more = columns_to_add(tokens.shape[1], few_shapes=few_shapes)
             tokens, wanted = (F.pad(x, (0, more)) for x in (tokens, wanted))
-        packing = Packing.of(wanted, few_shapes=few_shapes)
-        hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
+        packing = Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
+        hidden = trunk(
+            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing
+        ).last_hidden_state
         return hidden[: packing.count]
 
     @property

@@ -57,6 +57,7 @@ def advising(stage: str) -> Iterator[None]:
 def computing(settings: Settings) -> Iterator[None]:
     """Set the process up to round and draw random numbers as a run of these settings does."""
     torch.set_num_threads(settings.trainer.threads or THREADS)
+    torch.set_float32_matmul_precision(settings.trainer.matmul_precision)
     if settings.trainer.accelerator == "cpu":
         keep_large_blocks()
     L.seed_everything(settings.seed, verbose=False)

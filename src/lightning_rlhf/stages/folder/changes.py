@@ -30,6 +30,7 @@ DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 ADDED_TO_SECTION: Mapping[str, dict[str, Any]] = {
     "model": {"kernels": "auto"},
     "data": {"format": "auto", "columns": {}, "train_on": "last"},
+    "trainer": {"matmul_precision": "highest"},
 }
 """Section -> keys of it that configurations of earlier versions lack, with the values that they ran
 with."""
@@ -39,7 +40,10 @@ ADDED_TO_STAGE: dict[str, Any] = {
     "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
 }
 """Keys of a stage that trains which configurations of earlier versions lack, likewise."""
-ADDED_TO_PPO: dict[str, Any] = {"stop": {**ADDED_TO_STAGE["stop"], "max_kl": None}}
+ADDED_TO_PPO: dict[str, Any] = {
+    "cuda_graphs": False,
+    "stop": {**ADDED_TO_STAGE["stop"], "max_kl": None},
+}
 """The same of stage=ppo, and of stages with its keys."""
 ADDED = {"preflight": "off"}
 """Other keys that configurations of earlier versions lack -> the values that they ran with."""
