@@ -98,6 +98,8 @@ class Device(TorchDispatchMode):
         self.room = room
         self.fails_in: int | None = None
         """Number of operations until the memory runs out once; None for never."""
+        self.pending: Exception | None = None
+        """Error of a backward pass that has not ended."""
         self.operations: Counter[str] = Counter()
         self.synchronisations: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
@@ -137,6 +139,7 @@ class Device(TorchDispatchMode):
 
     def run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute an operation on the data of the CPU."""
+        self.fail(self.pending)
         given = tensors(args, kwargs)
         here = [x for x in given if isinstance(x, StandInTensor)]
         away = [x for x in given if not isinstance(x, StandInTensor)]
@@ -144,7 +147,7 @@ class Device(TorchDispatchMode):
         uploads = is_here(target) if target is not None else isinstance(args[0], StandInTensor)
         if op not in COPIES and any(x.ndim for x in away) and here:
             shapes = [(str(x.device), tuple(x.shape)) for x in given]
-            raise RuntimeError(f"{op} of tensors on mixed devices: {shapes}")
+            self.fail(RuntimeError(f"{op} of tensors on mixed devices: {shapes}"))
         self.count(op, args, kwargs, here=bool(here), away=bool(away), uploads=uploads)
         if op is aten._fused_sdp_choice.default:
             return 0  # attention by its formula, as fused ones are a device's own
@@ -165,14 +168,26 @@ class Device(TorchDispatchMode):
 
         return pytree.tree_map_only(Tensor, wrapped, found)
 
+    def fail(self, error: Exception | None) -> None:
+        """Raise an error; one of a backward pass is raised by the first operation after it.
+
+        torch cannot pass on an exception of a device that is written in Python from there.
+        """
+        if error is not None and torch._C._current_graph_task_id() == -1:
+            self.pending = None
+            raise error
+        self.pending = self.pending or error
+
     def wrap(self, raw: Tensor, op: Any = None) -> StandInTensor:
         """Return a tensor of the device; raises torch.OutOfMemoryError where there is no room."""
         if raw.dtype == torch.float64 and not self.float64:
-            raise TypeError(f"{op} makes float64, which the device does not support")
-        life = Life(self, raw)
-        if self.room is not None and self.bytes_alive > self.room:
-            raise torch.OutOfMemoryError(f"{op}: {self.bytes_alive} bytes of {self.room}")
-        return StandInTensor(raw, life)
+            self.fail(TypeError(f"{op} makes float64, which the device does not support"))
+        storage = raw.untyped_storage()
+        wanted = 0 if storage.data_ptr() in self.tensors else storage.nbytes()
+        if self.room is not None and self.bytes_alive + wanted > self.room:
+            alive = f"{self.bytes_alive} of {self.room} bytes are taken"
+            self.fail(torch.OutOfMemoryError(f"{op} wants {wanted} bytes, and {alive}"))
+        return StandInTensor(raw, Life(self, raw))
 
     def count(
         self, op: Any, args: Any, kwargs: Any, *, here: bool, away: bool, uploads: bool
@@ -189,7 +204,7 @@ class Device(TorchDispatchMode):
             self.fails_in -= 1
             if self.fails_in == 0:
                 self.fails_in = None
-                raise torch.OutOfMemoryError(f"{op}: as demanded")
+                self.fail(torch.OutOfMemoryError(f"{op}: as demanded"))
 
     @contextmanager
     def counted(self) -> Iterator[Counts]:

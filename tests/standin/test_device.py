@@ -91,3 +91,13 @@ def test_the_memory_runs_out_on_demand() -> None:
         with pytest.raises(torch.OutOfMemoryError, match="as demanded"):
             y + 1
         assert (y + 1).sum().item() == 400
+
+
+def test_an_error_of_a_backward_pass_is_raised_after_it(device: Device) -> None:
+    layer = torch.nn.Linear(3, 2).to(NAME)
+    loss = layer(torch.ones(5, 3, device=NAME)).exp().sum()
+    device.fails_in = 3
+    loss.backward()
+    with pytest.raises(torch.OutOfMemoryError, match="as demanded"):
+        loss.detach()
+    assert loss.detach().ndim == 0
