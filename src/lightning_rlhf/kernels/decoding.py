@@ -23,7 +23,7 @@ from lightning_rlhf.core.errors import first_line
 from lightning_rlhf.kernels.attention import apply_rotary, is_gated, signed_sin
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
 from lightning_rlhf.kernels.joint_linear import JointLinear
-from lightning_rlhf.kernels.layers import LINEAR, is_zero_centred, weight_and_eps
+from lightning_rlhf.kernels.layers import LINEAR, is_zero_centred, own_class, weight_and_eps
 from lightning_rlhf.kernels.lora import FusedLoRALinear, is_plain_lora
 from lightning_rlhf.kernels.patch import rounding, same_logits
 
@@ -68,7 +68,7 @@ class DecodeStep:
 def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
     """Return whether `DecodeStep` computes what the model does: a patched decoder in one dtype."""
     trunk, device = causal_lm.base_model, causal_lm.device.type
-    if family(causal_lm) is None or type(trunk.embed_tokens) is not nn.Embedding:
+    if family(causal_lm) is None or own_class(trunk.embed_tokens) is not nn.Embedding:
         return False
     dtype = causal_lm.get_input_embeddings().weight.dtype
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
@@ -123,9 +123,10 @@ def _is_known_cache(layer: Any) -> bool:
 
 def _is_known(layer: nn.Module) -> bool:
     """Return whether the layer is linear with nothing added to it but its adapters."""
-    if type(layer) is not FusedLoRALinear:
-        return type(layer) in LINEAR
-    return type(layer.base_layer) in LINEAR and is_plain_lora(layer)
+    if own_class(layer) is not FusedLoRALinear:
+        return own_class(layer) in LINEAR
+    assert isinstance(layer, FusedLoRALinear)
+    return own_class(layer.base_layer) in LINEAR and is_plain_lora(layer)
 
 
 class _Layer:

@@ -13,6 +13,7 @@ whether the SFT adapter was merged or is a separate adapter.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
+from lightning_rlhf.core.device_memory import available_memory
 from lightning_rlhf.core.masking import from_first_real, last_real, picker
 from lightning_rlhf.kernels.decoder import family, rotates_by_length
 from lightning_rlhf.kernels.lora import FusedLoRALinear
@@ -43,6 +45,9 @@ from lightning_rlhf.models.config import VALUE as VALUE
 from lightning_rlhf.models.output_layer import check_not_adapted, check_output_layer, probe_tokens
 from lightning_rlhf.models.peft_model import with_loaded_adapter, with_new_adapter
 
+COPIES, MOST_COPIED = 2, 0.5
+"""Copies of the trunk's weights that sampling by the fast layers makes: one with the adapters added
+and one of joined projections; and the largest share of the free memory that they may take."""
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
 """Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
 UNWINDOWED = {"full_attention", "linear_attention"}
@@ -103,6 +108,7 @@ class Roles(nn.Module):
         self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
         """Layers that compute: fast or plain."""
         self._kernel_device = self.device.type
+        self._has_room: bool | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Roles:
         """Move or cast the weights; torch has no public hook for a module inside another."""
@@ -204,16 +210,37 @@ class Roles(nn.Module):
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
         The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `set_role` raises RuntimeError. With plain kernels the adapters
-        stay beside the weights.
+        activated inside the block: `set_role` raises RuntimeError. With plain kernels, and where
+        the device has no room for copies of the weights, the adapters stay beside the weights.
         """
         before, self._merged = self._merged, True
-        fast = self.kernels.kind == "fast"
+        copies = self.kernels.kind == "fast" and self.has_room
         try:
-            with merged_adapters(self.model) if fast else nullcontext():
+            with merged_adapters(self.model) if copies else nullcontext():
                 yield
         finally:
             self._merged = before
+
+    @property
+    def has_room(self) -> bool:
+        """Return True if copies of the trunk's weights for sampling do not strain the device.
+
+        It is decided by the free memory when it is first asked for on a device, with a warning, so
+        that a run samples by the same layers throughout. A CPU always copies: what a run samples
+        does not depend on what else the machine does.
+        """
+        if self._has_room is None:
+            wanted = COPIES * sum(p.nbytes for p in self.causal_lm.base_model.parameters())
+            free = available_memory(self.device)
+            self._has_room = self.device.type == "cpu" or wanted <= MOST_COPIED * free
+            if not self._has_room:
+                warnings.warn(
+                    f"sampling makes no copies of the weights, which would take {wanted / 1e9:.1f} "
+                    f"of {free / 1e9:.1f} GB that are free, and is slower; model.kernels=plain "
+                    "never makes any",
+                    stacklevel=2,
+                )
+        return self._has_room
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.

@@ -57,9 +57,8 @@ class NativeSampler:
             hidden = last_hidden(
                 roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask)
             )
-            step = (
-                DecodeStep(roles.causal_lm, cache) if can_decode(roles.causal_lm, cache) else None
-            )
+            copies = can_decode(roles.causal_lm, cache) and roles.has_room
+            step = DecodeStep(roles.causal_lm, cache) if copies else None
             head = step.head if step else roles.head
             if samples_per_prompt > 1:
                 prompt = torch.arange(len(prompts), device=roles.device)
