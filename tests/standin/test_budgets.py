@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.types import CountedExperience
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.decode_state import ASKED
@@ -20,6 +21,7 @@ from ..modules.conftest import Outputs, fit, prompts, within_fit
 from ..modules.experiences import learn, on_policy
 from .conftest import Make, on_device
 from .device import NAME, Counts, Device
+from .test_stages import SUPERVISED
 
 FOUR = {"rollout_batch_size": 4, "minibatch_size": 4}
 NEVER = (-1,)
@@ -83,17 +85,17 @@ def test_a_micro_batch(make_ppo: Make, device: Device, architecture: str, kernel
 @pytest.mark.parametrize("critic", ["head", "adapter", "model"])
 def test_the_updates_of_an_iteration(make_ppo: Make, device: Device, critic: str) -> None:
     """The lengths are read once; then, once an update, loss, gradient and what limits compare."""
-    module = make_ppo(critic=critic, target_kl=1e9, max_ratio=1e9, **FOUR | {"minibatch_size": 2})
+    limits = {"target_kl": 1e9, "max_ratio": 1e9}
+    module = make_ppo(critic=critic, **FOUR | limits | {"minibatch_size": 2, "ppo_epochs": 1})
 
     def work() -> Counts:
         experience = on_policy(module, 4)
-        learn(module, experience, module.generator(TRAINING, 1))  # makes the optimizer's state
         with device.counted() as found:
-            assert len(learn(module, experience, module.generator(TRAINING, 1))) == 4
+            assert len(learn(module, experience, module.generator(TRAINING, 1))) == 2
         return found
 
     found = within_fit(module, work, **on_device())
-    assert found.synchronisations == {"copy to the host": 1 + 4}
+    assert found.synchronisations == {"copy to the host": 1 + 2}
 
 
 def test_an_iteration_leaves_nothing_behind(make_ppo: Make, device: Device) -> None:
@@ -142,3 +144,36 @@ def test_fixed_shapes(make_ppo: Make, device: Device, architecture: str) -> None
     mask = expected.mask.cpu()
     assert torch.equal(found.tokens.cpu()[mask], expected.tokens.cpu()[mask])
     torch.testing.assert_close(found.logprobs.cpu(), expected.logprobs.cpu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", SUPERVISED)
+def test_the_gradient_of_a_supervised_batch(device: Device, stage: str) -> None:
+    """The masks are read once; more micro-batches read nothing more."""
+    make, data = SUPERVISED[stage]
+    module = make()
+
+    def work() -> list[Counts]:
+        batch, found = data().to(NAME), []
+        for rows in (6, 6, 2):
+            module.guard.microbatch.rows = rows
+            with device.counted() as counts:
+                module.gradient(batch)
+            found.append(counts)
+        return found[1:]
+
+    for found in within_fit(module, work, **on_device()):
+        assert found.synchronisations == {"copy to the host": 1}
+
+
+def test_a_mask_of_the_cpu_picks_what_one_of_the_device_does(device: Device) -> None:
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    x = torch.arange(12.0).view(2, 3, 2).requires_grad_()
+    there = x.detach().to(NAME).requires_grad_()
+    with device.counted() as found:
+        picked = picker(mask)(there)
+        picked.square().sum().backward()
+    assert not found.synchronisations
+    assert torch.equal(picked.detach().cpu(), x[mask])
+    x[mask].square().sum().backward()
+    assert torch.equal(there.grad.cpu(), x.grad)
+    assert torch.equal(picker(mask.to(NAME))(there).detach().cpu(), x[mask])

@@ -52,12 +52,6 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def last_real(mask: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-    """Return a mask of the last True of each row; padding may be on either side."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    return position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)
-
-
 def from_first_real(
     tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], longest: int | None = None
 ) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:

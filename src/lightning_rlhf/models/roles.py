@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.device_memory import available_memory
-from lightning_rlhf.core.masking import from_first_real, last_real, picker
+from lightning_rlhf.core.masking import from_first_real, picker
 from lightning_rlhf.kernels.decoder import family, rotates_by_length
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.merging import merged_adapters
@@ -296,15 +296,23 @@ class Roles(nn.Module):
         return self.causal_lm.get_output_embeddings()(hidden)
 
     def rewards(
-        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
+        self,
+        tokens: Int[Tensor, "B S"],
+        mask: Bool[Tensor, "B S"],
+        role: str = REWARD,
+        lengths: Int[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B H"]:
         """Return the output of each of the H heads of a reward role for each sequence.
 
         It is computed at the last real token.
+        lengths: number of real tokens of each row; where it is on the CPU, the device of the tokens
+            is not waited for. None counts them.
         """
         with self.use_role(role):
-            tokens, mask = from_first_real(tokens, mask)
-            return self.heads[role](self.hidden_at(tokens, last_real(mask)))
+            lengths = mask.sum(dim=1) if lengths is None else lengths
+            tokens, _ = from_first_real(tokens, mask, longest := int(lengths.max()))
+            last = torch.arange(longest, device=lengths.device) == lengths[:, None] - 1
+            return self.heads[role](self.hidden_at(tokens, last))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
         """Return the raw reward of each sequence: the mean over the heads of the reward role."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.core.config import SFTConfig
@@ -56,8 +56,9 @@ class SFTModule(SupervisedModule):
         """Backpropagate the loss of a batch; return it and the norm of its gradient, 0-d."""
         zero_gradients(self)
         loss, tokens = torch.zeros((), device=self.device), batch.target_mask.sum()
-        for micro_batch in batch.split(self.guard.microbatch.rows):
-            loss += backward(self, self.nll_sum(micro_batch) / tokens)
+        size, targets = self.guard.microbatch.rows, batch.target_mask.cpu()
+        for micro_batch, mask in zip(batch.split(size), targets.split(size), strict=True):
+            loss += backward(self, -self.logprobs(micro_batch, mask).sum() / tokens)
         return loss, clip_gradients(self, self.config.max_grad_norm)
 
     @halving_microbatches
@@ -79,6 +80,12 @@ class SFTModule(SupervisedModule):
         """Return the negative log-likelihood of the batch's target tokens, summed, nats; 0-d."""
         return -self.logprobs(batch).sum()
 
-    def logprobs(self, batch: Demonstrations) -> Float[Tensor, " N"]:
-        """Return the log-probability of each target token, row after row, nats."""
-        return target_logprobs(self.roles, batch.tokens, batch.target_mask)
+    def logprobs(
+        self, batch: Demonstrations, targets: Bool[Tensor, "B S"] | None = None
+    ) -> Float[Tensor, " N"]:
+        """Return the log-probability of each target token, row after row, nats.
+
+        targets: the batch's `target_mask` on the CPU, where it is known.
+        """
+        mask = batch.target_mask if targets is None else targets
+        return target_logprobs(self.roles, batch.tokens, mask)
