@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAME = "standin"
@@ -100,7 +99,7 @@ class Device(TorchDispatchMode):
         """Number of operations until the memory runs out once; None for never."""
         self.pending: Exception | None = None
         """Error of a backward pass that has not ended."""
-        self.operations: Counter[str] = Counter()
+        self.operations: Counter[Any] = Counter()
         self.synchronisations: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
         """Kind of synchronisation and line of the package -> how often it was made there."""
@@ -152,7 +151,7 @@ class Device(TorchDispatchMode):
         if op is aten._fused_sdp_choice.default:
             return 0  # attention by its formula, as fused ones are a device's own
         kept = {id(x.raw): x for x in here}
-        raw_args, raw_kwargs = pytree.tree_map_only(StandInTensor, lambda x: x.raw, (args, kwargs))
+        raw_args, raw_kwargs = mapped(raw, args), mapped(raw, kwargs)
         if target is not None:
             raw_kwargs["device"] = torch.device("cpu")
         found = op(*raw_args, **raw_kwargs)
@@ -166,7 +165,7 @@ class Device(TorchDispatchMode):
         def wrapped(x: Tensor) -> Tensor:
             return kept[id(x)] if id(x) in kept else self.wrap(x, op)
 
-        return pytree.tree_map_only(Tensor, wrapped, found)
+        return mapped(wrapped, found)
 
     def fail(self, error: Exception | None) -> None:
         """Raise an error; one of a backward pass is raised by the first operation after it.
@@ -193,7 +192,7 @@ class Device(TorchDispatchMode):
         self, op: Any, args: Any, kwargs: Any, *, here: bool, away: bool, uploads: bool
     ) -> None:
         """Count an operation, and what it waits for."""
-        self.operations[str(op)] += 1
+        self.operations[op] += 1
         kind = waits_for(op, args, here=here, away=away, uploads=uploads)
         if kind == "copy from the host" and kwargs.get("non_blocking"):
             kind = None
@@ -241,7 +240,7 @@ def place() -> str:
 class Counts:
     """Operations, synchronisations by kind, and the most bytes alive, of a block."""
 
-    operations: Counter[str]
+    operations: Counter[Any]
     synchronisations: Counter[str]
     peak: int
 
@@ -251,9 +250,27 @@ def is_here(device: Any) -> bool:
     return device is not None and torch.device(device).type == NAME
 
 
+def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return arguments or results with `function` applied to each tensor; torch's is slower."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: mapped(function, x) for key, x in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([mapped(function, x) for x in tree])
+    return tree
+
+
 def tensors(*trees: Any) -> list[Tensor]:
     """Return the tensors among arguments."""
-    return [x for x in pytree.tree_leaves(trees) if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    mapped(found.append, trees)
+    return found
+
+
+def raw(x: Tensor) -> Tensor:
+    """Return the data of a tensor of the device; any other as it is."""
+    return x.raw if isinstance(x, StandInTensor) else x
 
 
 class Backend:
@@ -281,7 +298,7 @@ def lowered(op: Any) -> Callable[..., Tensor]:
         def lower(x: Tensor) -> Tensor:
             return x.to(dtype) if x.is_floating_point() and is_here(x.device) else x
 
-        args = pytree.tree_map_only(Tensor, lower, args)
+        args = mapped(lower, args)
         with torch._C._ExcludeDispatchKeyGuard(autocast):
             return op(*args, **kwargs)
 

@@ -39,7 +39,7 @@ def test_what_the_processor_waits_for_is_counted(device: Device) -> None:
         torch.where(x > 0, x, 0).sum()
         torch.arange(3).to(NAME, non_blocking=True)
     assert found.synchronisations.total() == 0
-    assert found.operations["aten.index_select.default"] == 1
+    assert found.operations[torch.ops.aten.index_select.default] == 1
 
 
 def test_a_gradient_is_computed_on_the_device(device: Device) -> None:

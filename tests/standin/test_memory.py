@@ -47,8 +47,7 @@ def failing(device: Device, method: Any, operation: int) -> Any:
 def test_each_phase_of_ppo(make_ppo: Make, device: Device, phase: str) -> None:
     owner, name, operation, changes = PHASES[phase]
     changes = SHORT | changes
-    expected = trained(make_ppo(**changes), prompts(4), **on_device())
-    module = make_ppo(**changes)
+    expected, module = trained(make_ppo(**changes), prompts(4)), make_ppo(**changes)
     with (
         patch.object(owner, name, failing(device, getattr(owner, name), operation)),
         pytest.warns(UserWarning, match="out of memory"),
@@ -66,7 +65,7 @@ def test_each_phase_of_ppo(make_ppo: Make, device: Device, phase: str) -> None:
 def test_each_supervised_stage(device: Device, stage: str) -> None:
     """An update, and an evaluation after it."""
     make, data = SUPERVISED[stage]
-    expected, module = trained(make(), data(), **on_device()), make()
+    expected, module = trained(make(), data()), make()
     with (
         patch.object(type(module), "gradient", failing(device, type(module).gradient, 500)),
         pytest.warns(UserWarning, match="out of memory"),
@@ -105,7 +104,7 @@ def test_what_a_failed_pass_held_is_free_again(device: Device) -> None:
 def test_a_cache_takes_memory_as_it_grows(device: Device) -> None:
     """Room for a few more tokens, and not for the longest response; a full one at the end."""
     config = language_model("qwen3").config
-    cache, longest = roomy_cache(config, 500), 500
+    cache, longest = roomy_cache(config, 200), 200
     one = torch.zeros(2, 1, 1, 16, device=NAME)
     row = 2 * 16 * 4 * 2  # rows, head size, bytes, keys and values
     cache.layers[0].update(one, one)

@@ -228,14 +228,19 @@ class CountedExperience(Experience):
     counts: Int[Tensor, "B 2"]
     """Number of tokens and of response tokens of each row; always on the CPU."""
 
-    @classmethod
-    def of(cls, experience: Experience) -> CountedExperience:
-        """Return the experience with its lengths, which are read from its device at once."""
-        return cls(**vars(experience), counts=row_lengths(experience).cpu())
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the same record on `device`, but for `counts`."""
         return replace(super().to(device, non_blocking), counts=self.counts)
+
+
+def counted(experience: Experience) -> Experience:
+    """Return the experience with its lengths, which are read from its device at once.
+
+    A record of a class of the user's own is returned as it is.
+    """
+    if type(experience) is not Experience:
+        return experience
+    return CountedExperience(**vars(experience), counts=row_lengths(experience).cpu())
 
 
 def row_lengths(batch: SampledResponses | Experience) -> Int[Tensor, "B 2"]:

@@ -30,12 +30,12 @@ from lightning_rlhf.core.results import (
 )
 from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
 from lightning_rlhf.core.types import (
-    CountedExperience,
     Experience,
     IterationBatch,
     PPOTerms,
     Prompts,
     UpdateStats,
+    counted,
     row_lengths,
 )
 from lightning_rlhf.data.chat import ChatFormat
@@ -190,7 +190,7 @@ class PPOModule(L.LightningModule):
         """
         config, updates = self.config, []
         for minibatch in minibatches(
-            CountedExperience.of(batch.experience),
+            counted(batch.experience),
             ppo_epochs=config.ppo_epochs,
             minibatch_size=config.minibatch_size,
             generator=batch.generator(),
