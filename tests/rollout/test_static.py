@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ import torch
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.rollout.static import StaticDecoding
 
 from .conftest import END, sample
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", ("cpu",))
 
 
 @pytest.mark.parametrize("changes", [{}, {"samples_per_prompt": 2}, {"max_response_tokens": 1}])
@@ -48,7 +55,12 @@ def test_it_stops_soon_after_every_row_has_ended(roles: Roles, prompts: Prompts)
     assert set(last[found.response_mask[:, -1]].tolist()) <= set(END)
 
 
-def test_no_warning_where_it_is_not_asked_for(roles: Roles, prompts: Prompts) -> None:
-    with warnings.catch_warnings():
+def test_no_warning_where_it_is_not_asked_for_or_the_device_is_another(
+    roles: Roles, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings(), patch.object(StaticDecoding, "run") as run:
         warnings.simplefilter("error")
         sample(roles, prompts, max_response_tokens=2)
+        monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", ("cuda",))
+        sample(roles, prompts, max_response_tokens=2, is_static=True)
+    assert not run.called

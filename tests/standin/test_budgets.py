@@ -117,11 +117,14 @@ def test_an_iteration_leaves_nothing_behind(make_ppo: Make, device: Device) -> N
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
-def test_fixed_shapes(make_ppo: Make, device: Device, architecture: str) -> None:
+def test_fixed_shapes(
+    make_ppo: Make, device: Device, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every token repeats the operations of the one before, in the same shapes; nothing waits.
 
     It is what a CUDA graph needs. The responses are those of the loop whose shapes change.
     """
+    monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", (NAME,))
     module = ppo(make_ppo, architecture, "fast").to(NAME)
     sampler, batch = module.collector.sampler, prompts(4).to(NAME)
     expected = sampler.sample(batch, 1, module.generator(TRAINING, 0))

@@ -47,9 +47,13 @@ def picker(mask: Bool[Tensor, "*n"]) -> Callable[[Tensor], Tensor]:
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on `device`, without waiting for what that computes."""
-    pinned = x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x
-    return pinned.to(device, non_blocking=True)
+    """Return a tensor on `device`; one of the CPU, without waiting for what the device computes.
+
+    MPS waits: it may read the memory of the CPU after that was used for something else.
+    """
+    if x.device.type != "cpu" or device.type in ("cpu", "mps"):
+        return x.to(device)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def from_first_real(

@@ -97,9 +97,9 @@ class IterationResult:
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
         """Return the four headline metrics by name; nan where no update was finite."""
-        spoilt = torch.stack([update.nonfinite for update in self.updates]).tolist()
-        finite = [u for u, is_spoilt in zip(self.updates, spoilt, strict=True) if not is_spoilt]
         nothing = self.experience.score.new_full((1,), math.nan)
+        flags = torch.stack([u.nonfinite for u in self.updates] or [*nothing]).tolist()
+        finite = [u for u, nonfinite in zip(self.updates, flags, strict=False) if not nonfinite]
         return {
             "reward_mean": self.experience.score.mean(),
             "kl_divergence": self.experience.kl.sum(dim=1).mean(),

@@ -261,7 +261,7 @@ class Roles(nn.Module):
         config = self.causal_lm.config
         kinds = set(getattr(config, "layer_types", None) or [])
         takes_masks = family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
-        if self.device.type == "cpu" or not takes_masks:
+        if self.device.type == "cpu" or not (takes_masks and kinds):
             return None
         return dict.fromkeys(kinds)
 

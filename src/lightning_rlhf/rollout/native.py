@@ -65,7 +65,7 @@ class NativeSampler:
                 prompt = prompt.repeat_interleave(samples_per_prompt)
                 cache.reorder_cache(prompt)
                 hidden = hidden[prompt]
-            if params.is_static and is_static(roles.causal_lm, params, step):
+            if is_static(roles.causal_lm, params, step):
                 return StaticDecoding(roles, params, self.value_head, state, cache).run(
                     hidden, uniforms
                 )

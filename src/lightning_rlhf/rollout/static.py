@@ -20,6 +20,8 @@ from lightning_rlhf.rollout.decode_state import ASKED, DecodeState
 from lightning_rlhf.rollout.sample import sample
 from lightning_rlhf.rollout.sampler import SamplingParams
 
+DEVICES = ("cuda",)
+"""Types of the devices on which batches are decoded in fixed shapes."""
 WARM_UP = 3
 """Number of tokens that are decoded before the graph is captured: libraries choose their kernels
 and allocate memory in the first ones."""
@@ -103,7 +105,9 @@ def captured(decode: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_static(causal_lm: PreTrainedModel, params: SamplingParams, step: DecodeStep | None) -> bool:
-    """Return whether decoding in fixed shapes is possible; a warning says why it is not."""
+    """Return whether to decode in fixed shapes; a warning says why it is asked for in vain."""
+    if not params.is_static or causal_lm.device.type not in DEVICES:
+        return False
     fault = None
     if step is None:
         fault = "the fast decoding step does not compute this model: model.kernels=fast may help"
