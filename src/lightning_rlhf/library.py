@@ -83,7 +83,7 @@ def build(settings: Settings) -> Training:
 
     Loads data and models as `python train.py` does, and reads what earlier stages of the run saved.
     The whole run is one epoch: `Trainer(max_epochs=1)`. Sets torch's number of threads on the CPU
-    to `trainer.threads`, where the configuration has one.
+    to `trainer.threads`, where the configuration has one, and its precision of fp32 products.
 
     Raises:
         RLHFError: data or models are missing or do not fit, or the run has been saved already.
@@ -100,6 +100,7 @@ def build(settings: Settings) -> Training:
     check_inputs(settings)
     check_accelerator(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
+    torch.set_float32_matmul_precision(settings.trainer.matmul_precision)
     training: Training = prepare(settings, settings.config)
     return training
 

@@ -29,7 +29,8 @@ from .conftest import Workplace, rows
 
 CPU = {
     "_target_": "lightning.Trainer", "accelerator": "cpu", "devices": 1, "num_nodes": 1,
-    "precision": "32-true", "weights_dtype": "float32", "threads": None, "log_every_n_steps": 10,
+    "precision": "32-true", "weights_dtype": "float32", "threads": None,
+    "matmul_precision": "highest", "log_every_n_steps": 10,
 }  # fmt: skip
 OWN_LOGGER = """
 from lightning.pytorch.loggers import Logger
@@ -50,7 +51,8 @@ class Lines(Logger):
 def test_every_argument_of_lightnings_trainer_is_passed_on_or_has_a_reason() -> None:
     """A new release of Lightning with another argument fails here."""
     there = {*inspect.signature(L.Trainer.__init__).parameters} - {"self"}
-    ours = {*TrainerConfig.__dataclass_fields__} - {"weights_dtype", "threads", "options"}
+    torchs = {"weights_dtype", "threads", "matmul_precision"}
+    ours = {*TrainerConfig.__dataclass_fields__} - {*torchs, "options"}
     assert there == {*PASSED, *OWNED, *ours}
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_rlhf.core.masking import (
     alone,
     from_first_real,
-    last_real,
     masked_moments,
     masked_rescale,
     masked_sum,
@@ -197,8 +196,3 @@ def test_moving_rows_that_fill_all_columns_changes_nothing() -> None:
     moved, where = from_first_real(tokens, torch.ones(3, 4, dtype=torch.bool))
     assert torch.equal(moved, tokens)
     assert where.all()
-
-
-def test_the_last_real_position_is_found_on_either_side_and_in_between() -> None:
-    mask = torch.tensor([[T, T, F, F], [F, F, T, T], [T, F, T, F]])
-    assert last_real(mask).tolist() == [[F, T, F, F], [F, F, F, T], [F, F, T, F]]

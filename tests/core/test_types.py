@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.core.types import Preferences, Prompts, Record, Rollout, Scores
+from lightning_rlhf.core.types import (
+    CountedExperience,
+    Experience,
+    Preferences,
+    Prompts,
+    Record,
+    Rollout,
+    Scores,
+    counted,
+    known_mask,
+    row_lengths,
+)
 
 from .conftest import F, T, drawn
 
@@ -135,3 +146,31 @@ def test_responses_are_the_columns_after_the_prompt() -> None:
         index=torch.tensor([0]),
     )
     assert rollout.responses.tolist() == [[1, 2, 3]]
+
+
+def experience(**masks: torch.Tensor) -> Experience:
+    """Three rows of two response tokens at most after one of the prompt, all numbers 0."""
+    zeros = {f.name: torch.zeros(3, 2) for f in fields(Experience)}
+    return Experience(**zeros | {"tokens": torch.zeros(3, 3, dtype=torch.long)} | masks)
+
+
+def test_an_experience_that_is_counted_selects_its_counts_too() -> None:
+    mask = torch.tensor([[F, T, T], [T, T, F], [F, T, F]])
+    response_mask = torch.tensor([[T, T], [T, F], [T, F]])
+    plain = experience(mask=mask, response_mask=response_mask)
+    found = counted(plain)
+    assert isinstance(found, CountedExperience)
+    assert found.counts.tolist() == [[2, 2], [2, 1], [1, 1]]
+    chosen = found.select(torch.tensor([2, 0]))
+    assert row_lengths(chosen).tolist() == [[1, 1], [2, 2]]
+    assert torch.equal(known_mask(chosen), chosen.response_mask)
+    assert torch.equal(row_lengths(plain), found.counts)
+
+
+def test_a_record_of_a_class_of_ones_own_keeps_it() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Experience):
+        note: str
+
+    mine = Mine(**vars(experience()), note="kept")
+    assert counted(mine) is mine

@@ -72,6 +72,7 @@ PPO = STAGE | {
     "stop_strings": (),
     "rollout": "native",
     "generation_batch_size": None,
+    "cuda_graphs": False,
     "score_normalization": "none",
     "score_clip": None,
     "length_penalty": 0.0,
@@ -313,14 +314,16 @@ def fit(
     callbacks: Sequence[Callback] = (),
     held_out: Sequence[Record] = (),
     every: int = 1,
+    **device: Any,
 ) -> L.Trainer:
     """A real `Trainer.fit` over the batches, once, on the CPU.
 
     held_out: batches that are validated on at the start and every so many steps.
+    device: arguments of the Trainer for another device.
     """
     is_evaluated = len(held_out) > 0
     trainer = L.Trainer(
-        accelerator="cpu",
+        **(device or {"accelerator": "cpu"}),
         devices=world().size,
         strategy=strategy() if world().size > 1 else "auto",
         use_distributed_sampler=False,
@@ -351,11 +354,11 @@ class Outputs(Callback):
         self.grads.append(grads(pl_module))
 
 
-def within_fit(module: L.LightningModule, work: Callable[[], Any]) -> Any:
+def within_fit(module: L.LightningModule, work: Callable[[], Any], **device: Any) -> Any:
     """`work()` in place of a training step, so that optimizer and backward are Lightning's."""
     found: list[Any] = []
     module.training_step = lambda batch, batch_idx: found.append(work())
-    fit(module, [prompts(1)])
+    fit(module, [prompts(1)], **device)
     return found[0]
 
 

@@ -24,7 +24,8 @@ ADAPTER = f".{POLICY}."
 
 def on_policy(module: PPOModule, rows: int = 8) -> Experience:
     """What the first iteration learns from."""
-    rollout = module.collector.roll_out(prompts(rows), module.generator(TRAINING, 0))
+    batch = prompts(rows).to(module.device)
+    rollout = module.collector.roll_out(batch, module.generator(TRAINING, 0))
     return make_experience(
         rollout,
         module.collector.score(module.collector.decode(rollout, "train")),

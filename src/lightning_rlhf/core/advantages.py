@@ -83,7 +83,8 @@ def group_normalised(returns: Float[Tensor, " B"], group_size: int) -> Float[Ten
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
     Departs: the population's deviation, as in whitening here; the paper does not say which.
     """
-    groups = returns.double().view(-1, group_size)  # fp32 rounding could separate equal returns
+    # fp32 rounding could separate equal returns, and not every device has float64.
+    groups = returns.cpu().double().view(-1, group_size)
     centered = groups - groups.mean(dim=1, keepdim=True)
     deviation = groups.std(dim=1, correction=0, keepdim=True)
-    return (centered / (deviation + 1e-4)).flatten().to(returns.dtype)
+    return (centered / (deviation + 1e-4)).flatten().to(returns)

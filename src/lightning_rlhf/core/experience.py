@@ -109,7 +109,7 @@ def minibatches(
     """Yield every sequence once in each of `ppo_epochs` passes, in a new order each pass."""
     for _ in range(ppo_epochs):
         order = torch.randperm(len(experience), generator=generator)
-        yield from experience.select(order.to(experience.tokens.device)).split(minibatch_size)
+        yield from experience.select(order).split(minibatch_size)
 
 
 def whitened(minibatch: Experience) -> Experience:

@@ -28,21 +28,45 @@ def real_tokens(tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> list[l
     return [[t for t, real in zip(row, keep, strict=True) if real] for row, keep in rows]
 
 
-def last_real(mask: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-    """Return a mask of the last True of each row; padding may be on either side."""
-    position = torch.arange(mask.shape[1], device=mask.device)
-    return position == torch.where(mask, position, -1).amax(dim=1, keepdim=True)
+def picker(mask: Bool[Tensor, "*n"]) -> Callable[[Tensor], Tensor]:
+    """Return a function that returns the elements of a tensor where `mask` is True, row by row.
+
+    The elements may have further dimensions. A mask on the CPU picks elements of another device
+    without waiting for that device, which must say how many there are where the mask is its own.
+    """
+    uploaded: dict[torch.device, Tensor] = {}
+
+    def pick(x: Tensor) -> Tensor:
+        if x.device == mask.device:
+            return x[mask]
+        if x.device not in uploaded:
+            uploaded[x.device] = upload(mask.flatten().nonzero().squeeze(1), x.device)
+        return x.flatten(0, mask.ndim - 1).index_select(0, uploaded[x.device])
+
+    return pick
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on `device`; one of the CPU, without waiting for what the device computes.
+
+    MPS waits: it may read the memory of the CPU after that was used for something else.
+    """
+    if x.device.type != "cpu" or device.type in ("cpu", "mps"):
+        return x.to(device)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def from_first_real(
-    tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+    tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], longest: int | None = None
 ) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
     """Return the rows without their left padding, cut to the longest, and their mask.
 
     The real tokens of each row must be contiguous.
+    longest: number of tokens of the longest row; None asks the device.
     """
     lengths, first = mask.sum(dim=1), mask.int().argmax(dim=1)
-    position = torch.arange(int(lengths.max()), device=tokens.device)
+    longest = int(lengths.max()) if longest is None else longest
+    position = torch.arange(longest, device=tokens.device)
     column = (first[:, None] + position).clamp(max=tokens.shape[1] - 1)
     return tokens.gather(1, column), position < lengths[:, None]
 

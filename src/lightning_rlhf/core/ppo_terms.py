@@ -16,8 +16,9 @@ from lightning_rlhf.core.losses import (
     value_is_clipped,
     value_loss,
 )
+from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.types import Experience, PPOTerms
+from lightning_rlhf.core.types import Experience, PPOTerms, known_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +60,16 @@ def ppo_terms(
         values: V(s_t) of the critic at each real response token; None without a critic, and where
             the policy is updated by itself.
     """
-    mask = batch.response_mask
-    weight = weights[mask]
+    pick = picker(known_mask(batch))
+    weight = pick(weights)
     loss = zeros = torch.zeros_like(weight)
     policy_losses = kl_losses = value_losses = zeros
     entropy = approx_kl = ratio = policy_clipped = value_clipped = zeros
     if policy is not None:
-        old_logprobs = batch.old_logprobs[mask]
+        old_logprobs = pick(batch.old_logprobs)
         clip_range, clip_range_high = config.clip_range, config.clip_range_high
         policy_losses = policy_loss(
-            policy.logprobs, old_logprobs, batch.advantages[mask],
+            policy.logprobs, old_logprobs, pick(batch.advantages),
             clip_range=clip_range, clip_range_high=clip_range_high, dual_clip=config.dual_clip,
         )  # fmt: skip
         kl_losses = kl_loss(policy, batch, config)
@@ -83,9 +84,9 @@ def ppo_terms(
                 ratio, clip_range=clip_range, clip_range_high=clip_range_high
             ).float()
     if values is not None:
-        old_values, clip_range_vf = batch.old_values[mask], config.clip_range_vf
+        old_values, clip_range_vf = pick(batch.old_values), config.clip_range_vf
         value_losses = value_loss(
-            values, old_values, batch.returns[mask], clip_range_vf=clip_range_vf
+            values, old_values, pick(batch.returns), clip_range_vf=clip_range_vf
         )
         loss = loss + config.vf_coef * value_losses
         value_clipped = value_is_clipped(values, old_values, clip_range_vf=clip_range_vf).float()
@@ -112,7 +113,7 @@ def kl_loss(policy: PolicyOutputs, batch: Experience, config: PPOConfig) -> Floa
         assert policy.vocabulary_kl is not None
         return policy.vocabulary_kl
     estimator = ESTIMATORS[config.kl_estimator]
-    return estimator(policy.logprobs, batch.ref_logprobs[batch.response_mask])
+    return estimator(policy.logprobs, picker(known_mask(batch))(batch.ref_logprobs))
 
 
 def sum_terms(terms: Sequence[PPOTerms]) -> PPOTerms:

@@ -98,8 +98,9 @@ class IterationResult:
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
         """Return the four headline metrics by name; nan where no update was finite."""
-        finite = [update for update in self.updates if not update.nonfinite]
         nothing = self.experience.score.new_full((1,), math.nan)
+        flags = torch.stack([u.nonfinite for u in self.updates] or [*nothing]).tolist()
+        finite = [u for u, nonfinite in zip(self.updates, flags, strict=False) if not nonfinite]
         return {
             "reward_mean": self.experience.score.mean(),
             "kl_divergence": self.experience.kl.sum(dim=1).mean(),

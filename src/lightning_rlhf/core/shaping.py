@@ -38,8 +38,8 @@ class RunningMoments:
 
         Source: Chan et al. 1983, eq. 2.1, https://doi.org/10.1080/00031305.1983.10483115
         """
-        score = score.double()
-        added = int(total(torch.tensor(len(score), device=score.device)))
+        score = score.cpu().double()  # not every device has float64
+        added = int(total(torch.tensor(len(score))))
         mean = total(score.sum()) / added
         squares = float(total(((score - mean) ** 2).sum()))
         count, shift = self.count + added, float(mean) - self.mean
@@ -67,7 +67,7 @@ class ScoreMoments:
 
     def including(self, scores: Scores | Experience, total: Total = alone) -> ScoreMoments:
         """Return the moments after another batch, over all processes."""
-        parts = zip(self.components, scores.component_scores.unbind(dim=1), strict=True)
+        parts = zip(self.components, scores.component_scores.cpu().unbind(dim=1), strict=True)
         return ScoreMoments(
             self.whole.including(scores.score, total),
             tuple(seen.including(part, total) for seen, part in parts),

@@ -16,6 +16,8 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_rlhf.core.masking import upload
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -29,8 +31,17 @@ class Record:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def select(self, rows: Int[Tensor, " M"] | slice) -> Self:
-        """Return the sequences `rows` of every field."""
-        return self._map(lambda tensor: tensor[rows])
+        """Return the sequences `rows` of every field; numbers on the CPU choose on any device."""
+        if isinstance(rows, slice):
+            return self._map(lambda tensor: tensor[rows])
+        there = {rows.device: rows}
+
+        def chosen(tensor: Tensor) -> Tensor:
+            if tensor.device not in there:
+                there[tensor.device] = upload(rows, tensor.device)
+            return tensor[there[tensor.device]]
+
+        return self._map(chosen)
 
     def repeat(self, times: int) -> Self:
         """Return every sequence `times` times in a row."""
@@ -227,6 +238,42 @@ class Experience(Record):
     def responses(self) -> Int[Tensor, "B T"]:
         """Response tokens; any id on padding."""
         return self.tokens[:, -self.response_mask.shape[1] :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedExperience(Experience):
+    """An experience whose lengths the processor knows: shapes follow without asking the device."""
+
+    counts: Int[Tensor, "B 2"]
+    """Number of tokens and of response tokens of each row; always on the CPU."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Return the same record on `device`, but for `counts`."""
+        return replace(super().to(device, non_blocking), counts=self.counts)
+
+
+def counted(experience: Experience) -> Experience:
+    """Return the experience with its lengths, which are read from its device at once.
+
+    A record of a class of the user's own is returned as it is.
+    """
+    if type(experience) is not Experience:
+        return experience
+    return CountedExperience(**vars(experience), counts=row_lengths(experience).cpu())
+
+
+def row_lengths(batch: SampledResponses | Experience) -> Int[Tensor, "B 2"]:
+    """Return the number of tokens and of response tokens of each row, on the CPU where known."""
+    if isinstance(batch, CountedExperience):
+        return batch.counts
+    return torch.stack([batch.mask.sum(dim=1), batch.response_mask.sum(dim=1)], dim=1)
+
+
+def known_mask(batch: SampledResponses | Experience) -> Bool[Tensor, "B T"]:
+    """Return the mask of the response tokens, on the CPU where the lengths are known."""
+    if not isinstance(batch, CountedExperience):
+        return batch.response_mask
+    return torch.arange(batch.response_mask.shape[1]) < batch.counts[:, 1:]
 
 
 @dataclass(frozen=True, kw_only=True)

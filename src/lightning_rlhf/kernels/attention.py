@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from lightning_rlhf.kernels.layers import own_class
+
 SDPA, FAST_SDPA = "sdpa", "fast_sdpa"
 SHORT = 4
 """Sequence length over head size up to which the attention probabilities take less memory than
@@ -138,7 +140,7 @@ def _by_key_head(x: Float[Tensor, "B H S d"], keys: torch.Size) -> Float[Tensor,
 
 def is_gated(layer: nn.Module) -> bool:
     """Return whether an attention layer also projects a gate for each query."""
-    return type(layer).__name__ == "Qwen3_5Attention"
+    return own_class(layer).__name__ == "Qwen3_5Attention"
 
 
 def apply_rotary(

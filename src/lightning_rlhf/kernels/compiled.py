@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lightning_rlhf.core.errors import ConfigError, first_line
 from lightning_rlhf.kernels.attention import apply_rotary, causal_attention, is_gated
-from lightning_rlhf.kernels.layers import LINEAR, weight_and_eps
+from lightning_rlhf.kernels.layers import LINEAR, own_class, weight_and_eps
 from lightning_rlhf.kernels.lora import FusedLoRALinear, has_dropout, is_plain_lora
 from lightning_rlhf.kernels.packing import Packing, gather_rows, scatter_rows
 from lightning_rlhf.kernels.products import by_onednn
@@ -127,7 +127,7 @@ def _linears(x: Tensor, *layers: nn.Module) -> list[Linear] | None:
                 if name in layer.lora_A:
                     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
                     adapters.append((a, b, layer.scaling[name]))
-        if type(base) not in LINEAR or base.weight.dtype != x.dtype:
+        if own_class(base) not in LINEAR or base.weight.dtype != x.dtype:
             return None
         if not (autocast or all(a.dtype == x.dtype for a, _, _ in adapters)):
             return None

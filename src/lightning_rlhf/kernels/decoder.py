@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.kernels.attention import FAST_SDPA, apply_rotary, fast_sdpa, is_gated
 from lightning_rlhf.kernels.compiled import Attention, SwiGLU, decoder_layer, feed_forward
-from lightning_rlhf.kernels.layers import LIBRARY, FastLayer
+from lightning_rlhf.kernels.layers import LIBRARY, FastLayer, own_class
 from lightning_rlhf.kernels.packing import Packing, gather_rows
 
 TRUNKS = {
@@ -32,7 +32,7 @@ and a gate in the last."""
 
 def family(model: PreTrainedModel) -> str | None:
     """Return the family of a model, None where the fast layers do not support it."""
-    trunk = type(model.base_model)
+    trunk = own_class(model.base_model)
     return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(LIBRARY) else None
 
 
@@ -112,7 +112,7 @@ def packed_class(layer: type) -> type[nn.Module]:
 def _is_plain(layer: Any) -> bool:
     """Return whether `_attend` computes what the layer does."""
     return (
-        type(layer).__name__ in ATTENTION
+        own_class(layer).__name__ in ATTENTION
         and layer.config._attn_implementation == FAST_SDPA
         and not (layer.training and layer.attention_dropout)
     )

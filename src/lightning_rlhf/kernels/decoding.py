@@ -23,7 +23,7 @@ from lightning_rlhf.core.errors import first_line
 from lightning_rlhf.kernels.attention import apply_rotary, is_gated, signed_sin
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
 from lightning_rlhf.kernels.joint_linear import JointLinear
-from lightning_rlhf.kernels.layers import LINEAR, is_zero_centred, weight_and_eps
+from lightning_rlhf.kernels.layers import LINEAR, is_zero_centred, own_class, weight_and_eps
 from lightning_rlhf.kernels.lora import FusedLoRALinear, is_plain_lora
 from lightning_rlhf.kernels.patch import rounding, same_logits
 
@@ -34,10 +34,14 @@ class DecodeStep:
     It uses the model's weights at the time of construction.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, cache: DynamicCache) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, cache: DynamicCache, *, in_place: bool = False
+    ) -> None:
+        """Make the step; in_place: keep the states of linear attention in the same memory."""
         trunk = causal_lm.base_model
         self.embed, self.rotary = trunk.embed_tokens, trunk.rotary_emb
-        self.layers = [_Layer(*pair) for pair in zip(trunk.layers, cache.layers, strict=True)]
+        pairs = zip(trunk.layers, cache.layers, strict=True)
+        self.layers = [_Layer(*pair, in_place=in_place) for pair in pairs]
         self.norm = _Norm.of(trunk.norm)
         head = causal_lm.get_output_embeddings()
         alike = _is_known(head) and head.weight.dtype == self.embed.weight.dtype
@@ -64,7 +68,7 @@ class DecodeStep:
 def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
     """Return whether `DecodeStep` computes what the model does: a patched decoder in one dtype."""
     trunk, device = causal_lm.base_model, causal_lm.device.type
-    if family(causal_lm) is None or type(trunk.embed_tokens) is not nn.Embedding:
+    if family(causal_lm) is None or own_class(trunk.embed_tokens) is not nn.Embedding:
         return False
     dtype = causal_lm.get_input_embeddings().weight.dtype
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
@@ -119,20 +123,23 @@ def _is_known_cache(layer: Any) -> bool:
 
 def _is_known(layer: nn.Module) -> bool:
     """Return whether the layer is linear with nothing added to it but its adapters."""
-    if type(layer) is not FusedLoRALinear:
-        return type(layer) in LINEAR
-    return type(layer.base_layer) in LINEAR and is_plain_lora(layer)
+    if own_class(layer) is not FusedLoRALinear:
+        return own_class(layer) in LINEAR
+    assert isinstance(layer, FusedLoRALinear)
+    return own_class(layer.base_layer) in LINEAR and is_plain_lora(layer)
 
 
 class _Layer:
     """Attention or the delta rule, then a SwiGLU, each with its norm and residual."""
 
-    def __init__(self, layer: Any, cache: Any) -> None:
+    def __init__(self, layer: Any, cache: Any, *, in_place: bool) -> None:
         self.before = _Norm.of(layer.input_layernorm)
         self.after = _Norm.of(layer.post_attention_layernorm)
         linear = isinstance(cache, LinearAttentionLayer)
         self.mix = (
-            _DeltaRule(layer.linear_attn, cache) if linear else _Attention(layer.self_attn, cache)
+            _DeltaRule(layer.linear_attn, cache, in_place=in_place)
+            if linear
+            else _Attention(layer.self_attn, cache)
         )
         self.gate_up = JointLinear(layer.mlp.gate_proj, layer.mlp.up_proj)
         self.down = JointLinear(layer.mlp.down_proj)
@@ -189,8 +196,8 @@ class _DeltaRule:
     Source: Yang et al. 2024, eq. 10, https://arxiv.org/abs/2412.06464
     """
 
-    def __init__(self, layer: Any, cache: LinearAttentionLayer) -> None:
-        self.cache, self.size = cache, layer.head_k_dim
+    def __init__(self, layer: Any, cache: LinearAttentionLayer, *, in_place: bool) -> None:
+        self.cache, self.size, self.in_place = cache, layer.head_k_dim, in_place
         self.joint = JointLinear(
             layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
         )
@@ -201,7 +208,7 @@ class _DeltaRule:
         self.rate, self.shift = -layer.A_log.float().exp(), layer.dt_bias
         self.norm = _Norm(layer.norm.weight.float(), layer.norm.variance_epsilon)
         self.out = JointLinear(layer.out_proj)
-        scale = self.rate.new_tensor([1 / self.size] * self.k + [self.size**-0.5] * self.k)
+        scale = torch.tensor([1 / self.size] * self.k + [self.size**-0.5] * self.k).to(self.rate)
         self.unit = _Norm(scale[:, None].expand(-1, self.size), 1e-6 / self.size)
         """Keys of length 1, queries of length 1 / sqrt(size)."""
 
@@ -232,7 +239,10 @@ class _DeltaRule:
         """Convolve in fp32 with the previous tokens, which the cache keeps, oldest first."""
         window = self.cache.conv_states[0].permute(2, 0, 1)
         window = torch.cat([window[1:], x[None]])
-        self.cache.conv_states[0] = window.permute(1, 2, 0)
+        if self.in_place:
+            self.cache.conv_states[0].copy_(window.permute(1, 2, 0))
+        else:
+            self.cache.conv_states[0] = window.permute(1, 2, 0)
         y = (window * self.kernel).sum(0, dtype=torch.float32)
         return F.silu(y if self.bias is None else y + self.bias, inplace=True)
 
@@ -244,7 +254,7 @@ class _Norm:
         size = weight.shape[-1]
         self.weight, self.eps = weight, eps
         self.scaled = weight.float() * math.sqrt(size)
-        self.least = self.scaled.new_tensor(math.sqrt(size * eps))
+        self.least = self.scaled.new_full((), math.sqrt(size * eps))
 
     @classmethod
     def of(cls, *norms: Any) -> _Norm:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_rlhf.kernels.products import by_onednn, linear, product
 
@@ -21,10 +22,16 @@ class FastLayer:
     """A layer whose class replaces its last base class, to which it falls back."""
 
 
+def own_class(layer: nn.Module) -> type[nn.Module]:
+    """Return the class of a layer without the one that torch's `fully_shard` derives from it."""
+    kind = type(layer)
+    return kind.__bases__[-1] if issubclass(kind, FSDPModule) else kind
+
+
 def library_class(layer: nn.Module) -> type[nn.Module]:
     """Return the class that the library gave to a layer."""
-    kind = type(layer)
-    return kind.__bases__[-1] if isinstance(layer, FastLayer) else kind
+    kind = own_class(layer)
+    return kind.__bases__[-1] if issubclass(kind, FastLayer) else kind
 
 
 class FusedRMSNorm(FastLayer, nn.Module):

@@ -9,7 +9,7 @@ import torch
 from peft.tuners.lora import Linear as LoRALinear
 from torch import nn
 
-from lightning_rlhf.kernels.layers import LINEAR, OneDNNLinear
+from lightning_rlhf.kernels.layers import LINEAR, OneDNNLinear, own_class
 from lightning_rlhf.kernels.lora import is_plain_lora
 
 
@@ -39,7 +39,7 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 def _can_merge(layer: LoRALinear) -> bool:
     base = layer.base_layer
     return (
-        type(base) in LINEAR
+        own_class(base) in LINEAR
         and base.weight.dtype == torch.float32
         and not torch.is_autocast_enabled(base.weight.device.type)
         and is_plain_lora(layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_rlhf.core.masking import upload
 from lightning_rlhf.kernels.attention import signed_sin
 from lightning_rlhf.kernels.products import ROWS, rounded_up
 
@@ -64,6 +65,15 @@ class Packing:
         number = real.cumsum(0) - 1
         indices = _filled_up(real, ~real, multiple)
         return cls(rows, columns, indices, last, number[last], count)
+
+    def to(self, device: torch.device) -> Packing:
+        """Return the packing with its indices on `device`, without waiting for that."""
+        return replace(
+            self,
+            real=None if self.real is None else upload(self.real, device),
+            wanted=upload(self.wanted, device),
+            wanted_real=upload(self.wanted_real, device),
+        )
 
     def pack(self, x: Float[Tensor, "BS d"], *, last: bool = False) -> Float[Tensor, "N d"]:
         """Gather the N positions; `last`: the M wanted ones, as the last layer computes them."""

@@ -36,7 +36,7 @@ def with_new_adapter(
     )
     start = np.random.SeedSequence((seed, *name.encode())).generate_state(1)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # PEFT draws the weights on the CPU
             torch.manual_seed(int(start[0]))
             if isinstance(model, PeftModel):
                 model.add_adapter(name, config)

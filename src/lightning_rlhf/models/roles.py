@@ -13,6 +13,7 @@ whether the SFT adapter was merged or is a separate adapter.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,8 +29,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.masking import from_first_real, last_real
-from lightning_rlhf.kernels.decoder import rotates_by_length
+from lightning_rlhf.core.device_memory import available_memory
+from lightning_rlhf.core.masking import from_first_real, picker
+from lightning_rlhf.kernels.decoder import family, rotates_by_length
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.merging import merged_adapters
 from lightning_rlhf.kernels.packing import Packing, columns_to_add
@@ -42,6 +44,14 @@ from lightning_rlhf.models.config import POLICY as POLICY
 from lightning_rlhf.models.config import VALUE as VALUE
 from lightning_rlhf.models.output_layer import check_not_adapted, check_output_layer, probe_tokens
 from lightning_rlhf.models.peft_model import with_loaded_adapter, with_new_adapter
+
+COPIES, MOST_COPIED = 2, 0.5
+"""Copies of the trunk's weights that sampling by the fast layers makes: one with the adapters added
+and one of joined projections; and the largest share of the free memory that they may take."""
+MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
+"""Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
+UNWINDOWED = {"full_attention", "linear_attention"}
+"""Kinds of layers that need no mask where no position is padding."""
 
 
 class Roles(nn.Module):
@@ -98,6 +108,7 @@ class Roles(nn.Module):
         self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
         """Layers that compute: fast or plain."""
         self._kernel_device = self.device.type
+        self._has_room: bool | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Roles:
         """Move or cast the weights; torch has no public hook for a module inside another."""
@@ -199,16 +210,37 @@ class Roles(nn.Module):
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
         The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `set_role` raises RuntimeError. With plain kernels the adapters
-        stay beside the weights.
+        activated inside the block: `set_role` raises RuntimeError. With plain kernels, and where
+        the device has no room for copies of the weights, the adapters stay beside the weights.
         """
         before, self._merged = self._merged, True
-        fast = self.kernels.kind == "fast"
+        copies = self.kernels.kind == "fast" and self.has_room
         try:
-            with merged_adapters(self.model) if fast else nullcontext():
+            with merged_adapters(self.model) if copies else nullcontext():
                 yield
         finally:
             self._merged = before
+
+    @property
+    def has_room(self) -> bool:
+        """Return True if copies of the trunk's weights for sampling do not strain the device.
+
+        It is decided by the free memory when it is first asked for on a device, with a warning, so
+        that a run samples by the same layers throughout. A CPU always copies: what a run samples
+        does not depend on what else the machine does.
+        """
+        if self._has_room is None:
+            wanted = COPIES * sum(p.nbytes for p in self.causal_lm.base_model.parameters())
+            free = available_memory(self.device)
+            self._has_room = self.device.type == "cpu" or wanted <= MOST_COPIED * free
+            if not self._has_room:
+                warnings.warn(
+                    f"sampling makes no copies of the weights, which would take {wanted / 1e9:.1f} "
+                    f"of {free / 1e9:.1f} GB that are free, and is slower; model.kernels=plain "
+                    "never makes any",
+                    stacklevel=2,
+                )
+        return self._has_room
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.
@@ -216,7 +248,22 @@ class Roles(nn.Module):
         The model is causal, so padding after the last token needs no mask, and attention without
         a mask is faster. `from_first_real` converts left-padded rows to this form.
         """
-        return self.causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return self.causal_lm.base_model(
+            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False
+        ).last_hidden_state
+
+    def _no_masks(self) -> dict[str, None] | None:
+        """Return the masks of causal attention without padding, as the trunk takes them.
+
+        On a device other than the CPU, None has transformers read the positions from it, to find
+        out whether several sequences share a row. Some trunks take a mask for each kind of layer.
+        """
+        config = self.causal_lm.config
+        kinds = set(getattr(config, "layer_types", None) or [])
+        takes_masks = family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
+        if self.device.type == "cpu" or not (takes_masks and kinds):
+            return None
+        return dict.fromkeys(kinds)
 
     def hidden_at(
         self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
@@ -224,17 +271,19 @@ class Roles(nn.Module):
         """Return the hidden states at the positions where `wanted` is True, in row-major order.
 
         Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
-        positions need.
+        positions need. Where `wanted` is on the CPU, the device of the tokens is not waited for.
         """
         if self.kernels.kind == "plain":
-            return self.hidden(tokens)[wanted]
+            return picker(wanted)(self.hidden(tokens))
         trunk = self.causal_lm.base_model
         few_shapes = compiles_by_shape(self.causal_lm.get_input_embeddings().weight)
         if not rotates_by_length(self.causal_lm):
             more = columns_to_add(tokens.shape[1], few_shapes=few_shapes)
             tokens, wanted = (F.pad(x, (0, more)) for x in (tokens, wanted))
-        packing = Packing.of(wanted, few_shapes=few_shapes)
-        hidden = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
+        packing = Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
+        hidden = trunk(
+            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing
+        ).last_hidden_state
         return hidden[: packing.count]
 
     @property
@@ -247,15 +296,23 @@ class Roles(nn.Module):
         return self.causal_lm.get_output_embeddings()(hidden)
 
     def rewards(
-        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
+        self,
+        tokens: Int[Tensor, "B S"],
+        mask: Bool[Tensor, "B S"],
+        role: str = REWARD,
+        lengths: Int[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B H"]:
         """Return the output of each of the H heads of a reward role for each sequence.
 
         It is computed at the last real token.
+        lengths: number of real tokens of each row; where it is on the CPU, the device of the tokens
+            is not waited for. None counts them.
         """
         with self.use_role(role):
-            tokens, mask = from_first_real(tokens, mask)
-            return self.heads[role](self.hidden_at(tokens, last_real(mask)))
+            lengths = mask.sum(dim=1) if lengths is None else lengths
+            tokens, _ = from_first_real(tokens, mask, longest := int(lengths.max()))
+            last = torch.arange(longest, device=lengths.device) == lengths[:, None] - 1
+            return self.heads[role](self.hidden_at(tokens, last))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
         """Return the raw reward of each sequence: the mean over the heads of the reward role."""

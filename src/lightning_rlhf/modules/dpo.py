@@ -83,9 +83,11 @@ class DPOModule(SupervisedModule):
         zero_gradients(self)
         pairs = len(batch)
         tokens = (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
-        loss, parts = torch.zeros((), device=self.device), []
-        for micro_batch in batch.select(self.replicas.rows).split(self.guard.microbatch.rows):
-            scores = self.scores(micro_batch)
+        loss, parts, size = torch.zeros((), device=self.device), [], self.guard.microbatch.rows
+        mine = batch.select(self.replicas.rows)
+        targets = target_mask(mine).cpu().unflatten(0, (2, len(mine))).split(size, dim=1)
+        for micro_batch, mask in zip(mine.split(size), targets, strict=False):
+            scores = self.scores(micro_batch, mask.flatten(0, 1))
             loss += backward(self, self.loss(scores, pairs, tokens))
             parts.append(scores.detach())
         return loss, parts
@@ -120,17 +122,19 @@ class DPOModule(SupervisedModule):
 
         return PairRows(**facts_by_row(self, batch, facts))
 
-    def scores(self, batch: Preferences) -> DPOScores:
-        """Return log-probabilities, implicit rewards and losses of the pairs."""
-        config, (tokens, mask) = self.config, batch.stacked()
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        targets = mask & (positions >= batch.prompt_tokens.repeat(2)[:, None])
+    def scores(self, batch: Preferences, known: Bool[Tensor, "2B W"] | None = None) -> DPOScores:
+        """Return log-probabilities, implicit rewards and losses of the pairs.
+
+        known: the batch's `target_mask` on the CPU, where it is known.
+        """
+        config, (tokens, _), targets = self.config, batch.stacked(), target_mask(batch)
+        known = targets if known is None else known
         if config.reference_free:
             reference = torch.zeros(len(tokens), device=tokens.device)
         else:
             with torch.no_grad():
-                reference = self.logprobs(REFERENCE, tokens, targets)
-        logprobs = self.logprobs(POLICY, tokens, targets)
+                reference = self.logprobs(REFERENCE, tokens, targets, known)
+        logprobs = self.logprobs(POLICY, tokens, targets, known)
         counts = targets.sum(dim=1)
         ratios = logprobs - reference
         chosen, rejected = (ratios / counts if config.is_length_normalized else ratios).chunk(2)
@@ -148,9 +152,23 @@ class DPOModule(SupervisedModule):
         )  # fmt: skip
 
     def logprobs(
-        self, role: str, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]
+        self,
+        role: str,
+        tokens: Int[Tensor, "B S"],
+        targets: Bool[Tensor, "B S"],
+        known: Bool[Tensor, "B S"],
     ) -> Float[Tensor, " B"]:
-        """Return the log-probability of each row's target tokens under a role, summed, nats."""
+        """Return the log-probability of each row's target tokens under a role, summed, nats.
+
+        known: `targets`, on the CPU where they are known there.
+        """
         with self.roles.use_role(role):
-            found = target_logprobs(self.roles, tokens, targets)
+            found = target_logprobs(self.roles, tokens, known)
         return found.new_zeros(targets[:, 1:].shape).masked_scatter(targets[:, 1:], found).sum(1)
+
+
+def target_mask(batch: Preferences) -> Bool[Tensor, "2B W"]:
+    """Return a mask of the response tokens of both sides, as `Preferences.stacked` orders them."""
+    _, mask = batch.stacked()
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    return mask & (positions >= batch.prompt_tokens.repeat(2)[:, None])

@@ -19,7 +19,6 @@ from lightning_rlhf.core.errors import ConfigError, NotFiniteError, RewardError,
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import next_kl_coef
 from lightning_rlhf.core.losses import token_weights
-from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.ppo_terms import PolicyOutputs, ppo_terms, sum_terms
 from lightning_rlhf.core.results import (
@@ -30,7 +29,15 @@ from lightning_rlhf.core.results import (
     PPOPredictions,
 )
 from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
-from lightning_rlhf.core.types import Experience, IterationBatch, PPOTerms, Prompts, UpdateStats
+from lightning_rlhf.core.types import (
+    Experience,
+    IterationBatch,
+    PPOTerms,
+    Prompts,
+    UpdateStats,
+    counted,
+    row_lengths,
+)
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.modules import optim
@@ -113,6 +120,8 @@ class PPOModule(L.LightningModule):
         """Moments of all scores so far."""
         self.logs_headline = True
         """False where a callback logs the headline metrics together with all others."""
+        self.stopped = False
+        """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.updated = time.perf_counter()
         """Time at which the last iteration ended."""
         self.batch: IterationBatch | None = None
@@ -195,7 +204,7 @@ class PPOModule(L.LightningModule):
         """
         config, updates = self.config, list[UpdateStats]()
         for minibatch in minibatches(
-            batch.experience,
+            counted(batch.experience),
             ppo_epochs=config.ppo_epochs,
             minibatch_size=config.minibatch_size,
             generator=batch.generator(),
@@ -208,7 +217,7 @@ class PPOModule(L.LightningModule):
             except NotFiniteError as error:
                 error.rewards_overflow = rewards_overflow(batch.experience)
                 raise
-            if config.target_kl is not None and updates[-1].stopped:
+            if self.stopped:
                 break
         return tuple(updates)
 
@@ -217,18 +226,22 @@ class PPOModule(L.LightningModule):
         terms, grad_norm = self.gradient(
             minibatch, kl_coef, policy_learns=self.iteration >= self.config.critic_warmup
         )
+        # The only wait for the device in an update, for all that the limits compare.
+        loss, norm, approx_kl, ratio_mean = torch.stack(
+            [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
+        ).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
-        is_finite = self.guard.check_finite(self, terms.loss, grad_norm)
-        stopped = is_finite and exceeds(terms.approx_kl, self.config.target_kl)
-        skipped = is_finite and exceeds(terms.ratio_mean, self.config.max_ratio)
-        if is_finite and not (stopped or skipped):
+        is_finite = self.guard.check_finite(self, loss, norm)
+        self.stopped = is_finite and exceeds(approx_kl, self.config.target_kl)
+        skipped = is_finite and exceeds(ratio_mean, self.config.max_ratio)
+        if is_finite and not (self.stopped or skipped):
             optim.step(self)
         return UpdateStats(
             **vars(terms),
             grad_norm=grad_norm,
-            stopped=terms.loss.new_tensor(stopped),
-            skipped=terms.loss.new_tensor(skipped),
-            nonfinite=terms.loss.new_tensor(not is_finite),
+            stopped=terms.loss.new_full((), self.stopped),
+            skipped=terms.loss.new_full((), skipped),
+            nonfinite=terms.loss.new_full((), not is_finite),
         )
 
     def gradient(
@@ -250,7 +263,7 @@ class PPOModule(L.LightningModule):
         Returns: their shares of the terms of the minibatch.
         """
         config, size, rows = self.config, self.guard.microbatch.rows, self.replicas.rows
-        minibatch = minibatch.select(by_length(minibatch.mask))
+        minibatch = minibatch.select(row_lengths(minibatch)[:, 0].argsort(stable=True))
         mask, tokens = minibatch.response_mask, minibatch.response_mask.sum()
         weights = token_weights(
             mask, config.loss_reduction, max_response_tokens=config.max_response_tokens

@@ -6,11 +6,12 @@ import time
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
+from lightning_rlhf.core.masking import upload
 from lightning_rlhf.core.results import RESULT, PairRows, PairScores, RewardStep
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import REWARD, Roles
@@ -81,8 +82,10 @@ class RewardModule(SupervisedModule):
         size, rows = self.guard.microbatch.rows, self.replicas.rows
         mine, draws = batch.select(rows), self.draws(len(batch))[rows]
         loss, scores = torch.zeros((), device=self.device), []
-        for micro_batch, drawn in zip(mine.split(size), draws.split(size), strict=False):
-            rewards = self.rewards(micro_batch)
+        lengths = torch.stack([mine.chosen_mask.sum(1), mine.rejected_mask.sum(1)], dim=1).cpu()
+        parts = (mine.split(size), draws.split(size), lengths.split(size))
+        for micro_batch, drawn, length in zip(*parts, strict=False):
+            rewards = self.rewards(micro_batch, length.T.flatten())
             loss += backward(self, self.loss_sum(micro_batch, rewards, drawn) / len(batch))
             scores.append(mean_scores(*rewards))
         return loss, scores
@@ -118,7 +121,7 @@ class RewardModule(SupervisedModule):
             sequence = np.random.SeedSequence((self.seed, self.iteration))
             generator = torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
             rates = torch.poisson(rates, generator)
-        return rates.to(self.device)
+        return upload(rates, self.device)
 
     def loss_sum(
         self,
@@ -136,9 +139,14 @@ class RewardModule(SupervisedModule):
         losses = losses + config.center_coef * centering_loss(*rewards)
         return (draws * losses).mean(dim=1).sum()
 
-    def rewards(self, batch: Preferences) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]]:
-        """Return each head's rewards of the chosen and of the rejected responses, in one pass."""
-        chosen, rejected = self.roles.rewards(*batch.stacked()).chunk(2)
+    def rewards(
+        self, batch: Preferences, lengths: Int[Tensor, " 2B"] | None = None
+    ) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]]:
+        """Return each head's rewards of the chosen and of the rejected responses, in one pass.
+
+        lengths: number of tokens of each side, the chosen ones first, where the CPU knows them.
+        """
+        chosen, rejected = self.roles.rewards(*batch.stacked(), lengths=lengths).chunk(2)
         return chosen, rejected
 
 

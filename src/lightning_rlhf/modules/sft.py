@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.core.config import SFTConfig
@@ -67,8 +67,10 @@ class SFTModule(SupervisedModule):
         """Backpropagate this process's rows of a batch; return their share of its loss, 0-d."""
         zero_gradients(self)
         loss, tokens = torch.zeros((), device=self.device), batch.target_mask.sum()
-        for micro_batch in batch.select(self.replicas.rows).split(self.guard.microbatch.rows):
-            loss += backward(self, self.nll_sum(micro_batch) / tokens)
+        size, mine = self.guard.microbatch.rows, batch.select(self.replicas.rows)
+        targets = mine.target_mask.cpu().split(size)
+        for micro_batch, mask in zip(mine.split(size), targets, strict=False):
+            loss += backward(self, -self.logprobs(micro_batch, mask).sum() / tokens)
         return loss
 
     def validation_step(self, batch: Demonstrations, batch_idx: int) -> SFTEvaluation:  # type: ignore[override]
@@ -95,6 +97,12 @@ class SFTModule(SupervisedModule):
         """Return the negative log-likelihood of the batch's target tokens, summed, nats; 0-d."""
         return -self.logprobs(batch).sum()
 
-    def logprobs(self, batch: Demonstrations) -> Float[Tensor, " N"]:
-        """Return the log-probability of each target token, row after row, nats."""
-        return target_logprobs(self.roles, batch.tokens, batch.target_mask)
+    def logprobs(
+        self, batch: Demonstrations, targets: Bool[Tensor, "B S"] | None = None
+    ) -> Float[Tensor, " N"]:
+        """Return the log-probability of each target token, row after row, nats.
+
+        targets: the batch's `target_mask` on the CPU, where it is known.
+        """
+        mask = batch.target_mask if targets is None else targets
+        return target_logprobs(self.roles, batch.tokens, mask)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 GAP = 384
 """Number of bytes between two heads up to which a processor prefetches across the gap."""
+GROWTH = 64
+"""Number of tokens by which the memory of a device other than the CPU grows, at the least: short
+responses then need little of what the longest may take."""
 
 
 def roomy_cache(config: PretrainedConfig, length: int) -> DynamicCache:
     """Return an empty cache for sequences of at most `length` tokens.
 
-    Layers of full attention write into preallocated memory; other kinds of layers (sliding windows,
-    linear attention) keep the library's own cache.
+    Layers of full attention write into memory with room for more; other kinds of layers (sliding
+    windows, linear attention) keep the library's own cache.
     """
     cache = DynamicCache(config=config)
     cache.layers = [
@@ -72,9 +77,35 @@ class RoomyLayer(DynamicLayer):
         """Return memory for `rows` sequences of `end` tokens and some more."""
         _, heads, _, size = like.shape
         spare = GAP // (size * like.element_size())
-        narrow = like.device.type == "cpu" and spare >= 3
-        length = min(end + spare, self.length) if narrow else self.length
-        return like.new_empty(rows, heads, length, size)
+        if like.device.type != "cpu":
+            spare = max(GROWTH, end // 2)
+        elif spare < 3:
+            spare = self.length
+        return like.new_empty(rows, heads, min(end + spare, self.length), size)
 
     def _show(self, end: int) -> None:
         self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+
+
+class StaticLayer:
+    """Keys and values of one layer with room for all tokens, written at a place on the device."""
+
+    def __init__(self, layer: RoomyLayer, length: int, place: Int[Tensor, " 1"]) -> None:
+        """Copy what `layer` holds; place: position of the next token, which its owner advances."""
+        self.place = place
+        self.keys, self.values = (
+            F.pad(x, (0, 0, 0, length - x.shape[2])) for x in (layer.keys, layer.values)
+        )
+
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values of one token a row; return all, [B, heads, length, head size]."""
+        self.keys.index_copy_(2, self.place, key_states)
+        self.values.index_copy_(2, self.place, value_states)
+        return self.keys, self.values
+
+
+def make_static(cache: DynamicCache, length: int, place: Int[Tensor, " 1"]) -> None:
+    """Give the layers of a cache that `roomy_cache` made memory of a fixed size."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, RoomyLayer):
+            cache.layers[i] = StaticLayer(layer, length, place)

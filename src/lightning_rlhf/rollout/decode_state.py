@@ -12,6 +12,10 @@ from lightning_rlhf.kernels.products import rounded_up
 
 MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
+ASKED = 8
+"""Number of tokens after which a device other than the CPU is asked which rows have ended. The
+answer waits for all that was launched. At 8 that is an eighth of the tokens, and a batch whose rows
+have all ended goes on for at most 7 more, which are cut off."""
 
 
 class DecodeState:
@@ -109,21 +113,24 @@ class DecodeState:
 
         Raises: LogitsError where a token was drawn from logits that are not finite.
         """
-        if not self.logprobs.isfinite().all():
+        mask = self.mask[:, self.width : self.width + self.length]
+        finite, longest = torch.stack(
+            [self.logprobs.isfinite().all().long(), mask.any(dim=0).sum()]
+        ).tolist()
+        if not finite:
             raise LogitsError
-        end = self.width + self.length
+        end, mask = self.width + longest, mask[:, :longest]
         ended = torch.ones_like(self.index, dtype=torch.bool)
-        ended[self.rows[self.unfinished]] = False
-        mask = self.mask[:, self.width : end]
+        ended[self.rows] = ~self.unfinished
         values = self.values
         if values is not None:
-            values = torch.where(mask, values[:, : self.length], 0)
+            values = torch.where(mask, values[:, :longest], 0)
         return SampledResponses(
             tokens=self.tokens[:, :end],
             mask=self.mask[:, :end],
             response_mask=mask,
             ended=ended,
-            logprobs=torch.where(mask, self.logprobs[:, : self.length], 0),
+            logprobs=torch.where(mask, self.logprobs[:, :longest], 0),
             values=values,
             index=self.index,
         )

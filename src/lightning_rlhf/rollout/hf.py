@@ -44,7 +44,7 @@ class HFSampler:
         model = roles.causal_lm
         models_own = model.generation_config
         devices = [] if roles.device.type == "cpu" else [roles.device]
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices, device_type=roles.device.type):
             torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
             # The model's own settings would fill in those that are not set here.
             model.generation_config = _generation_config(params)

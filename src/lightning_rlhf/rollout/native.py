@@ -8,14 +8,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
 from lightning_rlhf.kernels.products import compiles_by_shape
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
-from lightning_rlhf.rollout.decode_state import DecodeState
+from lightning_rlhf.rollout.decode_state import ASKED, DecodeState
 from lightning_rlhf.rollout.sample import sample
 from lightning_rlhf.rollout.sampler import SamplingParams, Share
+from lightning_rlhf.rollout.static import StaticDecoding, is_static
 
 
 class NativeSampler:
@@ -54,6 +56,7 @@ class NativeSampler:
             prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
         )
         batch, room = state.logprobs.shape
+        asked = 1 if roles.device.type == "cpu" else ASKED
         if share is None:
             uniforms = torch.rand(batch, room, generator=generator)
         else:
@@ -67,15 +70,18 @@ class NativeSampler:
             hidden = last_hidden(
                 roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask)
             )
-            step = (
-                DecodeStep(roles.causal_lm, cache) if can_decode(roles.causal_lm, cache) else None
-            )
+            copies = can_decode(roles.causal_lm, cache) and roles.has_room
+            step = DecodeStep(roles.causal_lm, cache) if copies else None
             head = step.head if step else roles.head
             if samples_per_prompt > 1:
                 prompt = torch.arange(len(prompts), device=roles.device)
                 prompt = prompt.repeat_interleave(samples_per_prompt)
                 cache.reorder_cache(prompt)
                 hidden = hidden[prompt]
+            if is_static(roles.causal_lm, params, step):
+                return StaticDecoding(roles, params, self.value_head, state, cache).run(
+                    hidden, uniforms
+                )
             while True:
                 logits = head(hidden).float()
                 if params.temperature != 1:
@@ -86,12 +92,15 @@ class NativeSampler:
                 state.end(torch.isin(token, end))
                 if params.stop is not None:
                     state.end(params.stop(state.responses, None))
-                count = int(state.unfinished.sum())
-                if state.length == room or count == 0:
+                if state.length == room:
                     return state.sampled()
-                left = state.drop_ended(count)
-                if left is not None:
-                    cache.reorder_cache(left)
+                if state.length % asked == 0:
+                    count = int(state.unfinished.sum())
+                    if count == 0:
+                        return state.sampled()
+                    left = state.drop_ended(count)
+                    if left is not None:
+                        cache.reorder_cache(left)
                 following = state.latest, state.attention_mask, state.latest_position
                 hidden = step(*following) if step else last_hidden(roles, cache, *following)
 
@@ -107,10 +116,15 @@ def last_hidden(
 
     mask: mask of all S tokens, the cached ones included.
     """
+    attention_mask = mask.long()
+    if tokens.shape[1] == 1 and mask.device.type != "cpu" and family(roles.causal_lm) is not None:
+        # Transformers reads a mask [B, S] from the device, and takes one of four dimensions as it
+        # is.
+        attention_mask = mask[:, None, None]
     return (
         roles.causal_lm.base_model(
             input_ids=tokens,
-            attention_mask=mask.long(),
+            attention_mask=attention_mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,

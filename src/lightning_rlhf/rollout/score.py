@@ -9,9 +9,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
-from lightning_rlhf.core.masking import by_length, from_first_real
+from lightning_rlhf.core.masking import by_length, from_first_real, picker
 from lightning_rlhf.core.shaping import weighted_sum
-from lightning_rlhf.core.types import DecodedResponses, Experience, SampledResponses, Scores
+from lightning_rlhf.core.types import (
+    DecodedResponses,
+    Experience,
+    SampledResponses,
+    Scores,
+    known_mask,
+    row_lengths,
+)
 from lightning_rlhf.kernels.products import ROWS, compiles_by_shape
 from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rewards.weighted import Reward
@@ -23,10 +30,11 @@ def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float
     The trunk reads every row from its first real token up to its last but one, from which nothing
     is predicted.
     """
-    tokens, mask = from_first_real(batch.tokens, batch.mask)
-    prompt = (batch.mask.sum(1) - batch.response_mask.sum(1))[:, None]
-    position = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-    return roles.hidden_at(tokens[:, :-1], mask[:, 1:] & (position >= prompt - 1))
+    lengths, responses = row_lengths(batch)[:, :, None].unbind(dim=1)
+    longest = int(lengths.max())
+    tokens, _ = from_first_real(batch.tokens, batch.mask, longest)
+    after = torch.arange(1, longest, device=lengths.device)
+    return roles.hidden_at(tokens[:, :-1], (after < lengths) & (after >= lengths - responses))
 
 
 def response_logprobs(
@@ -43,7 +51,7 @@ def response_logprobs(
     """
     return token_logprobs(
         hidden,
-        batch.responses[batch.response_mask],
+        picker(known_mask(batch))(batch.responses),
         roles.head,
         temperature=temperature,
         vocab_size=roles.vocab_size,

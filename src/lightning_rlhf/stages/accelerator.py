@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 import torch
 
 from lightning_rlhf.core.errors import ConfigError, first_line
@@ -11,6 +14,12 @@ from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.stage import Settings, reward_key
 from lightning_rlhf.stages.trainer_section import driver_has_gpu
+
+if TYPE_CHECKING:
+    from lightning_rlhf.models.roles import Roles
+
+LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+"""Module -> package with kernels of linear attention; the extra `gpu` holds them."""
 
 
 def check_accelerator(settings: Settings) -> None:
@@ -50,6 +59,18 @@ def check_gpu(settings: Settings) -> None:
             "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "
             f"({first_line(error)}); allowed: trainer=cpu"
         ) from error
+
+
+def linear_attention_line(roles: Roles) -> str | None:
+    """Return what a model with linear attention lacks to be fast on CUDA; None where nothing."""
+    kinds = getattr(roles.causal_lm.config, "layer_types", None) or ()
+    missing = [name for module, name in LINEAR_ATTENTION.items() if find_spec(module) is None]
+    if roles.device.type != "cuda" or "linear_attention" not in kinds or not missing:
+        return None
+    return (
+        f"{roles.causal_lm.config.model_type} is slow: its linear attention is computed by a loop "
+        f"of transformers without {' and '.join(missing)}; pip install 'lightning-rlhf[gpu]'"
+    )
 
 
 def print_device(settings: Settings) -> None:

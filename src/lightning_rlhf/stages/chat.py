@@ -113,7 +113,7 @@ class Speaker:
         for role in (self.role, REFERENCE):
             with roles.use_role(role):
                 found = predict(batch.to(roles.device), roles, None, temperature or 1.0, rows.rows)
-                logprobs.append(found[0].double().sum())
+                logprobs.append(found[0].cpu().double().sum())
         return float(logprobs[0] - logprobs[1])
 
 

@@ -31,6 +31,7 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.stages.accelerator import linear_attention_line
 from lightning_rlhf.stages.check_learned import check_learned
 from lightning_rlhf.stages.chosen import choose
 from lightning_rlhf.stages.console import print_line
@@ -58,6 +59,8 @@ class KernelsLine(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(roles := getattr(pl_module, "roles", None), Roles):
             print_line(str(roles.kernels))
+            if (line := linear_attention_line(roles)) is not None:
+                print_line(line, "yellow")
 
 
 def fit(

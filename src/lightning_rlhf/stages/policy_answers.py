@@ -206,6 +206,6 @@ def loss(task: Task, roles: Roles, role: str) -> float:
         ).to(task.ready.device)
         with roles.use_role(role):
             logprobs, _ = rows.fitting(partial(predict, batch, roles, None, 1.0))
-        total += float(logprobs.double().sum())
+        total += float(logprobs.cpu().double().sum())
         tokens += int(batch.response_mask.sum())
     return -total / tokens

@@ -58,6 +58,7 @@ def computing(settings: Settings) -> Iterator[None]:
     """Set the process up to round and draw random numbers as a run of these settings does."""
     trainer = settings.trainer
     torch.set_num_threads(trainer.threads or max(1, THREADS // trainer.devices))
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
     if trainer.accelerator == "cpu":
         keep_large_blocks()
     L.seed_everything(settings.seed, verbose=False)

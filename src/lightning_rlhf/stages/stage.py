@@ -50,6 +50,7 @@ class TrainerConfig:
     precision: Literal["32-true", "bf16-mixed"]
     weights_dtype: DType
     threads: Annotated[int, Field(ge=1, le=1024)] | None
+    matmul_precision: Literal["highest", "high", "medium"]
     log_every_n_steps: PositiveInt
     options: Options
     """Class and further arguments of the Trainer, as given in the section."""

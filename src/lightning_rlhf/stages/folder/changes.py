@@ -31,7 +31,7 @@ DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 ADDED_TO_SECTION: Mapping[str, dict[str, Any]] = {
     "model": {"kernels": "auto"},
     "data": {"format": "auto", "columns": {}, "train_on": "last"},
-    "trainer": {"num_nodes": 1},
+    "trainer": {"num_nodes": 1, "matmul_precision": "highest"},
 }
 """Section -> keys of it that configurations of earlier versions lack, with the values that they ran
 with."""
@@ -43,6 +43,7 @@ ADDED_TO_STAGE: dict[str, Any] = {
 }
 """Keys of a stage that trains which configurations of earlier versions lack, likewise."""
 ADDED_TO_PPO: dict[str, Any] = {
+    "cuda_graphs": False,
     "generation_batch_size": None,
     "stop": {**ADDED_TO_STAGE["stop"], "max_kl": None},
     "ptx_coef": 0.0,

@@ -111,7 +111,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
     NaN where a number is not finite.
     """
-    found, expected = found.double(), expected.double()
+    found, expected = found.cpu().double(), expected.cpu().double()
     size = float(expected.square().mean().sqrt())
     distance = float((found - expected).square().mean().sqrt())
     return distance / max(1.0, size) if math.isfinite(size) else math.nan
@@ -119,7 +119,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def rms(x: torch.Tensor) -> float:
     """Return the root mean square of all elements."""
-    return float(x.double().square().mean().sqrt())
+    return float(x.cpu().double().square().mean().sqrt())
 
 
 def checks_table() -> str:

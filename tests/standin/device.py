@@ -1,0 +1,319 @@
+"""A device that is not the CPU, for tests of what a GPU would show.
+
+Its tensors hold real data of the CPU, on which every operation is computed. The device refuses
+operands of mixed devices, counts synchronisations, operations and bytes, and on demand refuses
+float64 or runs out of memory. It takes every branch of the package for devices that are no CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAME = "standin"
+aten = torch.ops.aten
+READS = {
+    aten._local_scalar_dense.default: "item",
+    aten.nonzero.default: "nonzero",
+    aten.masked_select.default: "boolean index",
+    aten.equal.default: "item",
+    aten.unique_dim.default: "nonzero",
+    aten._unique2.default: "nonzero",
+    aten.repeat_interleave.Tensor: "nonzero",
+}
+"""Operation -> kind of synchronisation: the processor waits for a result of the device."""
+COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
+           aten._index_put_impl_.default}  # fmt: skip
+LOWER = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "conv1d",
+         "scaled_dot_product_attention")  # fmt: skip
+"""Operations that autocast computes in 16 bits."""
+LIBRARIES: list[torch.library.Library] = []
+"""What was registered with torch, which stays as long as these objects."""
+
+
+class StandInTensor(Tensor):
+    """A tensor on the stand-in device; `raw` holds its data."""
+
+    raw: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, life: object) -> StandInTensor:
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
+            dtype=raw.dtype, device=torch.device(NAME, 0),
+        )  # fmt: skip
+        wrapper.raw, wrapper.life = raw, life
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert Device.present is not None, f"{op} outside the device's context"
+        return Device.present.run(op, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"standin({self.raw!r})"
+
+
+class Life:
+    """The memory of a tensor, which counts until the last tensor on it is gone."""
+
+    def __init__(self, device: Device, raw: Tensor) -> None:
+        self.device, storage = device, raw.untyped_storage()
+        self.place, self.size = storage.data_ptr(), storage.nbytes()
+        if self.place not in device.tensors:
+            device.bytes_alive += self.size
+            device.peak = max(device.peak, device.bytes_alive)
+        device.tensors[self.place] += 1
+
+    def __del__(self) -> None:
+        self.device.tensors[self.place] -= 1
+        if not self.device.tensors[self.place]:
+            del self.device.tensors[self.place]
+            self.device.bytes_alive -= self.size
+
+
+class Device(TorchDispatchMode):
+    """The device, present inside its `with` block."""
+
+    present: Device | None = None
+
+    def __init__(self, *, float64: bool = True, room: int | None = None) -> None:
+        """float64: False refuses it, as MPS does; room: bytes of memory, None for no limit."""
+        super().__init__()
+        self.float64 = float64
+        self.room = room
+        self.fails_in: int | None = None
+        """Number of operations until the memory runs out once; None for never."""
+        self.pending: Exception | None = None
+        """Error of a backward pass that has not ended."""
+        self.operations: Counter[Any] = Counter()
+        self.synchronisations: Counter[str] = Counter()
+        self.places: Counter[tuple[str, str]] = Counter()
+        """Kind of synchronisation and line of the package -> how often it was made there."""
+        self.record: list[tuple[str, tuple[Any, ...]]] | None = None
+        """Operations with the shapes of their results, where they are wanted; None where not."""
+        self.tensors: Counter[int] = Counter()
+        self.bytes_alive = self.peak = 0
+
+    def __enter__(self) -> Device:
+        future = torch.__future__
+        self.before = (
+            Device.present,
+            torch._C._only_lift_cpu_tensors(),
+            torch.autograd.is_multithreading_enabled(),
+            future.get_swap_module_params_on_conversion(),
+        )
+        Device.present = self
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=...) is seen here
+        torch.autograd.set_multithreading_enabled(False)  # another thread has no such context
+        future.set_swap_module_params_on_conversion(True)  # a moved parameter is the same object
+        return super().__enter__()
+
+    def __exit__(self, *fault: object) -> None:
+        super().__exit__(*fault)
+        Device.present, lifts, threads, swaps = self.before
+        torch._C._set_only_lift_cpu_tensors(lifts)
+        torch.autograd.set_multithreading_enabled(threads)
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if is_here(device) or any(isinstance(x, StandInTensor) for x in tensors(args, kwargs)):
+            return self.run(op, args, kwargs)
+        return op(*args, **kwargs)
+
+    def run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute an operation on the data of the CPU."""
+        self.fail(self.pending)
+        given = tensors(args, kwargs)
+        here = [x for x in given if isinstance(x, StandInTensor)]
+        away = [x for x in given if not isinstance(x, StandInTensor)]
+        target = kwargs.get("device")
+        uploads = is_here(target) if target is not None else isinstance(args[0], StandInTensor)
+        if op not in COPIES and any(x.ndim for x in away) and here:
+            shapes = [(str(x.device), tuple(x.shape)) for x in given]
+            self.fail(RuntimeError(f"{op} of tensors on mixed devices: {shapes}"))
+        self.count(op, args, kwargs, here=bool(here), away=bool(away), uploads=uploads)
+        if op is aten._fused_sdp_choice.default:
+            return 0  # attention by its formula, as fused ones are a device's own
+        kept = {id(x.raw): x for x in here}
+        raw_args, raw_kwargs = mapped(raw, args), mapped(raw, kwargs)
+        if target is not None:
+            raw_kwargs["device"] = torch.device("cpu")
+        found = op(*raw_args, **raw_kwargs)
+        if self.record is not None:
+            self.record.append((str(op), tuple(tuple(x.shape) for x in tensors(found))))
+        if op is aten._to_copy.default and any(found is x for x in raw_args):
+            found = found.clone()
+        if op in COPIES and not uploads:
+            return found if op is aten._to_copy.default else args[0]
+
+        def wrapped(x: Tensor) -> Tensor:
+            return kept[id(x)] if id(x) in kept else self.wrap(x, op)
+
+        return mapped(wrapped, found)
+
+    def fail(self, error: Exception | None) -> None:
+        """Raise an error; one of a backward pass is raised by the first operation after it.
+
+        torch cannot pass on an exception of a device that is written in Python from there.
+        """
+        if error is not None and torch._C._current_graph_task_id() == -1:
+            self.pending = None
+            raise error
+        self.pending = self.pending or error
+
+    def wrap(self, raw: Tensor, op: Any = None) -> StandInTensor:
+        """Return a tensor of the device; raises torch.OutOfMemoryError where there is no room."""
+        if raw.dtype == torch.float64 and not self.float64:
+            self.fail(TypeError(f"{op} makes float64, which the device does not support"))
+        storage = raw.untyped_storage()
+        wanted = 0 if storage.data_ptr() in self.tensors else storage.nbytes()
+        if self.room is not None and self.bytes_alive + wanted > self.room:
+            alive = f"{self.bytes_alive} of {self.room} bytes are taken"
+            self.fail(torch.OutOfMemoryError(f"{op} wants {wanted} bytes, and {alive}"))
+        return StandInTensor(raw, Life(self, raw))
+
+    def count(
+        self, op: Any, args: Any, kwargs: Any, *, here: bool, away: bool, uploads: bool
+    ) -> None:
+        """Count an operation, and what it waits for."""
+        self.operations[op] += 1
+        kind = waits_for(op, args, here=here, away=away, uploads=uploads)
+        if kind == "copy from the host" and kwargs.get("non_blocking"):
+            kind = None
+        if kind is not None:
+            self.synchronisations[kind] += 1
+            self.places[kind, place()] += 1
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in == 0:
+                self.fails_in = None
+                self.fail(torch.OutOfMemoryError(f"{op}: as demanded"))
+
+    @contextmanager
+    def counted(self) -> Iterator[Counts]:
+        """Count what happens inside the block."""
+        before = self.operations.copy(), self.synchronisations.copy()
+        found, self.peak = Counts(), self.bytes_alive
+        yield found
+        found.operations = self.operations - before[0]
+        found.synchronisations = self.synchronisations - before[1]
+        found.peak = self.peak
+
+
+def waits_for(op: Any, args: Any, *, here: bool, away: bool, uploads: bool) -> str | None:
+    """Return the kind of synchronisation that an operation makes, None where it makes none."""
+    if op in COPIES and (here if not uploads else away):
+        return "copy from the host" if uploads else "copy to the host"
+    if op in INDEXED and any(x is not None and x.dtype == torch.bool for x in args[1]):
+        fills = len(args) > 2 and args[2].numel() == 1
+        return None if fills else "boolean index"
+    return READS.get(op)
+
+
+def place() -> str:
+    """Return the line of the package that is computed, `file:line`; "" outside of it."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if f"{os.sep}lightning_rlhf{os.sep}" in frame.f_code.co_filename:
+            path = frame.f_code.co_filename.rpartition(f"lightning_rlhf{os.sep}")[2]
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+class Counts:
+    """Operations, synchronisations by kind, and the most bytes alive, of a block."""
+
+    operations: Counter[Any]
+    synchronisations: Counter[str]
+    peak: int
+
+
+def is_here(device: Any) -> bool:
+    """Return whether a device argument names the stand-in."""
+    return device is not None and torch.device(device).type == NAME
+
+
+def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return arguments or results with `function` applied to each tensor; torch's is slower."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: mapped(function, x) for key, x in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([mapped(function, x) for x in tree])
+    return tree
+
+
+def tensors(*trees: Any) -> list[Tensor]:
+    """Return the tensors among arguments."""
+    found: list[Tensor] = []
+    mapped(found.append, trees)
+    return found
+
+
+def raw(x: Tensor) -> Tensor:
+    """Return the data of a tensor of the device; any other as it is."""
+    return x.raw if isinstance(x, StandInTensor) else x
+
+
+class Backend:
+    """Functions that torch asks of the module of a device."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        answers: dict[str, Any] = {
+            "is_available": True, "is_initialized": True, "_is_in_bad_fork": False,
+            "current_device": 0, "device_count": 1, "manual_seed_all": None,
+            "get_rng_state": torch.empty(0), "set_rng_state": None,
+            "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
+        }  # fmt: skip
+        if name not in answers:
+            raise AttributeError(name)
+        return lambda *args, **kwargs: answers[name]
+
+
+def lowered(op: Any) -> Callable[..., Tensor]:
+    """Return the operation as autocast computes it."""
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(NAME)
+
+        def lower(x: Tensor) -> Tensor:
+            return x.to(dtype) if x.is_floating_point() and is_here(x.device) else x
+
+        args = mapped(lower, args)
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            return op(*args, **kwargs)
+
+    return compute
+
+
+def register() -> None:
+    """Give torch the device, once in a process."""
+    if hasattr(torch, NAME):
+        return
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Backend())
+    others, ours = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    LIBRARIES.extend([others, ours])
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in LOWER:
+        ours.impl(name, lowered(getattr(aten, name).default), "AutocastPrivateUse1")

@@ -1,0 +1,183 @@
+"""How often the processor waits for the device, how much it launches, and what stays in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lightning_rlhf.core.masking import picker
+from lightning_rlhf.core.types import counted
+from lightning_rlhf.modules.ppo import TRAINING, PPOModule
+from lightning_rlhf.rollout.decode_state import ASKED
+from lightning_rlhf.rollout.static import StaticDecoding
+
+from ..modules.conftest import Outputs, fit, prompts, within_fit
+from ..modules.experiences import learn, on_policy
+from .conftest import Make, on_device
+from .device import NAME, Counts, Device
+from .test_stages import SUPERVISED
+
+FOUR = {"rollout_batch_size": 4, "minibatch_size": 4}
+NEVER = (-1,)
+"""End tokens that are never sampled."""
+BY_TOKEN = {("qwen3", "plain"): 450, ("qwen3", "fast"): 234, ("qwen3_5", "fast"): 288}
+"""Architecture, kernels -> operations that a decoded token of 2 layers launches."""
+BY_MICROBATCH = {("qwen3", "plain"): 1160, ("qwen3", "fast"): 920, ("qwen3_5", "plain"): 1470}
+"""The same of a micro-batch of the update: forward, loss and gradient."""
+IN_TRANSFORMERS = {"llama": {"item": 1}}
+"""Waits of a forward pass inside of transformers, for trunks that take one mask for all layers."""
+
+
+def ppo(make_ppo: Make, architecture: str, kernels: str, **changes: Any) -> PPOModule:
+    module: PPOModule = make_ppo(architecture, **changes)
+    module.roles._kernel_choice = kernels
+    return module
+
+
+def sampled(module: PPOModule, device: Device, longest: int) -> Counts:
+    sampler = module.collector.sampler
+    sampler.params = replace(sampler.params, max_response_tokens=longest, end_token_ids=NEVER)
+    batch = prompts(4).to(NAME)
+    with device.counted() as found:
+        sampler.sample(batch, 1, module.generator(TRAINING, 0))
+    return found
+
+
+@pytest.mark.parametrize(("architecture", "kernels"), BY_TOKEN)
+def test_a_decoded_token(make_ppo: Make, device: Device, architecture: str, kernels: str) -> None:
+    module = ppo(make_ppo, architecture, kernels).to(NAME)
+    sampled(module, device, 2)  # the fast step is checked once
+    few, many = (sampled(module, device, longest) for longest in (2, 2 + ASKED))
+    assert many.synchronisations - few.synchronisations == {"item": 1}
+    operations = many.operations.total() - few.operations.total()
+    assert operations / ASKED <= BY_TOKEN[architecture, kernels]
+
+
+@pytest.mark.parametrize(("architecture", "kernels"), [*BY_MICROBATCH, ("llama", "plain")])
+def test_a_micro_batch(make_ppo: Make, device: Device, architecture: str, kernels: str) -> None:
+    """Two more of them: nothing is read, but for what a trunk of transformers reads itself."""
+    module = ppo(make_ppo, architecture, kernels, **FOUR)
+
+    def work() -> list[Counts]:
+        batch, found = counted(on_policy(module, 4)), []
+        for rows in (2, 2, 1):
+            module.guard.microbatch.rows = rows
+            with device.counted() as counts:
+                module.update(batch, 0.1)
+            found.append(counts)
+        return found[1:]
+
+    two, four = within_fit(module, work, **on_device())
+    of_trunk = Counter(IN_TRANSFORMERS.get(architecture, {}))
+    assert two.synchronisations - of_trunk - of_trunk == {"copy to the host": 1}
+    assert four.synchronisations - two.synchronisations == of_trunk + of_trunk
+    operations = (four.operations.total() - two.operations.total()) / 2
+    assert operations <= BY_MICROBATCH.get((architecture, kernels), operations)
+    assert four.peak < two.peak  # shorter micro-batches need less
+
+
+@pytest.mark.parametrize("critic", ["head", "adapter", "model"])
+def test_the_updates_of_an_iteration(make_ppo: Make, device: Device, critic: str) -> None:
+    """The lengths are read once; then, once an update, loss, gradient and what limits compare."""
+    limits = {"target_kl": 1e9, "max_ratio": 1e9}
+    module = make_ppo(critic=critic, **FOUR | limits | {"minibatch_size": 2, "ppo_epochs": 1})
+
+    def work() -> Counts:
+        experience = on_policy(module, 4)
+        with device.counted() as found:
+            assert len(learn(module, experience, module.generator(TRAINING, 1))) == 2
+        return found
+
+    found = within_fit(module, work, **on_device())
+    assert found.synchronisations == {"copy to the host": 1 + 2}
+
+
+def test_an_iteration_leaves_nothing_behind(make_ppo: Make, device: Device) -> None:
+    """After each iteration the memory holds the same: models, optimizer, its latest batch."""
+    two = {"rollout_batch_size": 2, "minibatch_size": 2, "ppo_epochs": 1, "max_response_tokens": 2}
+    module = make_ppo(**two)
+    sampler = module.collector.sampler
+    sampler.params = replace(sampler.params, end_token_ids=NEVER)
+    alive: list[int] = []
+
+    class Alive(Outputs):
+        def on_train_batch_end(self, *args: Any) -> None:
+            gc.collect()
+            alive.append(device.bytes_alive)
+
+    fit(module, [prompts(2)] * 3, [Alive()], **on_device())
+    assert alive[1] == alive[2]
+    assert device.peak > alive[2]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+def test_fixed_shapes(
+    make_ppo: Make, device: Device, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token repeats the operations of the one before, in the same shapes; nothing waits.
+
+    It is what a CUDA graph needs. The responses are those of the loop whose shapes change.
+    """
+    monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", (NAME,))
+    module = ppo(make_ppo, architecture, "fast").to(NAME)
+    sampler, batch = module.collector.sampler, prompts(4).to(NAME)
+    expected = sampler.sample(batch, 1, module.generator(TRAINING, 0))
+    tokens: list[list[Any]] = []
+    decode = StaticDecoding.decode
+
+    def recorded(self: StaticDecoding) -> None:
+        device.record = []
+        with device.counted() as found:
+            decode(self)
+        assert not found.synchronisations
+        tokens.append(device.record)
+        device.record = None
+
+    with patch.object(StaticDecoding, "decode", recorded):
+        sampler.params = replace(sampler.params, is_static=True)
+        found = sampler.sample(batch, 1, module.generator(TRAINING, 0))
+    assert len(tokens) == 6
+    assert all(token == tokens[0] for token in tokens)
+    assert torch.equal(found.response_mask.cpu(), expected.response_mask.cpu())
+    mask = expected.mask.cpu()
+    assert torch.equal(found.tokens.cpu()[mask], expected.tokens.cpu()[mask])
+    torch.testing.assert_close(found.logprobs.cpu(), expected.logprobs.cpu(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", SUPERVISED)
+def test_the_gradient_of_a_supervised_batch(device: Device, stage: str) -> None:
+    """The masks are read once; more micro-batches read nothing more."""
+    make, data = SUPERVISED[stage]
+    module = make()
+
+    def work() -> list[Counts]:
+        batch, found = data().to(NAME), []
+        for rows in (6, 6, 2):
+            module.guard.microbatch.rows = rows
+            with device.counted() as counts:
+                module.gradient(batch)
+            found.append(counts)
+        return found[1:]
+
+    for found in within_fit(module, work, **on_device()):
+        assert found.synchronisations == {"copy to the host": 1}
+
+
+def test_a_mask_of_the_cpu_picks_what_one_of_the_device_does(device: Device) -> None:
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    x = torch.arange(12.0).view(2, 3, 2).requires_grad_()
+    there = x.detach().to(NAME).requires_grad_()
+    with device.counted() as found:
+        picked = picker(mask)(there)
+        picked.square().sum().backward()
+    assert not found.synchronisations
+    assert torch.equal(picked.detach().cpu(), x[mask])
+    x[mask].square().sum().backward()
+    assert torch.equal(there.grad.cpu(), x.grad)
+    assert torch.equal(picker(mask.to(NAME))(there).detach().cpu(), x[mask])

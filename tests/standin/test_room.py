@@ -1,0 +1,109 @@
+"""What a device other than the CPU changes besides numbers: copies, random states, advice."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_rlhf.kernels.decoding import can_decode
+from lightning_rlhf.kernels.layers import OneDNNLinear, library_class, own_class
+from lightning_rlhf.kernels.merging import merged_adapters
+from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.modules.ppo import TRAINING
+from lightning_rlhf.rollout.cache import roomy_cache
+from lightning_rlhf.stages.accelerator import LINEAR_ATTENTION, linear_attention_line
+
+from ..modules.conftest import LORA, language_model, prompts
+from .conftest import Make
+from .device import NAME, Backend, Device
+
+
+def test_no_copy_of_the_weights_where_it_strains_the_memory(
+    make_ppo: Make, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same responses, by the layers with the adapters beside, and a peak without copies."""
+    peaks, found = {}, {}
+    for free in (1e9, 1e4):
+        monkeypatch.setattr("lightning_rlhf.models.roles.available_memory", lambda _, f=free: f)
+        module = make_ppo()
+        module.roles._kernel_choice = "fast"
+        module.to(NAME)
+        context: Any = warnings.catch_warnings()
+        if free == 1e4:
+            context = pytest.warns(UserWarning, match=r"no copies .* model\.kernels=plain")
+        with context, device.counted() as counts:
+            found[free] = module.collector.sampler.sample(
+                prompts(4).to(NAME), 1, module.generator(TRAINING, 0)
+            )
+        peaks[free] = counts.peak - device.bytes_alive
+        assert module.roles.has_room == (free == 1e9)
+    mask = found[1e9].mask.cpu()
+    assert torch.equal(found[1e4].mask.cpu(), mask)
+    assert torch.equal(found[1e4].tokens.cpu()[mask], found[1e9].tokens.cpu()[mask])
+    torch.testing.assert_close(
+        found[1e4].logprobs.cpu(), found[1e9].logprobs.cpu(), rtol=1e-5, atol=1e-5
+    )
+    assert peaks[1e4] < peaks[1e9]
+
+
+def test_the_cpu_copies_whatever_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rlhf.models.roles.available_memory", lambda _: 0)
+    assert Roles(language_model("qwen3")).has_room
+
+
+def test_a_new_adapter_leaves_the_random_state_of_devices_alone(device: Device) -> None:
+    asked: list[str] = []
+
+    def answers(self: Backend, name: str) -> Any:
+        asked.append(name)
+        return before(self, name)
+
+    before = Backend.__getattr__
+    roles = Roles(language_model("qwen3"))
+    with patch.object(Backend, "__getattr__", answers):
+        roles.add_adapter(POLICY, LORA)
+    assert "get_rng_state" not in asked
+    assert "set_rng_state" not in asked
+
+
+def test_one_line_where_linear_attention_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(kind: str, device: str, present: tuple[str, ...] = ()) -> str | None:
+        monkeypatch.setattr(
+            "lightning_rlhf.stages.accelerator.find_spec", lambda name: name in present or None
+        )
+        config = SimpleNamespace(layer_types=[kind, "full_attention"], model_type="qwen3_5")
+        roles: Any = SimpleNamespace(
+            device=torch.device(device), causal_lm=SimpleNamespace(config=config)
+        )
+        return linear_attention_line(roles)
+
+    found = line("linear_attention", "cuda", present=("causal_conv1d",))
+    assert found is not None
+    assert "without flash-linear-attention;" in found
+    assert "pip install 'lightning-rlhf[gpu]'" in found
+    assert line("linear_attention", "cuda", present=tuple(LINEAR_ATTENTION)) is None
+    assert line("linear_attention", "cpu") is None
+    assert line("full_attention", "cuda") is None
+
+
+def test_layers_of_fsdp_are_known_by_their_own_class() -> None:
+    """As `fully_shard` makes them; a class that a user derives stays unknown."""
+    roles = Roles(language_model("qwen3"))
+    roles.add_adapter(POLICY, LORA)
+    assert roles.kernels.kind == "fast"
+    for layer in roles.causal_lm.modules():
+        kind = type(layer)
+        layer.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    linear = roles.causal_lm.base_model.layers[0].mlp.up_proj.base_layer
+    assert own_class(linear) is OneDNNLinear
+    assert library_class(roles.causal_lm.base_model.norm).__name__ == "Qwen3RMSNorm"
+    assert can_decode(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+    with merged_adapters(roles.causal_lm):
+        assert isinstance(roles.causal_lm.base_model.layers[0].mlp.up_proj, nn.Linear)

@@ -1,0 +1,176 @@
+"""Every stage on a device that is not the CPU: the same numbers, and no float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.core.types import IterationBatch, Record
+from lightning_rlhf.models.roles import POLICY, SFT, Roles
+from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.modules.ppo import EVALUATION
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.sft import SFTModule
+
+from ..modules.conftest import (
+    LORA,
+    Outputs,
+    dpo_config,
+    fit,
+    language_model,
+    parameters,
+    prompts,
+    rm_config,
+    rm_roles,
+    sft_config,
+    sft_roles,
+    shake,
+)
+from ..modules.test_dpo import preferences as dpo_pairs
+from ..modules.test_reward import preferences
+from ..modules.test_sft import demonstrations
+from .conftest import Make, on_device
+from .device import NAME, Device, register
+
+SHORT = {"rollout_batch_size": 4, "minibatch_size": 4, "ppo_epochs": 1, "max_response_tokens": 5}
+NO_CRITIC = {"advantage": "grpo", "samples_per_prompt": 2, "whiten_advantages": "none"}
+PPO: dict[str, dict[str, Any]] = {
+    "head": {"critic": "head", "target_kl": 10.0, "max_ratio": 10.0},
+    "adapter": {"critic": "adapter", "whiten_advantages": "minibatch"},
+    "model": {"critic": "model", "score_normalization": "running"},
+    "none": NO_CRITIC,
+    "hf": {"rollout": "hf"},
+}
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[Device]:
+    """The device without float64."""
+    register()
+    with Device(float64=False) as found:
+        yield found
+
+
+def numbers(record: Any) -> dict[str, Tensor]:
+    """Tensors of a record, on the CPU."""
+    found = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: x.cpu() for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def close(found: Any, expected: Any, atol: float = 1e-6) -> None:
+    """Every tensor of a record is that of the other, real tokens and masks exactly.
+
+    atol: of log-probabilities and losses; differences and norms of them may have ten times as much.
+    """
+    found, expected = numbers(found), numbers(expected)
+    assert found.keys() == expected.keys()
+    for record in (found, expected):
+        if "tokens" in record and "mask" in record:
+            record["tokens"] = torch.where(record["mask"], record["tokens"], 0)
+    for name, x in found.items():
+        allowed = atol if name.endswith(("logprobs", "loss")) else 10 * atol
+        torch.testing.assert_close(
+            x, expected[name], rtol=1e-5, atol=allowed, msg=lambda fault, n=name: f"{n}: {fault}"
+        )
+
+
+def trained(module: L.LightningModule, batch: Record, **where: Any) -> Any:
+    """Result of one training step."""
+    outputs = Outputs()
+    fit(module, [batch], [outputs], **where)
+    return outputs.steps[0]
+
+
+@pytest.mark.parametrize("kind", PPO)
+def test_ppo(make_ppo: Make, kind: str) -> None:
+    changes = SHORT | PPO[kind]
+    rows = 4 // changes.get("samples_per_prompt", 1)
+    modules = [make_ppo(**changes) for _ in range(2)]
+    expected = trained(modules[0], prompts(rows))
+    found = trained(modules[1], prompts(rows), **on_device())
+    close(found.experience, expected.experience)
+    assert len(found.updates) == len(expected.updates) == 1
+    close(found.updates[0], expected.updates[0])
+    for name, weight in parameters(modules[1]).items():
+        # Adam divides by the size of a gradient, of which rounding may be all there is.
+        expected_weight = modules[0].get_parameter(name).detach()
+        assert (weight.cpu() - expected_weight).abs().max() < 2.1e-2, name
+
+
+def test_ppo_on_linear_attention(make_ppo: Make) -> None:
+    modules = [make_ppo("qwen3_5", spread=0.05, **SHORT) for _ in range(2)]
+    expected = trained(modules[0], prompts(4))
+    found = trained(modules[1], prompts(4), **on_device())
+    close(found.experience, expected.experience, atol=1e-5)
+
+
+def test_unchanged_weights_have_ratio_1_in_16_bits(make_ppo: Make) -> None:
+    """Sampling and update round alike: the log-probabilities of both are of the same weights."""
+    module = make_ppo(**SHORT | PPO["adapter"])
+    step = trained(module, prompts(4), **on_device("bf16-mixed"))
+    assert abs(step.updates[0].ratio_max.item() - 1) < 0.05
+    assert step.updates[0].nonfinite.item() == 0
+
+
+def dpo_roles() -> Roles:
+    roles = Roles(language_model("qwen3"))
+    roles.add_adapter(POLICY, LORA)
+    shake(roles, f".{POLICY}.", seed=3)
+    return roles
+
+
+SUPERVISED: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
+    SFT: (lambda: SFTModule(sft_roles("qwen3"), sft_config()), demonstrations),
+    "rm": (lambda: RewardModule(rm_roles("qwen3"), rm_config(), seed=0), preferences),
+    "dpo": (lambda: DPOModule(dpo_roles(), dpo_config()), dpo_pairs),
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", SUPERVISED)
+def test_supervised_stages(stage: str, precision: str) -> None:
+    make, data = SUPERVISED[stage]
+    found = trained(make(), data(), **on_device(precision))
+    expected = trained(make(), data())
+    exact = precision == "32-true"
+    torch.testing.assert_close(
+        found.loss.cpu(), expected.loss, rtol=1e-5 if exact else 0.05, atol=1e-6
+    )
+    torch.testing.assert_close(
+        found.grad_norm.cpu(), expected.grad_norm, rtol=1e-5 if exact else 0.2, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("stage", SUPERVISED)
+def test_replayed_rows(stage: str) -> None:
+    make, data = SUPERVISED[stage]
+    modules = [make() for _ in range(2)]
+    expected = modules[0].predict_step(data(), 0)
+    found = modules[1].to(NAME).predict_step(data().to(NAME), 0)
+    close(found, expected, atol=1e-5)
+
+
+def test_replayed_updates_and_evaluation(make_ppo: Make) -> None:
+    """A recorded iteration learns from the same batch; an evaluation samples held-out prompts."""
+    modules = [make_ppo(**SHORT) for _ in range(3)]
+    recorded = trained(modules[0], prompts(4)).experience
+    shuffle = torch.Generator().manual_seed(1).get_state()
+    batch = IterationBatch(experience=recorded, kl_coef=0.1, shuffle=shuffle)
+    expected, found = (
+        trained(module, batch, **where)
+        for module, where in ((modules[1], {}), (modules[2], on_device()))
+    )
+    close(found.updates[0], expected.updates[0])
+    of_device, of_cpu = modules[2].to(NAME), modules[1]
+    close(of_device.predict_step(batch.to(NAME), 0), of_cpu.predict_step(batch, 0), atol=1e-2)
+    rollouts = [
+        module.collector.roll_out(prompts(4).to(module.device), module.generator(EVALUATION, 0))
+        for module in (of_device, of_cpu)
+    ]
+    assert rollouts[0].tokens.shape[0] == rollouts[1].tokens.shape[0]
