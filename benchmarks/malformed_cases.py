@@ -252,7 +252,8 @@ SPELLINGS = [
     "data.max_val_rows=0", "data.max_prompt_tokens=1", "data.max_response_tokens=1",
     "data.chat_template_kwargs=x", "+data.chat_template_kwargs.messages=x", "data.judge=x",
     "data.judge=x.py:f", "data.pool_batches=1000000000000", "trainer.accelerator=gpu",
-    "trainer.devices=0", "trainer.num_nodes=2", "trainer.precision=x", "trainer.threads=-1", "trainer.threads=100000",
+    "trainer.devices=0", "trainer.num_nodes=2", "trainer.precision=x", "trainer.threads=-1",
+    "trainer.threads=100000",
 ]  # fmt: skip
 """Command line arguments that are invalid, or only barely valid."""
 WORDS = [

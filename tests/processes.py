@@ -22,11 +22,17 @@ SECONDS = 120
 """Longest time that the processes may take."""
 
 
-def forked(size: int, work: Callable[[], Any], folder: Path) -> list[Any]:
+TORCHRUN = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+SRUN = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
+
+
+def forked(
+    size: int, work: Callable[[], Any], folder: Path, names: tuple[str, str, str] = TORCHRUN
+) -> list[Any]:
     """What `work` returned in each of `size` processes, or the exception that it raised there.
 
     The processes start with copies of all that this one holds, and with the environment of
-    processes that torchrun started.
+    processes that torchrun or srun started.
     """
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
@@ -35,7 +41,10 @@ def forked(size: int, work: Callable[[], Any], folder: Path) -> list[Any]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     children = []
     for rank in range(size):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+        place = dict(zip(names, map(str, (rank, size, rank)), strict=True))
+        if names == SRUN:
+            place |= {"SLURM_NTASKS": str(size), "SLURM_NTASKS_PER_NODE": str(size)}
+            place |= {"SLURM_JOB_ID": "1", "SLURM_NODEID": "0"}
         file = folder / f"{rank}_of_{size}.pt"
         file.unlink(missing_ok=True)
         arguments = address | place, work, file

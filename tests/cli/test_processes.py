@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ..processes import forked
+from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
 from .test_pipeline import start, wait_for
 
@@ -79,6 +79,14 @@ def test_two_processes_leave_what_one_does(place: Workplace, stage: str) -> None
     assert tree(two).keys() == tree(one).keys()
     assert_close(two / "final", one / "final")
     assert_same_rows(two, one)
+
+
+def test_slurm_starts_the_processes(place: Workplace, tmp_path: Path) -> None:
+    words = (*MINI, "stage=sft", "run=slurm", "trainer.devices=2", "sft.epochs=0.25")
+    first, second = forked(2, lambda: place.call(*words), tmp_path, SRUN)
+    assert (first.status, second.status) == (0, 0), first.err
+    assert "computing on the CPU in 2 processes" in first.out
+    assert (place.stage("sft", "slurm") / "final" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
