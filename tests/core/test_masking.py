@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf.core.masking import (
-    alone,
     from_first_real,
     masked_moments,
     masked_rescale,
@@ -31,7 +30,7 @@ def test_numbers_that_are_all_alike_whiten_to_0(value: float, shape: tuple[int, 
     """Their mean, rounded, must not pass for a deviation beside the 1e-8 under the root."""
     x, mask = torch.full(shape, value), torch.ones(shape, dtype=torch.bool)
     mask[0, -1] = False
-    assert masked_moments(x, mask, alone)[1] == 0
+    assert masked_moments(x, mask)[1] == 0
     assert masked_whiten(x, mask).abs().max() == 0
 
 
@@ -53,7 +52,7 @@ def test_moments_whitening_and_rescaling_by_hand() -> None:
     # 1, 2, 6, 3: mean 3, deviations -2, -1, 3, 0, population variance (4 + 1 + 9 + 0) / 4 = 7/2.
     # The unbiased variance would be 14/3. Rescaled keeps the mean.
     deviations = torch.tensor([[-2.0, -1.0, 0.0], [3.0, 0.0, 0.0]], dtype=torch.float64)
-    mean, variance = masked_moments(X, MASK, alone)
+    mean, variance = masked_moments(X, MASK)
     assert (mean.item(), variance.item()) == (3, 3.5)
     white = deviations / math.sqrt(3.5 + 1e-8)
     close(masked_whiten(X, MASK), white)

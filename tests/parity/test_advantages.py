@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.advantages import gae
-from lightning_rlhf.core.masking import alone, masked_moments
+from lightning_rlhf.core.masking import masked_moments
 
 from .conftest import close
 from .ours import experience_of
@@ -75,7 +75,7 @@ def test_with_gamma_and_lambda_1_only_the_variance_differs() -> None:
     trl = trl_iteration(gamma=1.0, lam=1.0)
     ours = experience_of(trl, whiten_advantages="batch")
     close(ours.returns, torch.where(trl.mask, trl.batch["returns"], 0))
-    _, variance = masked_moments(trl.advantages, trl.mask, alone)
+    _, variance = masked_moments(trl.advantages, trl.mask)
     factor = spread(variance, int(trl.mask.sum()))
     close(ours.advantages, trl.batch["advantages"] * factor)
 

@@ -164,7 +164,7 @@ def test_score_is_paid_one_position_later(estimator: str) -> None:
 def test_whitened_rewards_of_one_mask_differ_by_the_variance() -> None:
     trl = trl_iteration(whiten_rewards=True)
     rewards, theirs = trl.whitened[0]
-    mean, variance = masked_moments(rewards, trl.mask_p1, lambda x: x)
+    mean, variance = masked_moments(rewards, trl.mask_p1)
     ours = masked_rescale(rewards, trl.mask_p1)
     factor = spread(variance, int(trl.mask_p1.sum()))
     close((ours - mean)[trl.mask_p1], (theirs - mean)[trl.mask_p1] * factor)

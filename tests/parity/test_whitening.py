@@ -23,7 +23,7 @@ def spread(variance: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def test_mean_and_population_variance() -> None:
     mask, x, _ = ragged(rows=7, width=9, seed=0)
-    mean, variance = masking.masked_moments(x, mask, masking.alone)
+    mean, variance = masking.masked_moments(x, mask)
     close(mean, masked_mean(x, mask))
     close(variance, masked_var(x, mask, unbiased=False))
 
@@ -31,14 +31,14 @@ def test_mean_and_population_variance() -> None:
 def test_variance_differs_by_bessels_correction() -> None:
     mask, x, _ = ragged(rows=7, width=9, seed=0)
     tokens = int(mask.sum())
-    _, variance = masking.masked_moments(x, mask, masking.alone)
+    _, variance = masking.masked_moments(x, mask)
     close(masked_var(x, mask), variance * tokens / (tokens - 1))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whitening_to_mean_0_differs_by_the_variance(seed: int) -> None:
     mask, x, _ = ragged(rows=7, width=9, seed=seed)
-    _, variance = masking.masked_moments(x, mask, masking.alone)
+    _, variance = masking.masked_moments(x, mask)
     ours, theirs = masking.masked_whiten(x, mask)[mask], masked_whiten(x, mask)[mask]
     factor = spread(variance, int(mask.sum()))
     close(ours, theirs * factor)
@@ -48,7 +48,7 @@ def test_whitening_to_mean_0_differs_by_the_variance(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_whitening_about_the_mean_differs_by_the_variance(seed: int) -> None:
     mask, x, _ = ragged(rows=7, width=9, seed=seed)
-    mean, variance = masking.masked_moments(x, mask, masking.alone)
+    mean, variance = masking.masked_moments(x, mask)
     ours = masking.masked_rescale(x, mask)[mask]
     theirs = masked_whiten(x, mask, shift_mean=False)[mask]
     close(ours - mean, (theirs - mean) * spread(variance, int(mask.sum())))

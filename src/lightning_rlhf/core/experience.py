@@ -17,7 +17,7 @@ from lightning_rlhf.core.advantages import (
     rewards_to_go,
 )
 from lightning_rlhf.core.kl import ESTIMATORS, k1
-from lightning_rlhf.core.masking import Total, alone, masked_rescale, masked_whiten
+from lightning_rlhf.core.masking import masked_rescale, masked_whiten
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import (
     AS_IT_IS,
@@ -40,7 +40,6 @@ def make_experience(
     kl_coef: float,
     moments: ScoreMoments,
     terms: Sequence[Term] = AS_IT_IS,
-    total: Total = alone,
 ) -> Experience:
     """Return the Experience that PPO's update needs, from a rollout and its scores.
 
@@ -56,10 +55,10 @@ def make_experience(
     else:
         rewards = shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
     if config.whiten_rewards:
-        rewards = masked_rescale(rewards, mask, total)
+        rewards = masked_rescale(rewards, mask)
     advantages, returns = estimate(rewards, rollout, config)
     if config.whiten_advantages == "batch":
-        advantages = masked_whiten(advantages, mask, total)
+        advantages = masked_whiten(advantages, mask)
     return Experience(
         tokens=rollout.tokens,
         mask=rollout.mask,

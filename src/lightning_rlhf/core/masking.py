@@ -8,14 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Total = Callable[[Tensor], Tensor]
-"""Function that sums a tensor over all processes."""
-
-
-def alone(x: Tensor) -> Tensor:
-    """Return `x`: the total of a single process."""
-    return x
-
 
 def by_length(mask: Bool[Tensor, "B S"]) -> Int[Tensor, " B"]:
     """Return the row numbers from the shortest to the longest row, to save padding."""
@@ -77,37 +69,33 @@ def masked_sum(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, 
 
 
 def masked_moments(
-    x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total
+    x: Float[Tensor, ...], mask: Bool[Tensor, ...]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return the mean and population variance of the real elements of all processes.
+    """Return the mean and population variance of the real elements.
 
     The population variance divides by the count, not by the count minus one, so that appending a
     copy of the batch changes nothing. The mean is corrected once by the mean of the residuals, so
     that equal numbers have variance 0, however large they are.
     """
     x = torch.where(mask, x, 0)
-    count = total(mask.sum())
-    mean = total(x.sum()) / count
-    mean = mean + total(masked_sum(x - mean, mask)) / count
-    return mean, total(masked_sum((x - mean) ** 2, mask)) / count
+    count = mask.sum()
+    mean = x.sum() / count
+    mean = mean + masked_sum(x - mean, mask) / count
+    return mean, masked_sum((x - mean) ** 2, mask) / count
 
 
-def masked_whiten(
-    x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total = alone
-) -> Float[Tensor, ...]:
+def masked_whiten(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ...]:
     """Shift and scale the real elements of `x` to mean 0 and variance 1.
 
         (x - mean) / sqrt(var + 1e-8)
 
     Mean and variance are those of `masked_moments`. Returns 0 on padding.
     """
-    mean, variance = masked_moments(x, mask, total)
+    mean, variance = masked_moments(x, mask)
     return torch.where(mask, (torch.where(mask, x, 0) - mean) * torch.rsqrt(variance + 1e-8), 0)
 
 
-def masked_rescale(
-    x: Float[Tensor, ...], mask: Bool[Tensor, ...], total: Total = alone
-) -> Float[Tensor, ...]:
+def masked_rescale(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ...]:
     """Scale the real elements of `x` about their mean to variance 1; the mean stays.
 
         (x - mean) / sqrt(var + 1e-8) + mean
@@ -115,5 +103,5 @@ def masked_rescale(
     Returns 0 on padding. Source: Huang et al. 2024, detail 24,
     https://arxiv.org/abs/2403.17031
     """
-    mean, _ = masked_moments(x, mask, total)
-    return torch.where(mask, masked_whiten(x, mask, total) + mean, 0)
+    mean, _ = masked_moments(x, mask)
+    return torch.where(mask, masked_whiten(x, mask) + mean, 0)

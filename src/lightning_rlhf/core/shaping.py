@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.masking import Total, alone
 from lightning_rlhf.core.ppo_config import MissingEOS, PPOConfig
 from lightning_rlhf.core.types import Experience, Scores
 
@@ -33,15 +32,15 @@ class RunningMoments:
         variance = self.squares / self.count if self.count else 0.0
         return math.sqrt(variance) if variance > 0 else 1.0
 
-    def including(self, score: Float[Tensor, " B"], total: Total = alone) -> RunningMoments:
-        """Return the moments after another batch, over all processes.
+    def including(self, score: Float[Tensor, " B"]) -> RunningMoments:
+        """Return the moments after another batch.
 
         Source: Chan et al. 1983, eq. 2.1, https://doi.org/10.1080/00031305.1983.10483115
         """
         score = score.cpu().double()  # not every device has float64
-        added = int(total(torch.tensor(len(score))))
-        mean = total(score.sum()) / added
-        squares = float(total(((score - mean) ** 2).sum()))
+        added = len(score)
+        mean = score.sum() / added
+        squares = float(((score - mean) ** 2).sum())
         count, shift = self.count + added, float(mean) - self.mean
         return RunningMoments(
             count=count,
@@ -65,12 +64,12 @@ class ScoreMoments:
         """Return the moments before the first score."""
         return cls(NO_SCORES, (NO_SCORES,) * components)
 
-    def including(self, scores: Scores | Experience, total: Total = alone) -> ScoreMoments:
-        """Return the moments after another batch, over all processes."""
+    def including(self, scores: Scores | Experience) -> ScoreMoments:
+        """Return the moments after another batch."""
         parts = zip(self.components, scores.component_scores.cpu().unbind(dim=1), strict=True)
         return ScoreMoments(
-            self.whole.including(scores.score, total),
-            tuple(seen.including(part, total) for seen, part in parts),
+            self.whole.including(scores.score),
+            tuple(seen.including(part) for seen, part in parts),
         )
 
     def state_dict(self) -> dict[str, Any]:
