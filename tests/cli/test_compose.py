@@ -508,7 +508,7 @@ def test_a_missing_key_is_named() -> None:
         ("seed=-1", "seed"),
         ("resume=1.5", "resume"),
         ("overwrite=maybe", "overwrite"),
-        ("trainer.devices=2", "trainer.devices"),
+        ("trainer.devices=0", "trainer.devices"),
         ("trainer.precision=16", "trainer.precision"),
         ("trainer.log_every_n_steps=often", "trainer.log_every_n_steps"),
         ("trainer.threads=0", "trainer.threads"),
