@@ -64,10 +64,10 @@ FINAL, LAST, EARLIER, SAME = "ppo", "ppo step 3", "ppo step 2", "mini/sft"
 @pytest.fixture(scope="module")
 def evaluated(pipeline: Workplace) -> Evaluated:
     """The policy of PPO as `final/` and as two of its checkpoints, and the SFT model once more."""
-    (pipeline.folder / "judge.py").write_text(JUDGE)
+    (pipeline.folder / "data" / "judge.py").write_text(JUDGE)
     before = tree(pipeline.stage("ppo"))
     outcome = call(
-        pipeline, "data.judge=judge.py:halves", "logger=wandb", "eval_policy.best_of=3"
+        pipeline, "data.judge=data/judge.py:halves", "logger=wandb", "eval_policy.best_of=3"
     ).succeeded
     assert tree(pipeline.stage("ppo")) == before
     return Evaluated(pipeline, outcome.out)

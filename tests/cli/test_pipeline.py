@@ -141,7 +141,7 @@ def test_the_reward_is_standardised_with_what_its_manifest_says(
 
 
 def test_nothing_but_outputs_is_left_where_one_stands(pipeline: Workplace) -> None:
-    assert {path.name for path in pipeline.folder.iterdir()} == {"data", "outputs"}
+    assert {path.name for path in pipeline.folder.iterdir()} == {"README.md", "data", "outputs"}
 
 
 def test_no_library_talks_at_every_checkpoint(finished: Workplace) -> None:

@@ -27,12 +27,12 @@ def read(file: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ranked(pipeline: Workplace) -> Path:
     """Responses of PPO's policy to the training prompts, ranked by their length."""
-    (pipeline.folder / "reward.py").write_text(REWARD)
-    (pipeline.folder / "length_judge.py").write_text(JUDGE)
+    (pipeline.folder / "data" / "reward.py").write_text(REWARD)
+    (pipeline.folder / "data" / "length_judge.py").write_text(JUDGE)
     before = tree(pipeline.stage("ppo"))
     outcome = pipeline.mini(
         "stage=rank", "run=ranked", f"rank.policy={pipeline.stage('ppo')}/final",
-        "reward=function", "reward.path=reward.py:longer", "data.judge=length_judge.py:short",
+        "reward=function", "reward.path=data/reward.py:longer", "data.judge=data/length_judge.py:short",
         "rank.samples_per_prompt=4", "rank.batch_size=8", "rank.max_prompts=6",
         "rank.accept_above=10", "rank.stop_strings=[e,a,o]", sft_of(pipeline),
     )  # fmt: skip
@@ -88,14 +88,14 @@ def test_sft_and_rm_read_them(ranked: Path, pipeline: Workplace) -> None:
 def test_the_sft_model_responds_by_default_and_the_seed_fixes_it(pipeline: Workplace) -> None:
     def run(name: str) -> list[dict[str, Any]]:
         outcome = pipeline.mini(
-            "stage=rank", f"run={name}", "reward=function", "reward.path=reward.py:longer",
+            "stage=rank", f"run={name}", "reward=function", "reward.path=data/reward.py:longer",
             "rank.samples_per_prompt=2", "rank.prompts=val", "rank.stop_strings=[e,a,o]",
             sft_of(pipeline),
         )  # fmt: skip
         assert outcome.succeeded
         return read(pipeline.stage("rank", name) / "final" / "samples.jsonl")
 
-    (pipeline.folder / "reward.py").write_text(REWARD)
+    (pipeline.folder / "data" / "reward.py").write_text(REWARD)
     once = run("once")
     assert once == run("twice")
     assert all(abs(s["kl"]) < 1e-4 for s in once)

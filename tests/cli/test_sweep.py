@@ -349,7 +349,7 @@ def test_many_and_long_overrides_make_a_folder_all_the_same(finished: Workplace)
 
 def test_nothing_but_outputs_is_left_where_one_stands(clean_sweep: Workplace) -> None:
     left = {path.name for path in clean_sweep.folder.iterdir()}
-    assert left == {"data", "outputs"}
+    assert left == {"README.md", "data", "outputs"}
 
 
 @pytest.mark.parametrize(
