@@ -32,7 +32,8 @@ def ranked(pipeline: Workplace) -> Path:
     before = tree(pipeline.stage("ppo"))
     outcome = pipeline.mini(
         "stage=rank", "run=ranked", f"rank.policy={pipeline.stage('ppo')}/final",
-        "reward=function", "reward.path=data/reward.py:longer", "data.judge=data/length_judge.py:short",
+        "reward=function", "reward.path=data/reward.py:longer",
+        "data.judge=data/length_judge.py:short",
         "rank.samples_per_prompt=4", "rank.batch_size=8", "rank.max_prompts=6",
         "rank.accept_above=10", "rank.stop_strings=[e,a,o]", sft_of(pipeline),
     )  # fmt: skip
