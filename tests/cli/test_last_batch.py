@@ -61,10 +61,10 @@ def place(finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     logprobs = SFTModule.logprobs
 
-    def spoiled(self: SFTModule, batch: Demonstrations) -> Tensor:
+    def spoiled(self: SFTModule, batch: Demonstrations, *targets: Tensor) -> Tensor:
         counts = batch.target_mask.sum(dim=1)
         is_spoiled = (counts > LONG).repeat_interleave(counts)
-        return torch.where(is_spoiled, torch.nan, 1.0) * logprobs(self, batch)
+        return torch.where(is_spoiled, torch.nan, 1.0) * logprobs(self, batch, *targets)
 
     monkeypatch.setattr(SFTModule, "logprobs", spoiled)
     return finished
@@ -221,8 +221,8 @@ def test_a_gradient_that_is_not_finite_is_told_where_the_loss_is(
     """sqrt(x - x) adds 0, but its gradient is infinity times 0: of a quarter of the rows or so."""
     logprobs = SFTModule.logprobs
 
-    def spoiled(self: SFTModule, batch: Demonstrations) -> Tensor:
-        found = logprobs(self, batch)
+    def spoiled(self: SFTModule, batch: Demonstrations, *targets: Tensor) -> Tensor:
+        found = logprobs(self, batch, *targets)
         counts = batch.target_mask.sum(dim=1)
         is_spoiled = (batch.tokens.sum(dim=1) % 4 == 1).repeat_interleave(counts)
         return found + torch.where(is_spoiled, (found - found).sqrt(), 0)
