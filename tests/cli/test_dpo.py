@@ -81,7 +81,7 @@ def test_its_policies_are_compared_with_those_of_ppo(trained: Workplace) -> None
     final = trained.outputs / "default" / "mini" / "kept" / "eval_policy" / "final"
     samples = [json.loads(line)["responses"] for line in (final / "samples.jsonl").open()]
     for sample in samples:
-        assert sample["dpo"]["response"] == sample["000006"]["response"]
+        assert sample["dpo"]["response"] == sample["dpo step 6"]["response"]
 
 
 @torch.no_grad()
@@ -152,8 +152,8 @@ def test_the_batch_that_no_update_can_be_made_of_is_kept_and_replayed(
 ) -> None:
     scores = DPOModule.logprobs
 
-    def spoiled(self: DPOModule, role: str, tokens: Tensor, targets: Tensor) -> Tensor:
-        found = scores(self, role, tokens, targets)
+    def spoiled(self: DPOModule, role: str, tokens: Tensor, *targets: Tensor) -> Tensor:
+        found = scores(self, role, tokens, *targets)
         return torch.where(tokens.sum(dim=1) % 3 == 1, torch.nan, 1.0) * found
 
     monkeypatch.setattr(DPOModule, "logprobs", spoiled)

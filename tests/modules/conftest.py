@@ -322,10 +322,11 @@ def fit(
     device: arguments of the Trainer for another device.
     """
     is_evaluated = len(held_out) > 0
+    place: dict[str, Any] = {"accelerator": "cpu", "devices": world().size}
+    if world().size > 1:
+        place["strategy"] = strategy()
     trainer = L.Trainer(
-        **(device or {"accelerator": "cpu"}),
-        devices=world().size,
-        strategy=strategy() if world().size > 1 else "auto",
+        **({"devices": 1} | device if device else place),
         use_distributed_sampler=False,
         max_epochs=1,
         logger=False,

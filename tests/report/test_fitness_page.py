@@ -11,12 +11,13 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from matplotlib.image import imread
 
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Message, Preference
 from lightning_rlhf.report.fitness_page import Written, write_fitness
 from lightning_rlhf.report.glossary import GLOSSARY
-from lightning_rlhf.report.markdown import counted, plain, table
+from lightning_rlhf.report.markdown import plain, table
 from lightning_rlhf.report.probing import measure_probes
 from lightning_rlhf.report.scored import ScoredProbe, ScoredSample
 
