@@ -7,6 +7,7 @@ user would give presets of his own.
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import hashlib
 import io
@@ -20,11 +21,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from matplotlib.figure import Figure
 
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.names import MACHINE
@@ -160,6 +164,45 @@ CONSOLE = [str(Path(sys.executable).with_name("lightning-rlhf"))]
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _files_of_conf_are_parsed_once() -> Iterator[None]:
+    """Hydra reads each of some fifty files twice a command, by a parser written in Python."""
+    parse, parsed = yaml.load, dict[str, Any]()
+
+    def load(source: Any, Loader: Any) -> Any:
+        if Loader.__name__ != "OmegaConfLoader" or not hasattr(source, "read"):
+            return parse(source, Loader=Loader)
+        start = source.tell()
+        text = source.read()
+        if text not in parsed:
+            source.seek(start)  # for the name of the file in the message of an error
+            parsed[text] = parse(source, Loader=Loader)
+        return copy.deepcopy(parsed[text])
+
+    with patch.object(yaml, "load", load):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_are_rendered_once() -> Iterator[None]:
+    """Curves are drawn for every run, and the first rendering is written for all of them.
+
+    The pictures themselves are looked at in tests/report.
+    """
+    render, rendered = Figure.savefig, list[bytes]()
+
+    def savefig(self: Figure, file: Any, **options: Any) -> None:
+        if not rendered or options.keys() != {"dpi"}:
+            render(self, file, **options)
+            if options.keys() == {"dpi"}:
+                rendered.append(Path(file).read_bytes())
+            return
+        Path(file).write_bytes(rendered[0])
+
+    with patch.object(Figure, "savefig", savefig):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -145,7 +145,7 @@ def assert_all_same(found: list[dict[str, Any]], expected: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     ("case", "size"),
-    [*((case, 2) for case in CASES), ("head", 3), ("fewer rows than processes", 3)],
+    [*((case, 2) for case in CASES), ("head", 3)],
 )
 def test_ppo_in_several_processes(make_ppo: Make, case: str, size: int, tmp_path: Path) -> None:
     config = CASES[case]
