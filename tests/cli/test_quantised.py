@@ -12,6 +12,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -114,7 +115,7 @@ def matrices() -> dict[int, tuple[int, ...]]:
     return {
         x.data_ptr(): tuple(x.shape)
         for x in gc.get_objects()
-        if isinstance(x, torch.Tensor) and x.ndim == 2 and x.is_floating_point()
+        if type(x) in (torch.Tensor, nn.Parameter) and x.ndim == 2 and x.is_floating_point()
     }
 
 
