@@ -70,8 +70,8 @@ class Sampler(Protocol):
         """Return responses to each prompt, drawn from softmax(logits / temperature).
 
         Args:
-            prompts: left-padded prompts, on the device of the models: a batch, or a part of it where
-                several processes divide it or the memory runs out.
+            prompts: left-padded prompts, on the device of the models. They are a part of a batch
+                where several processes divide it, or where the memory runs out.
             samples_per_prompt: number of responses to each prompt.
             generator: source of everything random, on the CPU: the same state gives the same
                 responses.
