@@ -15,9 +15,7 @@ from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 from lightning_rlhf.modules.optim import (
     backward,
-    clip_gradients,
     log_headline,
-    sum_gradients,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import dpo_compute
@@ -69,10 +67,7 @@ class DPOModule(SupervisedModule):
             before the update.
         """
         share, scores = self.accumulate(batch)
-        loss = self.replicas.sum(share)
-        sum_gradients(self)
-        grad_norm = clip_gradients(self, self.config.max_grad_norm)
-        return loss, grad_norm, self.joined(scores, batch)
+        return *self.clipped(share), self.joined(scores, batch)
 
     @halving_microbatches
     def accumulate(self, batch: Preferences) -> tuple[Tensor, list[DPOScores]]:

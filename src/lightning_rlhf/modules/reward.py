@@ -17,9 +17,7 @@ from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import REWARD, Roles
 from lightning_rlhf.modules.optim import (
     backward,
-    clip_gradients,
     log_headline,
-    sum_gradients,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import reward_compute
@@ -67,10 +65,7 @@ class RewardModule(SupervisedModule):
             before the update.
         """
         share, scores = self.accumulate(batch)
-        loss = self.replicas.sum(share)
-        sum_gradients(self)
-        grad_norm = clip_gradients(self, self.config.max_grad_norm)
-        return loss, grad_norm, self.joined(scores, batch)
+        return *self.clipped(share), self.joined(scores, batch)
 
     @halving_microbatches
     def accumulate(self, batch: Preferences) -> tuple[Tensor, list[PairScores]]:

@@ -14,9 +14,7 @@ from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     backward,
-    clip_gradients,
     log_headline,
-    sum_gradients,
     zero_gradients,
 )
 from lightning_rlhf.modules.step_compute import sft_compute
@@ -58,9 +56,7 @@ class SFTModule(SupervisedModule):
 
         Returns: the loss, and the norm of its gradient before clipping, 0-d.
         """
-        loss = self.replicas.sum(self.accumulate(batch))
-        sum_gradients(self)
-        return loss, clip_gradients(self, self.config.max_grad_norm)
+        return self.clipped(self.accumulate(batch))
 
     @halving_microbatches
     def accumulate(self, batch: Demonstrations) -> Tensor:

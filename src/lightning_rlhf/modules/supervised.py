@@ -19,7 +19,9 @@ from lightning_rlhf.modules.optim import (
     build_optimizer,
     check_parameters,
     check_processes,
+    clip_gradients,
     step,
+    sum_gradients,
     trainable_state,
 )
 from lightning_rlhf.modules.update_guard import UpdateGuard
@@ -70,6 +72,16 @@ class SupervisedModule(L.LightningModule):
         advance_schedule(self)
         self.iteration += 1
         return is_made
+
+    def clipped(self, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum loss and gradient over all processes, and clip the gradient.
+
+        share: loss of this process's rows, divided by the counts of the whole batch, 0-d.
+        Returns: the loss, and the norm of its gradient before clipping, 0-d.
+        """
+        loss = self.replicas.sum(share)
+        sum_gradients(self)
+        return loss, clip_gradients(self, self.config.max_grad_norm)
 
     def on_fit_start(self) -> None:
         check_processes(self)

@@ -57,11 +57,9 @@ class NativeSampler:
         )
         batch, room = state.logprobs.shape
         asked = 1 if roles.device.type == "cpu" else ASKED
-        if share is None:
-            uniforms = torch.rand(batch, room, generator=generator)
-        else:
-            responses = share.total * samples_per_prompt
-            uniforms = torch.rand(responses, room, generator=generator)
+        total = batch if share is None else share.total * samples_per_prompt
+        uniforms = torch.rand(total, room, generator=generator)
+        if share is not None:
             uniforms = uniforms[share.responses(samples_per_prompt).cpu()]
         uniforms = uniforms.to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
