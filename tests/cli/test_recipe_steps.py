@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.cli.overrides import parse_overrides
-from lightning_rlhf.cli.recipe import Recipe, read_recipe
+from lightning_rlhf.cli.recipe import Recipe, commands_of, read_recipe
 from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides, step_source
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
@@ -108,3 +108,11 @@ def test_each_round_of_the_shipped_recipe_trains_on_its_own_pairs() -> None:
     for number in ("round1", "round2"):
         own = recipe.steps[f"dpo@{number}"]
         assert any(f"{number}/rank/final/preferences.jsonl" in word for word in own)
+
+
+def test_a_recipe_as_written_is_that_of_the_run_in_another_folder() -> None:
+    recipe = read_recipe(RECIPES / "rounds")
+    words = commands_of(recipe, (), None, Path("/out/mine"))["dpo@round2"]
+    assert "policy.checkpoint='/out/mine/round1/dpo/final'" in words
+    given = commands_of(recipe, ("run=mine", "outputs=/out"), None, Path("/out/mine"))
+    assert set(words) < set(given["dpo@round2"])

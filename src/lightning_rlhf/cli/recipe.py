@@ -148,7 +148,8 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     written = {
-        stage: read_settings(composed(o)) for stage, o in commands_of(recipe, (), None).items()
+        stage: read_settings(composed(o))
+        for stage, o in commands_of(recipe, (), None, folder).items()
     }
     results = {
         stage: StageResult.read(metrics[stage], folder_of(settings))
@@ -188,11 +189,13 @@ def run_stages(
 
 
 def commands_of(
-    recipe: Recipe, overrides: Sequence[str], job: str | None
+    recipe: Recipe, overrides: Sequence[str], job: str | None, folder: Path | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the overrides of each step."""
+    """Return the overrides of each step.
+
+    folder: folder that overrides of a step may name; None = that of the run they describe.
+    """
     found: dict[str, tuple[str, ...]] = {}
-    folder = None
     for step in recipe.stages:
         found[step] = stage_overrides(recipe, step, overrides, job, folder)
         if folder is None and recipe.steps:

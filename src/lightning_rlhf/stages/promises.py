@@ -118,7 +118,7 @@ def show_promises(
     """Print each promise beside its measured number; return those that are broken, as text."""
     table = Table(title=f"{title}: what it promises", title_justify="left")
     for name in ("stage", "metric", "promised", "measured [95% interval]", ""):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")  # names of steps may be long
     broken = []
     for row in promise_rows(promises, results):
         table.add_row(
