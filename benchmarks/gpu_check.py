@@ -4,7 +4,7 @@
     python benchmarks/gpu_check.py [--minutes 10] [--only NAME ...] [--folder FOLDER]
 
 Rows (gpu_rows.py) are independent of each other: one that fails says why, and the next one is run.
-They share a process with one GPU, which is replaced where a row fails, ends it or takes too long.
+They share a process with one GPU, which is replaced where a row damages it or takes too long.
 """
 
 from __future__ import annotations
@@ -112,11 +112,13 @@ def report_of(outcomes: Sequence[Outcome], place: Place, minutes: float) -> str:
         f"{sum(o.status == s for o in outcomes)} {s}" for s in ("passed", "failed", "not run")
     ]
     limits = next((o.found.limits for o in outcomes if o.found.limits), {})
+    units = {name: "TB/s" if name == "memory" else "TFLOP/s" for name in limits}
     return "\n\n".join([
         "# The package on a GPU",
         "{date}, commit {commit}; {machine}; {versions}.".format(**facts),
         f"{', '.join(counts)}, in {taken:.1f} of {minutes:g} minutes, on {place.gpus} GPU(s). "
-        "Limits of one GPU: " + "; ".join(f"{n} {x / 1e12:.2f} T/s" for n, x in limits.items()),
+        "Limits of one GPU: "
+        + ", ".join(f"{name} {x / 1e12:.2f} {units[name]}" for name, x in limits.items()),
         table(outcomes, place.gpus),
         "tiny: model=tiny in fp32, whose first step is compared with that of the CPU. 0.8b: "
         "Qwen3.5-0.8B's shape with random weights in bf16. Shares are of a large matrix product "
@@ -163,7 +165,8 @@ def main() -> None:
         last = outcomes[-1]
         print(f"{last.seconds:4.0f} s  {last.row.name}: {last.status} {last.reason}", flush=True)
         found = [asdict(o) | {"row": o.row.name, "shape": o.row.shape} for o in outcomes]
-        stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        facts = circumstances(place.device) | {"gpus": place.gpus, "rows": found}
+        stem.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
         stem.with_suffix(".md").write_text(report_of(outcomes, place, args.minutes))
 
     rows = [r for r in ROWS if args.only is None or r.name.startswith(tuple(args.only))]

@@ -43,7 +43,7 @@ from machine import bandwidth, product_rate
 from true_shape import SHAPE, make_checkpoint
 from workloads import LONGEST, SHORTEST, Workload, prompts_of
 
-ENDING_S = 20
+ENDING_S = 10
 """Seconds in which a command that takes too long may end by itself."""
 
 
@@ -223,9 +223,9 @@ ROWS = (
     Row(name="transformers' generate", shape=TRUE, work=generate, seconds=20),
     Row(name="TRL's PPO", shape=TINY, work=trl, seconds=20, needs=("trl",)),
     Row(name="TRL's PPO", shape=TRUE, work=trl, seconds=40, needs=("trl",)),
-    *(Row(name=f"{TINY} {s}, all GPUs", shape=TINY, work=command, stage=s, seconds=25, on_all=True)
+    *(Row(name=f"{TINY} {s}, all GPUs", shape=TINY, work=command, stage=s, seconds=35, on_all=True)
       for s in STAGES),
-    *(Row(name=f"{TRUE} {s}, all GPUs", shape=TRUE, work=command, stage=s, seconds=40, on_all=True)
+    *(Row(name=f"{TRUE} {s}, all GPUs", shape=TRUE, work=command, stage=s, seconds=50, on_all=True)
       for s in STAGES),
     Row(name="fast layers", shape=TINY, work=stage, words=FAST, seconds=5),
     Row(name="fast layers", shape=TRUE, work=stage, words=FAST, seconds=20),

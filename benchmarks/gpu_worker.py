@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from gpu_runs import Found, Place, Row, why
+from lightning_rlhf.core.errors import RLHFError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +27,22 @@ class Outcome:
     """Reason of a row that failed or was not run."""
     found: Found = field(default_factory=Found)
     seconds: float = 0.0
+    is_damaged: bool = False
+    """True if the row may have left its process in a state that no other row should meet."""
 
 
 def attempt(row: Row, place: Place, seconds: float) -> Outcome:
     """Return the outcome of a row, computed in this process."""
     try:
-        found = row.work(place, row, seconds)
-        if place.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        outcome = Outcome(row=row, status="passed", found=row.work(place, row, seconds))
+    except RLHFError as error:
+        outcome = Outcome(row=row, status="failed", reason=why(error))
     except Exception as error:  # whatever a row raises, the others are run
-        return Outcome(row=row, status="failed", reason=why(error))
-    return Outcome(row=row, status="passed", found=found)
+        return Outcome(row=row, status="failed", reason=why(error), is_damaged=True)
+    if place.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return outcome
 
 
 class Worker:
@@ -50,37 +55,39 @@ class Worker:
 
     def run(self, row: Row, seconds: float) -> Outcome:
         """Return the outcome of a row; one that takes longer, or ends its process, has failed."""
-        if self.process is None:
-            self.start()
-        self.talk.send((row, seconds))
         try:
+            if self.process is None:
+                self.start()
+            self.talk.send((row, seconds))
             if self.talk.poll(seconds):
                 outcome: Outcome = self.talk.recv()
-            else:
-                reason = f"it took more than {seconds:.0f} s"
-                outcome = Outcome(row=row, status="failed", reason=reason)
+                if outcome.is_damaged:
+                    self.stop()
+                return outcome
+            reason = f"it took more than {seconds:.0f} s"
         except EOFError:
             self.process.join()
             status = self.process.exitcode
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
             reason = f"its process was ended by {how}; see {self.place.folder / 'log.txt'}"
-            outcome = Outcome(row=row, status="failed", reason=reason)
-        if outcome.status == "failed":
-            self.stop()
-        return outcome
+        self.stop()
+        return Outcome(row=row, status="failed", reason=reason)
 
     def start(self) -> None:
+        """Start the process, and wait until it has imported the libraries."""
         context = multiprocessing.get_context("spawn")
         self.talk, other = context.Pipe()
         self.process = context.Process(target=serve, args=(self.place, other))
         self.process.start()
         other.close()
+        self.talk.recv()
 
     def stop(self) -> None:
         """End the process, and whatever it has started."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
             self.process.join()
         self.process = None
 
@@ -92,6 +99,7 @@ def serve(place: Place, talk: Connection) -> None:
     log = os.open(place.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
+    talk.send("ready")
     while True:
         row, seconds = talk.recv()
         print(f"--- {row.name}, {row.shape}", flush=True)

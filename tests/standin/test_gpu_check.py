@@ -153,28 +153,41 @@ def slow(place: Place, row: Row, seconds: float) -> Found:
     return Found()
 
 
+def refused(place: Place, row: Row, seconds: float) -> Found:
+    raise CheckError("other responses")
+
+
+def broken(place: Place, row: Row, seconds: float) -> Found:
+    raise RuntimeError("an illegal memory access\nwas encountered")
+
+
 def fine(place: Place, row: Row, seconds: float) -> Found:
     return Found(note=str(os.getpid()))
 
 
-def test_a_row_that_ends_its_process_or_takes_too_long(
+def test_a_row_that_damages_or_ends_its_process_or_takes_too_long(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next one has a process of its own, and rows that pass share one."""
+    """The next row has a process of its own; an error of the package leaves the process whole."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(gpu_worker.multiprocessing, "get_context", lambda _: fork)
     worker = Worker(place)
     rows = [Row(name=work.__name__, shape="", work=work, seconds=0.1)
-            for work in (fine, killed, fine, fine, slow)]  # fmt: skip
+            for work in (fine, refused, fine, broken, fine, killed, fine, slow)]  # fmt: skip
     try:
-        found = check(rows, place, lambda row, _: worker.run(row, 2.0), 60)
+        found = check(rows, place, lambda row, _: worker.run(row, 1.5), 60)
     finally:
         worker.stop()
-    assert [o.status for o in found] == ["passed", "failed", "passed", "passed", "failed"]
-    assert found[1].reason == (f"its process was ended by SIGKILL; see {place.folder / 'log.txt'}")
-    assert found[4].reason == "it took more than 2 s"
-    pids = [o.found.note for o in found]
-    assert pids[0] != pids[2] == pids[3]
+    one, refusal, two, fault, three, end, four, late = found
+    assert {o.status for o in (one, two, three, four)} == {"passed"}
+    assert {o.status for o in (refusal, fault, end, late)} == {"failed"}
+    assert refusal.reason == "other responses"
+    assert fault.reason == "RuntimeError: an illegal memory access"
+    assert end.reason == f"its process was ended by SIGKILL; see {place.folder / 'log.txt'}"
+    assert late.reason == "it took more than 2 s"
+    processes = [o.found.note for o in (one, two, three, four)]
+    assert processes[0] == processes[1]
+    assert len({*processes}) == 3
 
 
 def test_without_a_gpu_it_says_what_it_needs(
