@@ -6,10 +6,10 @@ PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test soak malformed parity bench browser lint types lock clean
+.PHONY: help quickstart test soak malformed parity bench gpu-check browser lint types lock clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 quickstart: $(BIN)/.installed  ## SFT -> reward model -> PPO on the embedded model; add ARGS="overwrite=true" to do it again
 	$(BIN)/python train.py recipe=quickstart $(ARGS)
@@ -29,6 +29,9 @@ parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchr
 bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
 	for name in ppo_vs_trl rollout update memory reward_memory scaling limits; do \
 		$(PEERS)/bin/python benchmarks/$$name.py $(ARGS) || exit 1; done
+
+gpu-check: $(PEERS)/bin/.installed-peers  ## every stage on the GPUs of this machine, in one table: benchmarks/README.md; at most ten minutes
+	@$(PEERS)/bin/python benchmarks/gpu_check.py $(ARGS)
 
 browser: $(BIN)/.installed  ## pictures of the reports in outputs/, light, dark, on a phone and printed, if a Chromium is installed
 	$(BIN)/python benchmarks/browser.py $(ARGS)

@@ -23,6 +23,7 @@ from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.stages.processor import keep_large_blocks
 
 ROOT = Path(__file__).parents[1]
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported later, it reports a lack
 LIBRARIES = ("torch", "transformers", "peft", "lightning", "accelerate", "trl")
 
 Score = Callable[[Tensor, Tensor], Tensor]

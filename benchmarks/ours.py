@@ -26,6 +26,8 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.critic import Critic
 
+CPU = torch.device("cpu")
+
 
 def train(
     model: PreTrainedModel,
@@ -35,6 +37,7 @@ def train(
     *,
     critic: CriticKind = "head",
     compiles: bool = False,
+    device: torch.device = CPU,
 ) -> nn.Module:
     """Train an adapter on `model`, whose own weights are frozen; returns the policy.
 
@@ -45,7 +48,7 @@ def train(
         compile_layers(model)
     module = build(model, setting, critic)
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1,
         max_epochs=1,
         precision="32-true" if model.dtype == torch.float32 else "bf16-mixed",  # as trainer=gpu

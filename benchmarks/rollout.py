@@ -30,8 +30,18 @@ SIDES = ("ours", "peer", "peer, merged")
 
 def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str, Any]:
     """Return response tokens per second of each side, run in turn with a new seed each time."""
-    module = build_module(workload, device)
-    prompts = prompts_of(workload).to(device)
+    found = compare(build_module(workload, device), prompts_of(workload), workload, repeats, device)
+    return {"parameters": parameters(workload), **found}
+
+
+def compare(
+    module: PPOModule, prompts: Prompts, workload: Workload, repeats: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the tokens of each side, and response tokens a second without the first round.
+
+    workload: sizes of the responses.
+    """
+    prompts = prompts.to(device)
     seeds = itertools.count()
     tokens: dict[str, list[int]] = {side: [] for side in SIDES}
 
@@ -54,7 +64,7 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
     rates = {
         side: [n / s for n, s in zip(tokens[side][1:], times[side], strict=True)] for side in SIDES
     }
-    return {"parameters": parameters(workload), "tokens": tokens, "tokens_per_s": rates}
+    return {"tokens": tokens, "tokens_per_s": rates}
 
 
 def peer_tokens(module: PPOModule, prompts: Prompts, workload: Workload, seed: int) -> int:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, set_
 from common import Clock, OnIteration, Score, Setting
 from lightning_rlhf.core.types import Prompts
 
+CPU = torch.device("cpu")
 Trained = Literal["all", "lora"]
 """Trained parameters: all weights, or an adapter (for the value model, also its head)."""
 
@@ -83,8 +84,12 @@ def train(
     *,
     policy: Trained = "all",
     value: Trained = "all",
+    device: torch.device = CPU,
 ) -> nn.Module:
-    """Train all weights of `model`, or an adapter on it; returns the policy."""
+    """Train all weights of `model`, or an adapter on it; returns the policy.
+
+    device: the CPU, or the only GPU that this process sees.
+    """
     set_seed(setting.seed)
     pad = int(model.config.get_text_config().vocab_size)  # no token the policy could sample
     reward = ScoreModel(setting.score, pad)
@@ -92,7 +97,7 @@ def train(
     actor, reference, critic = build(model, setting, policy=policy, value=value)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl_ppo.PPOTrainer(
-            config_of(setting, folder),
+            config_of(setting, folder, device),
             SimpleNamespace(pad_token_id=pad, eos_token_id=setting.end_token),
             actor,
             reference,
@@ -152,11 +157,11 @@ def build(
     return model, reference, critic
 
 
-def config_of(setting: Setting, folder: str) -> trl_ppo.PPOConfig:
+def config_of(setting: Setting, folder: str, device: torch.device) -> trl_ppo.PPOConfig:
     """Return the trainer's configuration of a setting, without saving, logging or extra samples."""
     return trl_ppo.PPOConfig(
         output_dir=folder,
-        use_cpu=True,
+        use_cpu=device.type == "cpu",
         bf16=False,
         gradient_checkpointing=False,
         report_to="none",

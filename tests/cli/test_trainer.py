@@ -16,9 +16,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.cli.processes import run_processes
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.stages import accelerator, trainer_section
-from lightning_rlhf.stages.accelerator import check_accelerator, print_device
+from lightning_rlhf.stages.accelerator import check_accelerator, check_devices, print_device
 from lightning_rlhf.stages.objects import own_arguments, own_callbacks
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
@@ -268,6 +269,21 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -
         "no kernel image is available); allowed: trainer=cpu"
     )
     check_accelerator(settings_of())
+
+
+@pytest.mark.parametrize(
+    ("found", "told"), [(1, "1 CUDA GPU on this machine; allowed: at most 1, or trainer=cpu"),
+                        (0, "0 CUDA GPUs on this machine; allowed: at most 1, or trainer=cpu")]
+)  # fmt: skip
+def test_more_processes_than_gpus_are_named(
+    monkeypatch: pytest.MonkeyPatch, found: int, told: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    with pytest.raises(ConfigError) as raised:
+        run_processes(settings_of(trainer={"accelerator": "gpu", "devices": 4}), [])
+    assert str(raised.value) == f"trainer.devices is 4, but torch finds {told}"
+    check_devices(settings_of(trainer={"accelerator": "gpu"}))
+    check_devices(settings_of(trainer={"devices": 4}))
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def test_fixed_shapes(
     It is what a CUDA graph needs. The responses are those of the loop whose shapes change.
     """
     monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", (NAME,))
+    monkeypatch.setattr("lightning_rlhf.rollout.static.Graph", lambda work, device: work)
     module = ppo(make_ppo, architecture, "fast").to(NAME)
     sampler, batch = module.collector.sampler, prompts(4).to(NAME)
     expected = sampler.sample(batch, 1, module.generator(TRAINING, 0))

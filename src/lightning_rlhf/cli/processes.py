@@ -38,6 +38,9 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
             "on this machine alone; allowed: the same command started on each machine by torchrun "
             "or srun, see docs/scaling.md"
         )
+    from lightning_rlhf.stages.accelerator import check_devices  # which imports torch
+
+    check_devices(settings)
     words = [word for word in overrides if key_of(word) not in DECIDED]
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
     words += [] if settings.job is None else [f"job={quoted(settings.job)}"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -23,16 +25,16 @@ from lightning_rlhf.rollout.sampler import SamplingParams
 DEVICES = ("cuda",)
 """Types of the devices on which batches are decoded in fixed shapes."""
 WARM_UP = 3
-"""Number of tokens that are decoded before the graph is captured: libraries choose their kernels
-and allocate memory in the first ones."""
+"""Number of tokens that are decoded before a graph is captured: libraries choose their kernels and
+allocate their workspaces in the first ones."""
 
 
 class StaticDecoding:
     """The decoding of a batch after its prompts, in shapes that no token changes.
 
     Keys and values have memory for the longest responses from the start, and are written at a
-    position that the device counts; rows that have ended stay in the batch. On CUDA the operations
-    of one token are captured as a graph, which the processor launches as a whole.
+    position that the device counts; rows that have ended stay in the batch. On a device other than
+    the CPU the operations of one token are a `Graph`, which the processor launches as a whole.
     """
 
     def __init__(
@@ -63,12 +65,11 @@ class StaticDecoding:
         uniforms: number in [0, 1) with which each token is drawn.
         """
         self.hidden, self.uniforms = hidden.clone(), uniforms
-        state, decode = self.state, self.decode
+        state, on_cpu = self.state, hidden.device.type == "cpu"
+        decode = self.decode if on_cpu else Graph(self.decode, hidden.device)
         for done in range(self.room):
             if done and done % ASKED == 0 and not state.unfinished.any():
                 break
-            if done == WARM_UP and hidden.device.type == "cuda":
-                decode = captured(self.decode)
             decode()
             state.length = done + 1
         return state.sampled()
@@ -93,15 +94,57 @@ class StaticDecoding:
         self.place.add_(1)
 
 
-def captured(decode: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that repeats `decode` by launching its CUDA graph.
+class Graph:
+    """Work that repeats the same operations on the same memory, launched as one CUDA graph.
+
+    The first WARM_UP calls compute it operation by operation on the stream on which the next one
+    captures it, so that the workspaces of that stream are not part of the graph's memory. Other
+    threads may use the device during the capture.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode()
-    return graph.replay
+
+    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
+        """Make the graph; work: function that neither waits for the device nor reads from it."""
+        self.work, self.device, self.stream = work, device, side_stream(device)
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """Compute the work once."""
+        if self.calls < WARM_UP:
+            with ordered_stream(self.stream, self.device):
+                self.work()
+        else:
+            self.replay()
+        self.calls += 1
+
+    def replay(self) -> None:
+        """Launch the graph, after capturing it in the first call; capturing computes nothing."""
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                self.graph, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                self.work()
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for warming up and capturing, one a device: its memory is used again."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def ordered_stream(stream: torch.cuda.Stream, device: torch.device) -> Iterator[None]:
+    """Compute on a stream, after what is launched before the block and before what follows it."""
+    current = torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def is_static(causal_lm: PreTrainedModel, params: SamplingParams, step: DecodeStep | None) -> bool:

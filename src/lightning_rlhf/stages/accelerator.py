@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_rlhf.core.errors import ConfigError, first_line
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.models.quantization import check_quantization
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.config import ModelConfig
@@ -59,6 +60,16 @@ def check_gpu(settings: Settings) -> None:
             "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "
             f"({first_line(error)}); allowed: trainer=cpu"
         ) from error
+
+
+def check_devices(settings: Settings) -> None:
+    """Raise ConfigError where this machine has fewer GPUs than processes of the run."""
+    trainer, found = settings.trainer, torch.cuda.device_count()
+    if trainer.accelerator == "gpu" and trainer.devices > max(1, found):
+        raise ConfigError(
+            f"trainer.devices is {trainer.devices}, but torch finds {counted(found, 'CUDA GPU')} "
+            f"on this machine; allowed: at most {max(1, found)}, or trainer=cpu"
+        )
 
 
 def linear_attention_line(roles: Roles) -> str | None:

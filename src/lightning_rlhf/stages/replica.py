@@ -15,7 +15,7 @@ from lightning_rlhf.core.errors import ProcessEndedError, RLHFError
 from lightning_rlhf.parallel.group import join_group, leave_message, message_left
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.stages.accelerator import device_of
+from lightning_rlhf.stages.accelerator import check_devices, device_of
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of
 from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.process import IN_LAUNCHER
@@ -66,9 +66,13 @@ def resume_of(settings: Settings | None) -> tuple[bool | str, bool] | None:
 
 
 def join(settings: Settings) -> Replicas:
-    """Join the process group of the run; return its replicas."""
+    """Join the process group of the run; return its replicas.
+
+    Raises ConfigError where this machine has too few GPUs.
+    """
     place, environment = world(), cluster(world())
     address = f"tcp://{environment.main_address}:{environment.main_port}"
+    check_devices(settings)
     device, backend = device_of(settings), "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"

@@ -1,0 +1,204 @@
+"""The check of a GPU on the stand-in: a complete table, measured equality, failures, its budget."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import on_device
+from .device import NAME, Device, register
+from .graphs import give_graphs
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_check
+import gpu_rows
+import gpu_worker
+from gpu_check import check, report_of
+from gpu_rows import ROWS, stage
+from gpu_runs import STEPS, TINY, CheckError, Found, Place, Row, agreement
+from gpu_worker import Outcome, Worker, attempt
+from lightning_rlhf.rollout.static import side_stream
+
+ENDED = "compile"
+"""Name of the rows for which the budget of the test leaves no time."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    register()
+    threads = torch.get_num_threads()
+    yield Place(
+        device=torch.device(NAME, 0), words=("trainer=cpu",), arguments=on_device, gpus=1,
+        folder=tmp_path,
+    )  # fmt: skip
+    torch.set_num_threads(threads)
+
+
+class Clock:
+    """A clock that a row advances by its usual duration."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def no_checkpoint(place: Place, row: Row, seconds: float) -> Found:
+    raise OSError("no space left\non the device")
+
+
+@pytest.fixture
+def outcomes(
+    device: Device, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[str, str], Outcome]:
+    """Name and shape -> outcome; the true shape has no checkpoint."""
+    side_stream.cache_clear()
+    give_graphs(monkeypatch)
+    few = ("rollout_batch_size=4", "minibatch_size=4", "microbatch_size=4", "max_response_tokens=6")
+    monkeypatch.setitem(STEPS[TINY], "ppo", (*few, "iterations=2", "ppo_epochs=1"))
+    monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", (NAME,))
+    rows = [replace(r, work=no_checkpoint) if r.work is gpu_rows.make else r for r in ROWS]
+    clock, limits = Clock(), []
+
+    def run(row: Row, seconds: float) -> Outcome:
+        limits.append((row.seconds, seconds))
+        clock.seconds += row.seconds
+        return attempt(row, place, seconds)
+
+    usual = sum(r.seconds for r in rows if not (r.on_all or {*r.needs} - {"bitsandbytes"}))
+    budget = usual - sum(r.seconds for r in rows if r.name == ENDED) + 1
+    found = check(rows, place, run, budget, clock.now)
+    assert clock.seconds <= budget
+    assert all(usual <= given <= 3 * usual for usual, given in limits)
+    return {(o.row.name, o.row.shape): o for o in found}
+
+
+def test_the_table(outcomes: dict[tuple[str, str], Outcome], place: Place) -> None:
+    """Every row has a result; those of the tiny shape agree with the CPU, by measurement."""
+    assert len(outcomes) == len(ROWS)
+    for (name, shape), outcome in outcomes.items():
+        if name == "limits of the GPU":
+            assert {*outcome.found.limits} == {"float32", "bfloat16", "memory"}
+        elif name == "checkpoint":
+            assert (outcome.status, outcome.reason) == ("failed", "OSError: no space left")
+        elif outcome.row.on_all:
+            assert (outcome.status, outcome.reason) == ("not run", "one GPU")
+        elif {*outcome.row.needs} - {"bitsandbytes"}:
+            missing = ", ".join(outcome.row.needs)
+            assert (outcome.status, outcome.reason) == ("not run", f"not installed: {missing}")
+        elif name == ENDED:
+            assert (outcome.status, outcome.reason) == ("not run", "time")
+        elif shape == TINY:
+            assert outcome.status == "passed", outcome
+        else:
+            assert outcome.status == "failed"
+            assert outcome.reason == (
+                f"{place.folder / 'model'} is missing: the row that makes it was not run, or failed"
+            )
+    ppo = outcomes["tiny ppo", TINY].found
+    assert ppo.equality.startswith("4 of 4 responses, loss to ")
+    assert {*ppo.tokens_per_s} == {*ppo.flops_per_s} == {"rollout", "score", "update"}
+    assert {*ppo.roles} == {"base", "policy", "reward", "critic"}
+    assert outcomes["tiny sft", TINY].found.equality.startswith("loss to ")
+    assert outcomes["CUDA graphs", TINY].found.equality.startswith("4 of 4 responses")
+    text = report_of(list(outcomes.values()), place, 10)
+    assert text.count("\n| ") == len(ROWS) + 2
+    assert "passed" in text
+
+
+def test_equality_is_measured(device: Device, place: Place) -> None:
+    row = Row(name="tiny sft", shape=TINY, work=stage, stage="sft", seconds=5)
+    assert attempt(row, place, 5).status == "passed"
+    file = place.folder / "cpu_sft.json"
+    expected = json.loads(file.read_text())
+    file.write_text(json.dumps(expected | {"loss": expected["loss"] * 1.001}))
+    outcome = attempt(row, place, 5)
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith(f"loss is {expected['loss']:.6g}, ")
+
+
+def test_agreement() -> None:
+    """loss 2 against 2.0001 is 5e-5 apart; gradients below 0.1 are compared with 0.1."""
+    one: dict[str, Any] = {"tokens": [[1, 2], [3]] * 50, "loss": 2.0001, "grad_norm": 0.001}
+    other = one | {"loss": 2.0, "grad_norm": 0.001002}
+    assert agreement(one, other) == "100 of 100 responses, loss to 5e-05, grad_norm to 2e-05"
+    some = one | {"tokens": [[1, 2], [4], *one["tokens"][2:]], "loss": 9.0}
+    assert agreement(some, other) == "99 of 100 responses"
+    with pytest.raises(CheckError, match="3 of 100 responses are not those of the CPU"):
+        agreement(one | {"tokens": [[5]] * 3 + one["tokens"][3:]}, other)
+    with pytest.raises(CheckError, match=r"grad_norm is nan, 0\.001002 on the CPU"):
+        agreement(one | {"grad_norm": float("nan")}, other)
+
+
+def killed(place: Place, row: Row, seconds: float) -> Found:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return Found()
+
+
+def slow(place: Place, row: Row, seconds: float) -> Found:
+    time.sleep(60)
+    return Found()
+
+
+def refused(place: Place, row: Row, seconds: float) -> Found:
+    raise CheckError("other responses")
+
+
+def broken(place: Place, row: Row, seconds: float) -> Found:
+    raise RuntimeError("an illegal memory access\nwas encountered")
+
+
+def fine(place: Place, row: Row, seconds: float) -> Found:
+    return Found(note=str(os.getpid()))
+
+
+def test_a_row_that_damages_or_ends_its_process_or_takes_too_long(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next row has a process of its own; an error of the package leaves the process whole."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(gpu_worker.multiprocessing, "get_context", lambda _: fork)
+    worker = Worker(place)
+    rows = [Row(name=work.__name__, shape="", work=work, seconds=0.1)
+            for work in (fine, refused, fine, broken, fine, killed, fine, slow)]  # fmt: skip
+    try:
+        found = check(rows, place, lambda row, _: worker.run(row, 1.5), 60)
+    finally:
+        worker.stop()
+    one, refusal, two, fault, three, end, four, late = found
+    assert {o.status for o in (one, two, three, four)} == {"passed"}
+    assert {o.status for o in (refusal, fault, end, late)} == {"failed"}
+    assert refusal.reason == "other responses"
+    assert fault.reason == "RuntimeError: an illegal memory access"
+    assert end.reason == f"its process was ended by SIGKILL; see {place.folder / 'log.txt'}"
+    assert late.reason == "it took more than 2 s"
+    processes = [o.found.note for o in (one, two, three, four)]
+    assert processes[0] == processes[1]
+    assert len({*processes}) == 3
+
+
+def test_without_a_gpu_it_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--folder", str(tmp_path / "x")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    text = str(ended.value.code)
+    assert text.startswith("error: gpu-check needs a CUDA GPU of about 24 GB")
+    assert "finds no GPU" in text
+    assert "\n" not in text
+    assert not (tmp_path / "x").exists()
