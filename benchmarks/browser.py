@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-HEIGHT = 7000
+HEIGHT = 16000
+"""Height of the pictures, in CSS pixels; a longer page is cut."""
 PHONE = 390
 """Width of a phone, in CSS pixels; a browser's own window cannot be as narrow."""
 DARK = "--blink-settings=preferredColorScheme=0"

@@ -16,6 +16,10 @@ from lightning_rlhf.report.scales import MOST_POINTS, Point, Scale, finite, thin
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 36
 """Margins of the plotted area, in the units of WIDTH and HEIGHT."""
+LETTER = 7.2
+"""Width of a digit, in the units of WIDTH."""
+PREFIXED = 1e5
+"""Number from which on ticks have an SI prefix: 1.5T for 1.5e12."""
 HALF_MARGIN = 0.5
 """Half the range of an axis on which all values are equal."""
 
@@ -108,6 +112,13 @@ def draw(plot: Plot) -> Markup:
     return Markup(_figure(plot, svg))
 
 
+def tick_text(tick: float) -> str:
+    """Return the text of a tick."""
+    from matplotlib.ticker import EngFormatter
+
+    return f"{tick:g}" if abs(tick) < PREFIXED else EngFormatter(sep="")(tick)
+
+
 def text(words: str) -> str:
     """Return foreign text for HTML: hidden characters shown, markup escaped."""
     return escape(visible_line(words))
@@ -143,12 +154,11 @@ def _axes(x: Scale, y: Scale, plot: Plot) -> Iterator[str]:
     for tick in y.ticks():
         at = y(tick)
         yield f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
-        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>'
+        yield (f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick_text(tick)}</text>')
     for tick in x.ticks():
-        yield (
-            f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:g}'
-            "</text>"
-        )
+        words = tick_text(tick)
+        at = min(x(tick), WIDTH - LETTER / 2 * len(words))
+        yield (f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{words}</text>')
     yield f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
     yield (
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">'

@@ -34,7 +34,10 @@ FAN = tuple(f"rollout/score_p{p:02d}" for p in (5, 25, 50, 75, 95))
 def curve_plots(
     curves: Curves, panels: Panels | None, x_label: str, healthy: Healthy
 ) -> list[Plot]:
-    """Return a plot for each axis of the panels, then one for each other metric with a band."""
+    """Return a plot for each axis of the panels, then one for each other metric with a band.
+
+    What was measured once is not a curve, and is left out.
+    """
     shown = (panels or panel_for_each)(curves)
     plots, drawn = [], set(FAN)
     for panel in shown:
@@ -48,7 +51,7 @@ def curve_plots(
             line = Axis("", (Line(name, "", BLUE, sparse=name.startswith("eval/")),))
             panel = Panel(name, line)
             plots.append(_axis_plot(panel, line, curves, x_label, healthy))
-    return plots
+    return [plot for plot in plots if any(len(series.points) > 1 for series in plot.series)]
 
 
 def _axis_plot(panel: Panel, axis: Axis, curves: Curves, x_label: str, healthy: Healthy) -> Plot:
@@ -57,8 +60,9 @@ def _axis_plot(panel: Panel, axis: Axis, curves: Curves, x_label: str, healthy: 
     bands = [band for _, band in texts if band is not None]
     right = axis is panel.right
     names = ", ".join(line.label.removesuffix(" (right)") for line in axis.lines)
+    subject = panel.title.partition(":")[0]
     return Plot(
-        title=f"{panel.title}: {names}" if right else panel.title,
+        title=panel.title if panel.right is None else f"{subject}: {names}",
         x_label=x_label,
         unit=axis.unit,
         series=[

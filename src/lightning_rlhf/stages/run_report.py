@@ -16,7 +16,7 @@ from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import Manifest
 from lightning_rlhf.models.verdict import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.verdict import Verdict as Judgement
-from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude, label_of
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.report.run_page import (
@@ -26,6 +26,7 @@ from lightning_rlhf.report.run_page import (
     TextTable,
     Token,
     TokenSample,
+    duration,
     write_page,
 )
 from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots
@@ -101,7 +102,7 @@ def stage_report(run: RunFiles) -> StageReport:
             (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
             is_finished=run.is_finished,
             findings=len(found or ()),
-            sentence=sentence,
+            sentence=sentence or results(run, evaluated) or None,
             diverges=diverges,
             reward=reward_verdict(run),
         ),
@@ -109,8 +110,8 @@ def stage_report(run: RunFiles) -> StageReport:
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
         frontier_note=sentence or "",
-        evaluated=evaluated,
-        tables=[*policy_tables(evaluation), *fitness_tables(run)],
+        evaluated=() if evaluation.is_file() else evaluated,
+        tables=[*policy_tables(evaluation), *fitness_tables(run), *single_numbers(run, evaluated)],
         pairs=pairs(run.folder),
         samples=token_samples(train_samples(run.folder)),
         findings=found,
@@ -163,17 +164,49 @@ def reward_verdict(run: RunFiles) -> Verdict | None:
 
 def fitness_tables(run: RunFiles) -> list[TextTable]:
     """Return the numbers of a fitness report, and where the report is; nothing without one."""
-    rows = [
-        [name.removeprefix(FITNESS_METRICS), f"{values[-1]:.4g}"]
+    found = {
+        name.removeprefix(FITNESS_METRICS).replace("_", " "): f"{values[-1]:z.3g}"
         for name, (_, values) in run.curves.items()
         if name.startswith(FITNESS_METRICS)
-    ]
-    if not rows:
+    }
+    if not found:
         return []
-    whole = f"all numbers, checks and pictures: {FINAL}/{FITNESS_PAGE}"
+    low, high = found.pop("accuracy low", None), found.pop("accuracy high", None)
+    if low is not None and high is not None:
+        found["accuracy"] += f" [{low}, {high}]"
     return [
-        TextTable(title="Fitness of the reward", heading=["number", ""], rows=[*rows, [whole, ""]])
+        TextTable(
+            title="Fitness of the reward",
+            heading=["", "value [95%]"],
+            rows=list(map(list, found.items())),
+            note=f"All numbers with their definitions, checks and pictures: {FINAL}/{FITNESS_PAGE}",
+        )
     ]
+
+
+def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
+    """Return what a stage without a goal ends with, as `rank`; "" where the page says it."""
+    stage = run.definition
+    if stage is None or stage.goal or (run.folder / FINAL / EVALUATION).is_file():
+        return ""
+    shown = {one.metric for one in evaluated}
+    ends = [name for name in stage.summary if name in run.curves and name not in shown]
+    ends = [name for name in ends if not name.startswith(FITNESS_METRICS)]
+    return "; ".join(f"{label_of(name)} is {plain(run.curves[name][1][-1])}" for name in ends)
+
+
+def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[TextTable]:
+    """Return the metrics that were measured once, and are shown nowhere else, as a table."""
+    shown = {one.metric for one in evaluated}
+    others = (FITNESS_METRICS, "time/", "compute/")
+    rows = [
+        [name, plain(values[0]), DEFINITIONS[name].unit if name in DEFINITIONS else ""]
+        for name, (_, values) in run.curves.items()
+        if len(values) == 1 and name not in shown and not name.startswith(others)
+    ]
+    if not rows or (run.folder / FINAL / EVALUATION).is_file():
+        return []
+    return [TextTable(title="Numbers", heading=["metric", "value", "unit"], rows=rows)]
 
 
 def pairs(folder: Path) -> list[PairedSample]:
@@ -223,13 +256,29 @@ def token_samples(path: Path) -> list[TokenSample]:
 def totals(run: RunFiles) -> list[tuple[str, str]]:
     """Return the totals of compute of a run, with their units."""
     found = [
-        (name, f"{run.curves[name][1][-1]:.4g} {DEFINITIONS[name].unit}")
+        (name, amount(run.curves[name][1][-1], DEFINITIONS[name].unit))
         for name in run.curves
         if name.startswith("compute/") and name in DEFINITIONS
     ]
     if run.manifest is not None and "time/stage_s" in run.manifest.metrics:
-        found.append(("the whole stage", f"{run.manifest.metrics['time/stage_s']:.1f} s"))
+        found.append(("the whole stage", duration(run.manifest.metrics["time/stage_s"])))
     return found
+
+
+def plain(value: float) -> str:
+    """Return a number with three digits; a whole one with all."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:z.3g}"
+
+
+def amount(value: float, unit: str) -> str:
+    """Return an amount of compute: "139,600 tokens", "2.15 TFLOP", "805.90 MB" or "4.5 min"."""
+    from matplotlib.ticker import EngFormatter
+
+    if unit == "s":
+        return duration(value)
+    if unit == "tokens":
+        return f"{value:,.0f} tokens"
+    return EngFormatter("B" if unit == "bytes" else unit, places=2)(value)
 
 
 def origins(manifest: Manifest | None) -> list[tuple[str, str]]:
