@@ -33,8 +33,8 @@ def main() -> None:
     if browser is None:
         print(f"no browser is installed, so nothing was looked at; one of {', '.join(BROWSERS)}")
         return
-    found = [*Path("outputs").rglob("report.html"), *Path("outputs").rglob("compare.html")]
-    pages = given.pages or sorted(found)
+    names = ("report.html", "compare.html", "replay_*.html")
+    pages = given.pages or sorted(page for name in names for page in Path("outputs").rglob(name))
     given.out.mkdir(parents=True, exist_ok=True)
     faults = [fault for page in pages for fault in look(browser, page, given.out)]
     print(*faults, sep="\n")

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_rlhf.report.conclusion import Evaluated, Verdict
 from lightning_rlhf.report.curves import BLUE, Axis, Line, Panel
-from lightning_rlhf.report.plots import Mark, Plot, Series, draw, tick_text
+from lightning_rlhf.report.plots import Mark, Plot, Series, draw
 from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
@@ -23,8 +23,8 @@ from lightning_rlhf.report.run_page import (
     clauses,
     write_page,
 )
-from lightning_rlhf.report.run_plots import FAN, curve_plots, fan_plot, frontier_plots
-from lightning_rlhf.report.scales import MOST_POINTS, thinned
+from lightning_rlhf.report.run_plots import FAN, curve_plots, fan_plot, frontier_plots, kl_note
+from lightning_rlhf.report.scales import MOST_POINTS, place_text, thinned, tick_text
 
 from .pages import Page, check
 
@@ -188,6 +188,7 @@ def test_two_axes_of_a_panel_are_two_plots_with_names() -> None:
 def test_ticks_are_short_and_inside_the_picture() -> None:
     """1500 at the right end is four digits of 7.2 wide: it is centred 14.4 before the edge."""
     assert [tick_text(x) for x in (0.25, 1500.0, 5e11, 1.5e12)] == ["0.25", "1500", "500G", "1.5T"]
+    assert [place_text(x) for x in (12345.0, 4.4171, 2.09249e12)] == ["12345", "4.42", "2.09T"]
     wide = plot(series=[Series(label="a", color=BLUE, points=[(0, 1.0), (1500, 3.0)])])
     assert '<text x="405.6" y="209" text-anchor="middle">1500</text>' in str(draw(wide))
 
@@ -222,6 +223,24 @@ def test_the_fan_takes_all_five_quantiles() -> None:
     ]  # fmt: skip
     del curves[FAN[0]]
     assert fan_plot(curves, "iteration") is None
+
+
+@pytest.mark.parametrize(
+    ("at", "ends", "words"),
+    [
+        (3.14159, [2.0, None], "the knee of reward against KL is at 3.14 [2.00-end] nats"),
+        (
+            None,
+            [2.0, None],
+            "no knee of reward against KL within this run (one below 2.00 nats is unlikely)",
+        ),
+    ],
+)
+def test_the_knee_over_kl_in_words(at: float | None, ends: list[float | None], words: str) -> None:
+    knee = {"at": at, "at_interval": ends}
+    curve = {"metric": "reward_mean", "unit": "kl_divergence", "knee": knee}
+    assert kl_note({"curves": [curve]}) == words
+    assert kl_note({"curves": [curve | {"knee": None}]}) == ""
 
 
 def test_reward_of_an_iteration_is_that_of_the_policy_before_it() -> None:

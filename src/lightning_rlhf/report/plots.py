@@ -11,15 +11,21 @@ from markupsafe import Markup
 
 from lightning_rlhf.io.visible import visible_line
 from lightning_rlhf.report.curves import PALETTE
-from lightning_rlhf.report.scales import MOST_POINTS, Point, Scale, finite, thinned
+from lightning_rlhf.report.scales import (
+    MOST_POINTS,
+    Point,
+    Scale,
+    finite,
+    place_text,
+    thinned,
+    tick_text,
+)
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 36
 """Margins of the plotted area, in the units of WIDTH and HEIGHT."""
 LETTER = 7.2
 """Width of a digit, in the units of WIDTH."""
-PREFIXED = 1e5
-"""Number from which on ticks have an SI prefix: 1.5T for 1.5e12."""
 HALF_MARGIN = 0.5
 """Half the range of an axis on which all values are equal."""
 
@@ -110,13 +116,6 @@ def draw(plot: Plot) -> Markup:
         f"{''.join(parts)}</svg>"
     )
     return Markup(_figure(plot, svg))
-
-
-def tick_text(tick: float) -> str:
-    """Return the text of a tick."""
-    from matplotlib.ticker import EngFormatter
-
-    return f"{tick:g}" if abs(tick) < PREFIXED else EngFormatter(sep="")(tick)
 
 
 def text(words: str) -> str:
@@ -216,14 +215,14 @@ def _series(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Iter
     if series.line and len(points) > 1:
         yield (
             f'<path class="line {color}" d="{_path(thinned(points), x, y)}"><title>{label}: '
-            f"{points[-1][1]:.4g} at {points[-1][0]:g}</title></path>"
+            f"{points[-1][1]:.4g} at {place_text(points[-1][0])}</title></path>"
         )
     if series.dots or len(points) == 1:
         for a, b in points[:: max(1, -(-len(points) // MOST_POINTS))]:
             at = min(max(b, y.low), y.high)
             yield (
                 f'<circle class="{color}" cx="{x(a):.1f}" cy="{y(at):.1f}" r="3"><title>{label}: '
-                f"{b:.4g} at {a:g}</title></circle>"
+                f"{b:.4g} at {place_text(a)}</title></circle>"
             )
 
 

@@ -129,6 +129,21 @@ def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> lis
     return [by_kl, by_compute] if KL in curves else [by_compute]
 
 
+def kl_note(diminishing: Mapping[str, Any]) -> str:
+    """Return where the reward stops rising with the KL; "" where that is not known."""
+    for curve in diminishing["curves"]:
+        if (curve["metric"], curve["unit"]) == (REWARD, KL) and (knee := curve["knee"]):
+            low, high = knee["at_interval"]
+            if knee["at"] is None:
+                return (
+                    "no knee of reward against KL within this run "
+                    f"(one below {low:.2f} nats is unlikely)"
+                )
+            end = "end" if high is None else f"{high:.2f}"
+            return f"the knee of reward against KL is at {knee['at']:.2f} [{low:.2f}-{end}] nats"
+    return ""
+
+
 def points(curves: Curves, metric: str) -> list[Point]:
     """Return a metric over the steps."""
     return list(zip(*curves[metric], strict=True)) if metric in curves else []

@@ -29,7 +29,7 @@ from lightning_rlhf.report.run_page import (
     duration,
     write_page,
 )
-from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots
+from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
@@ -88,6 +88,7 @@ def stage_report(run: RunFiles) -> StageReport:
         frontiers = frontier_plots(curves, diminishing)
         sentence = None if diminishing is None else str(diminishing["sentence"])
         diverges = diminishing is not None and diminishing["divergence"] is not None
+        note = "" if diminishing is None else f"{sentence}; {kl_note(diminishing)}"
     with damage_named(run.folder / DIAGNOSIS):
         found = None if findings is None else [
             {key: str(one[key]) for key in ("rule", "iteration", "symptom", "cause", "remedy")}
@@ -109,7 +110,7 @@ def stage_report(run: RunFiles) -> StageReport:
         curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
-        frontier_note=sentence or "",
+        frontier_note=note,
         evaluated=() if evaluation.is_file() else evaluated,
         tables=[*policy_tables(evaluation), *fitness_tables(run), *single_numbers(run, evaluated)],
         pairs=pairs(run.folder),
