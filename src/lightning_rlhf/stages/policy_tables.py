@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_rlhf.io.reading import json_lines
 from lightning_rlhf.report.conclusion import Evaluated, heading_of
-from lightning_rlhf.report.run_page import TextTable
+from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
+from lightning_rlhf.report.evaluation_page import SAMPLES
+from lightning_rlhf.report.run_page import PairedSample, TextTable
 from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL
+from lightning_rlhf.report.tables import score_text
 from lightning_rlhf.rewards.prefixes import EVAL_PART, PASS
 from lightning_rlhf.stages.measured import NUMBERS
 from lightning_rlhf.stages.run_files import damage_named, optional_json
@@ -51,6 +55,30 @@ def policy_tables(path: Path) -> list[TextTable]:
             TextTable(title=title, heading=heading, rows=rows) for title, rows in paired.items()
         ]
         return tables
+
+
+def policy_pairs(final: Path, count: int) -> list[PairedSample]:
+    """Return greedy responses of the SFT model and of the first policy to the same prompts.
+
+    final: `final/` folder of an evaluation of policies; [] for one of another stage.
+    """
+    path = final / SAMPLES
+    if not (final / EVALUATION).is_file() or not path.is_file():
+        return []
+    found = []
+    with damage_named(path):
+        for row in (row for _, row in json_lines(path) if row["decoding"] == "greedy"):
+            (other, before), (policy, after) = list(row["responses"].items())[:2]
+            found.append(
+                PairedSample(
+                    prompt=row["prompt"],
+                    before=before["response"],
+                    before_numbers=f"{other}: {score_text(before)}",
+                    after=after["response"],
+                    after_numbers=f"{policy}: {score_text(after)}",
+                )
+            )
+    return found[:count]
 
 
 def policy_evaluated(path: Path) -> list[Evaluated]:

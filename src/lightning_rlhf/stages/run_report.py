@@ -7,26 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
 from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
 from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import Manifest
-from lightning_rlhf.models.verdict import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.verdict import Verdict as Judgement
-from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude, label_of
+from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
     StageReport,
-    TextTable,
     Token,
     TokenSample,
-    duration,
     write_page,
 )
 from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots, kl_note
@@ -35,12 +32,13 @@ from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
 from lightning_rlhf.stages.measured import StageResult, evaluation_files
-from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_tables
+from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_pairs, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
+from lightning_rlhf.stages.run_numbers import fitness_tables, results, single_numbers, totals
 from lightning_rlhf.stages.stage import Stage
 
 PAGE, PROMISES = "report.html", "promises.json"
-DIMINISHING, DIAGNOSIS, EVALUATION = "diminishing.json", "diagnosis.json", "evaluation.json"
+DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
 PAIRS = 6
 """Number of held-out prompts whose responses are shown."""
 HEALTHY = {name: (metric.healthy, metric.band) for name, metric in DEFINITIONS.items()}
@@ -113,7 +111,7 @@ def stage_report(run: RunFiles) -> StageReport:
         frontier_note=note,
         evaluated=() if evaluation.is_file() else evaluated,
         tables=[*policy_tables(evaluation), *fitness_tables(run), *single_numbers(run, evaluated)],
-        pairs=pairs(run.folder),
+        pairs=pairs(run.folder) or policy_pairs(run.folder / FINAL, PAIRS),
         samples=token_samples(train_samples(run.folder)),
         findings=found,
         phases=[(PHASES[name], sum(curves[name][1])) for name in PHASES if name in curves],
@@ -163,53 +161,6 @@ def reward_verdict(run: RunFiles) -> Verdict | None:
     return Verdict(level, judged.words)
 
 
-def fitness_tables(run: RunFiles) -> list[TextTable]:
-    """Return the numbers of a fitness report, and where the report is; nothing without one."""
-    found = {
-        name.removeprefix(FITNESS_METRICS).replace("_", " "): f"{values[-1]:z.3g}"
-        for name, (_, values) in run.curves.items()
-        if name.startswith(FITNESS_METRICS)
-    }
-    if not found:
-        return []
-    low, high = found.pop("accuracy low", None), found.pop("accuracy high", None)
-    if low is not None and high is not None:
-        found["accuracy"] += f" [{low}, {high}]"
-    return [
-        TextTable(
-            title="Fitness of the reward",
-            heading=["", "value [95%]"],
-            rows=list(map(list, found.items())),
-            note=f"All numbers with their definitions, checks and pictures: {FINAL}/{FITNESS_PAGE}",
-        )
-    ]
-
-
-def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
-    """Return what a stage without a goal ends with, as `rank`; "" where the page says it."""
-    stage = run.definition
-    if stage is None or stage.goal or (run.folder / FINAL / EVALUATION).is_file():
-        return ""
-    shown = {one.metric for one in evaluated}
-    ends = [name for name in stage.summary if name in run.curves and name not in shown]
-    ends = [name for name in ends if not name.startswith(FITNESS_METRICS)]
-    return "; ".join(f"{label_of(name)} is {plain(run.curves[name][1][-1])}" for name in ends)
-
-
-def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[TextTable]:
-    """Return the metrics that were measured once, and are shown nowhere else, as a table."""
-    shown = {one.metric for one in evaluated}
-    others = (FITNESS_METRICS, "time/", "compute/")
-    rows = [
-        [name, plain(values[0]), DEFINITIONS[name].unit if name in DEFINITIONS else ""]
-        for name, (_, values) in run.curves.items()
-        if len(values) == 1 and name not in shown and not name.startswith(others)
-    ]
-    if not rows or (run.folder / FINAL / EVALUATION).is_file():
-        return []
-    return [TextTable(title="Numbers", heading=["metric", "value", "unit"], rows=rows)]
-
-
 def pairs(folder: Path) -> list[PairedSample]:
     """Return responses of the first evaluation and of the one in `final/` to the same prompts."""
     files = evaluation_files(folder)
@@ -219,9 +170,9 @@ def pairs(folder: Path) -> list[PairedSample]:
         PairedSample(
             prompt=before["prompt"],
             before=before["response"],
-            before_numbers=score_text(before),
+            before_numbers=f"first: {score_text(before)}",
             after=after["response"],
-            after_numbers=score_text(after),
+            after_numbers=f"last: {score_text(after)}",
         )
         for before, after in paired_samples(*files, PAIRS)
     ]
@@ -252,34 +203,6 @@ def token_samples(path: Path) -> list[TokenSample]:
             for sample in samples
             if sample["iteration"] == samples[-1]["iteration"] and "per_token" in sample
         ]
-
-
-def totals(run: RunFiles) -> list[tuple[str, str]]:
-    """Return the totals of compute of a run, with their units."""
-    found = [
-        (name, amount(run.curves[name][1][-1], DEFINITIONS[name].unit))
-        for name in run.curves
-        if name.startswith("compute/") and name in DEFINITIONS
-    ]
-    if run.manifest is not None and "time/stage_s" in run.manifest.metrics:
-        found.append(("the whole stage", duration(run.manifest.metrics["time/stage_s"])))
-    return found
-
-
-def plain(value: float) -> str:
-    """Return a number with three digits; a whole one with all."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:z.3g}"
-
-
-def amount(value: float, unit: str) -> str:
-    """Return an amount of compute: "139,600 tokens", "2.15 TFLOP", "805.90 MB" or "4.5 min"."""
-    from matplotlib.ticker import EngFormatter
-
-    if unit == "s":
-        return duration(value)
-    if unit == "tokens":
-        return f"{value:,.0f} tokens"
-    return EngFormatter("B" if unit == "bytes" else unit, places=2)(value)
 
 
 def origins(manifest: Manifest | None) -> list[tuple[str, str]]:
