@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-HEIGHT = 7000
+HEIGHT = 16000
+"""Height of the pictures, in CSS pixels; a longer page is cut."""
 PHONE = 390
 """Width of a phone, in CSS pixels; a browser's own window cannot be as narrow."""
 DARK = "--blink-settings=preferredColorScheme=0"
@@ -32,8 +33,8 @@ def main() -> None:
     if browser is None:
         print(f"no browser is installed, so nothing was looked at; one of {', '.join(BROWSERS)}")
         return
-    found = [*Path("outputs").rglob("report.html"), *Path("outputs").rglob("compare.html")]
-    pages = given.pages or sorted(found)
+    names = ("report.html", "compare.html", "replay_*.html")
+    pages = given.pages or sorted(page for name in names for page in Path("outputs").rglob(name))
     given.out.mkdir(parents=True, exist_ok=True)
     faults = [fault for page in pages for fault in look(browser, page, given.out)]
     print(*faults, sep="\n")

@@ -106,6 +106,7 @@ def test_a_page_and_a_note_on_few_prompts(evaluated: Evaluated) -> None:
     assert "report.html" in evaluated.out
     page = check((evaluated.folder / "report.html").read_text())
     assert f"{EARLIER} - {FINAL}, sampled" in page.text
+    assert "Held-out prompts, side by side" in page.text
 
 
 def test_every_prompt_gets_a_greedy_response_and_two_samples(evaluated: Evaluated) -> None:

@@ -66,7 +66,7 @@ def test_a_run_that_was_cut_off_has_a_page(finished: Workplace) -> None:
     finished.call("report", str(finished.stage("ppo"))).succeeded  # noqa: B018
     page = check((finished.stage("ppo") / "report.html").read_text())
     assert "The run has not finished" in page.text
-    assert "the diagnosis has 1 finding" in page.text
+    assert "The diagnosis has 1 finding." in page.text
     assert "Likely cause: c" in page.text
 
 
@@ -157,6 +157,6 @@ def test_an_evaluation_of_policies_is_a_page(workplace: Workplace) -> None:
     (folder / "final" / "evaluation.json").write_text(json.dumps(found))
     workplace.call("report", str(folder)).succeeded  # noqa: B018
     page = check((folder / "report.html").read_text())
-    assert "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1.5; the KL" in page.text
+    assert "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1.5." in page.text
     assert "<ppo> - sft, sampled" in page.text
     assert "0.750" in page.text

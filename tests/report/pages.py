@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "br", "input", "img", "link", "hr"}
+VOID = {"meta", "br", "input", "img", "link", "hr", "wbr"}
 LOADING = {"src", "srcset", "data", "poster", "action", "formaction", "background", "xlink:href"}
 """Attributes whose address a browser may load."""
 

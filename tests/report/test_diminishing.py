@@ -11,10 +11,19 @@ import pytest
 from jaxtyping import Float
 from numpy import ndarray
 
-from lightning_rlhf.report.diminishing import FLOPS, GOLD, ITERATIONS, KL, REWARD, measure
+from lightning_rlhf.report.diminishing import (
+    FLOPS,
+    GOLD,
+    ITERATIONS,
+    KL,
+    REWARD,
+    against_kl,
+    measure,
+    points,
+)
 from lightning_rlhf.report.diminishing_figure import NUMBERS, PICTURE, write_diminishing
 from lightning_rlhf.report.knee import FEWEST_POINTS, fit
-from lightning_rlhf.report.shapes import knee_of, knees_and_peaks, shapes
+from lightning_rlhf.report.shapes import Basis, knee_of, knees_and_peaks, shapes
 
 Function = Callable[[Float[ndarray, " N"]], Float[ndarray, " N"]]
 GRID = np.linspace(0.0, 1.0, 1001)
@@ -100,6 +109,18 @@ def test_the_knees_of_straight_lines() -> None:
     assert knee_of(curves).tolist() == [pytest.approx(0.297, abs=2e-3), np.inf, np.inf]
 
 
+def test_a_basis_holds_the_shapes_with_mean_0_and_norm_1() -> None:
+    generator = np.random.default_rng(4)
+    u = np.array([0.0, *np.sort(generator.random(40)), 1.0])
+    expected = shapes(u) - shapes(u).mean(axis=1, keepdims=True)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    values = generator.normal(size=(3, len(u)))
+    basis = Basis.of(u)
+    heights = np.maximum(expected @ values.T, 0.0)
+    np.testing.assert_allclose(basis.heights(values), heights, atol=1e-12)
+    np.testing.assert_allclose(basis[np.array([0, 70, -1])], expected[[0, 70, -1]], atol=1e-12)
+
+
 def test_every_shape_has_the_knee_of_the_slow_definition() -> None:
     every = 400
     knees, peaks = (found[::every] for found in knees_and_peaks())
@@ -123,6 +144,51 @@ def test_ninety_percent_intervals_hold_the_truth() -> None:
         else:
             low, high = found.knee.interval
             held.append(low <= slow_knee(f(GRID)) <= high)
+    assert 0.85 <= np.mean(held) <= 0.95
+
+
+def measured_run(
+    generator: np.random.Generator,
+) -> tuple[str, Function, Float[ndarray, " N"], dict[str, tuple[list[int], list[float]]]]:
+    """A kind and curve of reward over shares of KL, the true KL of a run, and what it measures.
+
+    As in runs of the quickstart and the course, the KL starts slowly, then saturates and may be
+    drawn back, or grows to the end; its noise is 4 to 20% of it and is shared with the reward.
+    """
+    kind, f = drawn(generator)
+    n = int(generator.integers(50, 76))
+    t = np.linspace(0.0, 1.0, n)
+    kl = t ** generator.uniform(0.5, 1.5)
+    if generator.random() < 0.75:
+        scale = np.exp(generator.uniform(np.log(0.08), np.log(0.4)))
+        kl = 1 - np.exp(-((t / scale) ** generator.uniform(1, 2.5)))
+        kl *= 1 + generator.uniform(-0.3, 0.3) * np.clip((t - scale) / (1 - scale), 0, 1)
+    kl *= np.exp(generator.uniform(np.log(1.5), np.log(12)))
+    reached = np.maximum.accumulate(kl) if generator.random() < 0.5 else kl
+    gain = f(GRID).max() - f(GRID)[0] or 1.0
+    shared = generator.normal(size=n)
+    own = noisy(np.zeros_like, n, 1.0, generator.choice([0.0, 0.3, 0.5]), generator)
+    rho = generator.uniform(-0.2, 0.4)
+    noise = np.exp(generator.uniform(np.log(0.02), np.log(0.15))) * gain
+    reward = f(reached / kl.max()) + noise * (rho * shared + np.sqrt(1 - rho * rho) * own)
+    seen = kl * (1 + generator.uniform(0.04, 0.2) * shared) + 0.02 * generator.normal(size=n)
+    steps = list(range(1, n + 1))
+    return kind, f, kl, {REWARD: (steps, list(reward)), KL: (steps, list(seen))}
+
+
+def test_ninety_percent_intervals_over_kl_hold_the_truth() -> None:
+    """200 runs, whose knees lie at a share of their largest true KL, in nats."""
+    generator = np.random.default_rng(2027)
+    held = []
+    for _ in range(200):
+        kind, f, kl, curves = measured_run(generator)
+        found = against_kl(points(curves, REWARD, 1), points(curves, KL, 1))
+        if kind == "flat" or found is None or found.fit is None:
+            held.append(kind == "flat" and (found is None or found.fit is None))
+        else:
+            low, high = (found.at(end) for end in found.fit.knee.interval)
+            assert low is not None
+            held.append(low <= slow_knee(f(GRID)) * kl.max() <= (np.inf if high is None else high))
     assert 0.85 <= np.mean(held) <= 0.95
 
 

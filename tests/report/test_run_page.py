@@ -19,10 +19,12 @@ from lightning_rlhf.report.run_page import (
     TextTable,
     Token,
     TokenSample,
+    change,
+    clauses,
     write_page,
 )
-from lightning_rlhf.report.run_plots import FAN, curve_plots, fan_plot, frontier_plots
-from lightning_rlhf.report.scales import MOST_POINTS, thinned
+from lightning_rlhf.report.run_plots import FAN, curve_plots, fan_plot, frontier_plots, kl_note
+from lightning_rlhf.report.scales import MOST_POINTS, place_text, thinned, tick_text
 
 from .pages import Page, check
 
@@ -161,12 +163,55 @@ def test_a_long_line_keeps_its_extremes() -> None:
 
 
 def test_a_banded_metric_without_a_panel_gets_a_plot() -> None:
-    curves = {"shown": ([1], [1.0]), "banded": ([1], [2.0]), "other": ([1], [3.0])}
+    curves = {name: ([1, 2], [1.0, 2.0]) for name in ("shown", "banded", "other")}
     healthy = {"banded": ("below 3", (None, 3.0)), "other": ("-", None)}
     panels = [Panel("Shown", Axis("u", (Line("shown", "a", BLUE),)))]
     first, second = curve_plots(curves, lambda _: panels, "step", healthy)
     assert (first.title, first.healthy) == ("Shown", None)
     assert (second.title, second.healthy, second.meaning) == ("banded", (None, 3.0), "below 3")
+
+
+def test_what_was_measured_once_is_no_curve() -> None:
+    curves = {"once": ([3], [1.0]), "twice": ([1, 2], [1.0, 2.0])}
+    assert [plot.title for plot in curve_plots(curves, None, "step", {})] == ["twice"]
+
+
+def test_two_axes_of_a_panel_are_two_plots_with_names() -> None:
+    left, right = (
+        Axis("u", (Line(m, label, BLUE),)) for m, label in (("a", "x"), ("b", "y (right)"))
+    )
+    curves = {name: ([1, 2], [1.0, 2.0]) for name in "ab"}
+    found = curve_plots(curves, lambda _: [Panel("P: x and y", left, right)], "step", {})
+    assert [plot.title for plot in found] == ["P: x", "P: y"]
+
+
+def test_ticks_are_short_and_inside_the_picture() -> None:
+    """1500 at the right end is four digits of 7.2 wide: it is centred 14.4 before the edge."""
+    assert [tick_text(x) for x in (0.25, 1500.0, 5e11, 1.5e12)] == ["0.25", "1500", "500G", "1.5T"]
+    assert [place_text(x) for x in (12345.0, 4.4171, 2.09249e12)] == ["12345", "4.42", "2.09T"]
+    wide = plot(series=[Series(label="a", color=BLUE, points=[(0, 1.0), (1500, 3.0)])])
+    assert '<text x="405.6" y="209" text-anchor="middle">1500</text>' in str(draw(wide))
+
+
+def test_numbers_have_the_digits_that_their_interval_leaves() -> None:
+    """Half of [14.467, 15.723] is 0.63, of [0.0041, 0.0341] 0.015: two digits of each are shown."""
+    tokens = Evaluated(metric="a", value=14.992, interval=(14.467, 15.723), before=10.789,
+                       gain=4.203, gain_interval=(3.433, 4.954))  # fmt: skip
+    assert change(tokens) == ["10.79", "14.99 [14.47, 15.72]", "+4.20 [3.43, 4.95]"]
+    share = Evaluated(metric="a", value=0.0123, interval=(0.0041, 0.0341))
+    assert change(share) == ["-", "0.012 [0.004, 0.034]", "-"]
+    assert change(Evaluated(metric="a", value=1.618, before=1.45, gain=0.168)) == [
+        "1.45", "1.62", "+0.17",
+    ]  # fmt: skip
+    assert change(Evaluated(metric="a", value=0.0))[1] == "0.000"
+
+
+def test_a_verdict_is_a_list_with_its_level_in_words(tmp_path: Path) -> None:
+    stage = StageReport(name="n", title="PPO", verdict=Verdict("doubtful", "One fell; two; three."))
+    page = check(written(tmp_path, [stage]))
+    assert "! PPO: doubtful." in page.text
+    assert clauses("One fell; two; three.") == ["One fell.", "Two.", "Three."]
+    assert [tag for tag, _ in page.elements].count("li") == 2
 
 
 def test_the_fan_takes_all_five_quantiles() -> None:
@@ -178,6 +223,24 @@ def test_the_fan_takes_all_five_quantiles() -> None:
     ]  # fmt: skip
     del curves[FAN[0]]
     assert fan_plot(curves, "iteration") is None
+
+
+@pytest.mark.parametrize(
+    ("at", "ends", "words"),
+    [
+        (3.14159, [2.0, None], "the knee of reward against KL is at 3.14 [2.00-end] nats"),
+        (
+            None,
+            [2.0, None],
+            "no knee of reward against KL within this run (one below 2.00 nats is unlikely)",
+        ),
+    ],
+)
+def test_the_knee_over_kl_in_words(at: float | None, ends: list[float | None], words: str) -> None:
+    knee = {"at": at, "at_interval": ends}
+    curve = {"metric": "reward_mean", "unit": "kl_divergence", "knee": knee}
+    assert kl_note({"curves": [curve]}) == words
+    assert kl_note({"curves": [curve | {"knee": None}]}) == ""
 
 
 def test_reward_of_an_iteration_is_that_of_the_policy_before_it() -> None:

@@ -23,7 +23,8 @@ SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
     "Compute": ("ppo", ["compute"]),
     "SFT": ("sft", ["update", "eval", "compute"]),
     "Reward model": ("rm", ["update", "eval", "compute"]),
-    "DPO": ("dpo", ["update", "eval"]),
+    "DPO": ("dpo", ["update", "eval", "compute"]),
+    "Ranked responses": ("rank", ["rank", "eval"]),
     "Evaluation of policies": ("eval_policy", ["eval"]),
 }
 """Title of a section -> the stage and the phases whose metrics it shows."""

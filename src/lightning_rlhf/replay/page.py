@@ -18,7 +18,10 @@ from lightning_rlhf.report.token_text import BLUE, GREEN, ORANGE, RED, colour, m
 
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 1rem/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 1rem/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; }
+details { overflow-x: auto; }
 section { margin-top: 2.5rem; }
 h2 { font-size: 1rem; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: inherit; margin: .5rem 0; }
@@ -33,6 +36,11 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; }
 dd { margin: 0; }
 td, th { padding: .1rem .6rem; text-align: right; }
 td:first-child, th:first-child { text-align: left; font-family: ui-monospace, monospace; }
+@media print {
+  body { font-size: 9pt; max-width: none; margin: 0; padding: 0; }
+  details:not([open])::details-content { content-visibility: visible; height: auto; }
+  * { print-color-adjust: exact; }
+}
 """
 
 

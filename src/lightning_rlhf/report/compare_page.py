@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.io.visible import visible_line
-from lightning_rlhf.report.conclusion import GOLD, label_of
+from lightning_rlhf.report.conclusion import GOLD, heading_of
 from lightning_rlhf.report.curves import PALETTE
 from lightning_rlhf.report.plots import Area, Plot, Series
 from lightning_rlhf.report.run_page import TextTable, environment
@@ -72,7 +72,7 @@ class Comparison:
         ]
         return TextTable(
             title="Results",
-            heading=["runs", "seeds", *map(label_of, self.metrics)],
+            heading=["runs", "seeds", *map(heading_of, self.metrics)],
             rows=rows,
             note="Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none.",
         )
@@ -104,7 +104,7 @@ class Comparison:
                 means = (over_seeds([at_kl(path, kl) for path in own]) for kl in kls)
                 rows.append([group.label, *map(text, means)])
             yield TextTable(
-                title=f"{label_of(metric).capitalize()} at equal KL",
+                title=f"{heading_of(metric)} at equal KL",
                 heading=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
                 rows=rows,
                 note="Interpolated between the evaluations of each run, at the place where its KL "
@@ -115,7 +115,7 @@ class Comparison:
         """Return a plot of each metric with the mean over the seeds of each group."""
         return [
             Plot(
-                title=label_of(metric),
+                title=heading_of(metric),
                 x_label=self.unit,
                 unit="",
                 series=[series for series, _ in drawn],

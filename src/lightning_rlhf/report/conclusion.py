@@ -15,6 +15,32 @@ Level = Literal["good", "doubtful", "bad", "unknown"]
 LEVELS: tuple[Level, ...] = ("unknown", "good", "doubtful", "bad")
 """Levels of a verdict; of several the last one counts."""
 GOLD = f"{JUDGE}gold"
+NAMES = {
+    "reward_mean": "the reward in training",
+    "kl_divergence": "the KL to the reference in training, nats a response",
+    "entropy": "the entropy in training, nats a token",
+    "ppo_loss": "the PPO loss",
+    "eval/reward_mean": "the reward on held-out prompts",
+    GOLD: "the gold score",
+    "eval/win_rate": "the win rate over the SFT model",
+    "eval/distinct_1": "the share of different words",
+    "eval/distinct_2": "the share of different pairs of words",
+    "eval/loss": "the loss on held-out demonstrations",
+    "eval/perplexity": "the perplexity of held-out demonstrations",
+    "eval/accuracy": "the accuracy on held-out pairs",
+    "eval/rm_loss": "the loss on held-out pairs",
+    "eval/dpo_loss": "the preference loss on held-out pairs",
+    "eval/sft_loss": "the SFT loss of chosen responses",
+    "eval/reward_chosen": "the reward of chosen responses",
+    "eval/reward_rejected": "the reward of rejected responses",
+    "eval/reward_margin": "the reward of chosen less that of rejected responses",
+    "eval/logps_chosen": "the log-probability of chosen responses, nats",
+    "rank/reward_mean": "the reward of all responses",
+    "rank/best_reward": "the reward of the best response to each prompt",
+    "rank/pairs": "the number of preference pairs",
+    "eval/logps_rejected": "the log-probability of rejected responses, nats",
+}
+"""Names of metrics in a sentence, where they are not those of LABELS."""
 GUESSING = 0.5
 """Accuracy of guessing which of two responses is preferred."""
 
@@ -56,7 +82,8 @@ def conclude(
 
     evaluated: metrics of the evaluations.
     goal: metrics that select the best checkpoint, each with its direction; the first is judged.
-    findings: number of findings of the diagnosis; sentence: on diminishing returns, if any.
+    findings: number of findings of the diagnosis; sentence: a further one, as on diminishing
+        returns, if any.
     diverges: whether the reward rose while the gold score did not.
     reward: the fitness report's verdict on a reward model; None for other stages.
     """
@@ -113,14 +140,14 @@ def judge(one: Evaluated, direction: Literal["min", "max"]) -> Verdict:
 
 def label_of(metric: str) -> str:
     """Return the name of a metric in a sentence."""
-    own = {
-        "eval/reward_mean": "the reward on held-out prompts",
-        GOLD: "the gold score",
-        "eval/loss": "the loss on held-out demonstrations",
-        "eval/accuracy": "the accuracy on held-out pairs",
-        "eval/rm_loss": "the loss on held-out pairs",
-    }
-    return own.get(metric) or LABELS.get(metric) or metric.removeprefix(JUDGE)
+    return NAMES.get(metric) or LABELS.get(metric) or metric.removeprefix(JUDGE)
+
+
+def heading_of(metric: str) -> str:
+    """Return the name of a metric above or beside its values."""
+    label = label_of(metric).removeprefix("the ")
+    is_key = "_" in label or "/" in label
+    return label if is_key else f"{label[:1].upper()}{label[1:]}"
 
 
 def measured(one: Evaluated) -> str:

@@ -145,11 +145,11 @@ _PPO_PANELS = (
         ),
     ),
     Panel(
-        "Entropy and perplexity of the policy",
+        "Policy: entropy and perplexity",
         Axis("nats a token", (Line("entropy", "entropy", BLUE),)),
         Axis(
             "tokens",
-            (Line("eval/response_perplexity", "under the SFT model (right)", ORANGE, sparse=True),),
+            (Line("eval/response_perplexity", "perplexity under SFT (right)", ORANGE, True),),
         ),
     ),
     Panel(

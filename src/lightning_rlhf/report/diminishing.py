@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from lightning_rlhf.report.gold_stop import GoldStop
-from lightning_rlhf.report.knee import FEWEST_POINTS, LEVEL, Fit, Place, fit
+from lightning_rlhf.report.knee import FEWEST_POINTS, LEVEL, Fit, Place, fit, smooth
 from lightning_rlhf.report.shapes import AHEAD, GAIN
 
 REWARD, KL, GOLD = "reward_mean", "kl_divergence", "eval/judge/gold"
@@ -239,16 +239,19 @@ def against_kl(reward: Points, kl: Points) -> Frontier | None:
     """Return reward against KL; None where the KL did not grow.
 
     The KL is smoothed by its own fit and made to rise, so that noise in it does not flatten the
-    curve: x_t = max(0, max over s <= t of fit(s)).
+    curve: x_t = max(0, max over s <= t of fit(s)). The ends of the intervals are moved outwards by
+    the standard error of x there.
     """
     after, in_reward, in_kl = np.intersect1d(reward[0], kl[0], return_indices=True)
     iterations = after.astype(float)
-    smooth = fit(iterations, kl[1][in_kl])
-    if smooth is None:
+    smoothed = smooth(iterations, kl[1][in_kl])
+    if smoothed is None:
         return None
     shares = (iterations - iterations[0]) / (iterations[-1] - iterations[0])
-    x, y = np.maximum.accumulate(smooth.value(shares).clip(min=0.0)), reward[1][in_reward]
-    return Frontier(REWARD, KL, after, x, y, fit(x, y))
+    x, errors = (np.interp(shares, smoothed.u, f) for f in (smoothed.curve, smoothed.errors))
+    y = reward[1][in_reward]
+    found = fit(x, y)
+    return Frontier(REWARD, KL, after, x, y, None if found is None else found.blurred(x, errors))
 
 
 def points(curves: Mapping[str, Curve], metric: str, ahead: int) -> Points:

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter
 
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.report.curves import BLUE, GREEN, ORANGE
@@ -29,7 +30,7 @@ NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 LABELS = {
     ITERATIONS: "iterations of training",
     FLOPS: "floating-point operations",
-    KL: "KL to the reference, nats a response (smoothed)",
+    KL: "KL to the reference (smoothed), nats a response",
 }
 
 
@@ -67,16 +68,18 @@ def draw(found: Diminishing, title: str) -> Figure:
         for axes, (name, curve, color) in zip(
             np.atleast_1d(figure.subplots(1, len(shown))), shown, strict=True
         ):
-            axes.set_title(name, loc="left", pad=24, fontsize=11)
+            axes.set_title(name, loc="left", pad=34, fontsize=11)
             _draw_frontier(axes, curve, color)
             if found.gold_stop is not None and curve is found.gold:
                 _mark_stop(axes, curve, found.gold_stop.step)
-            axes.legend(ncols=4, handlelength=1.4, fontsize=8, **LEGEND)
+            axes.legend(ncols=3, handlelength=1.4, fontsize=8, **LEGEND).set_in_layout(False)
     return figure
 
 
 def _draw_frontier(axes: Axes, curve: Frontier, color: str) -> None:
-    axes.set_xlabel(LABELS[curve.unit])
+    axes.set_xlabel(LABELS[curve.unit], fontsize=9)
+    if curve.unit == FLOPS:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel("score")
     axes.plot(curve.x, curve.y, "o", color=color, markersize=3, alpha=0.45, label="measured")
     if curve.fit is None:
@@ -94,7 +97,8 @@ def _draw_frontier(axes: Axes, curve: Frontier, color: str) -> None:
         axes.axvspan(low, high, color=GREY, alpha=0.15, linewidth=0, label="90% interval")
         if (at := curve.at(place.at)) is not None:
             name = "maximum" if is_peak else "knee"
-            axes.axvline(at, color=GREY, linewidth=1, linestyle="--", label=f"{name}: {at:.3g}")
+            words = EngFormatter(sep="", places=0)(at) if curve.unit == FLOPS else f"{at:.3g}"
+            axes.axvline(at, color=GREY, linewidth=1, linestyle="--", label=f"{name}: {words}")
 
 
 def _mark_stop(axes: Axes, curve: Frontier, step: int) -> None:

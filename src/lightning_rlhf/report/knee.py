@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.report.shapes import AHEAD, knees_and_peaks, shapes
+from lightning_rlhf.report.resampling import resampled
+from lightning_rlhf.report.shapes import AHEAD, Basis, knees_and_peaks
 
 LEVEL = 0.9
 """Share of runs in which an interval is to hold the truth."""
 FEWEST_POINTS = 12
 """Minimum number of points; with fewer, the noise cannot be told from the curve."""
 
-_RESAMPLES = 200
 _MOST_POINTS = 300
 """Number of points above which neighbours are averaged."""
 _FREE = 4
@@ -25,6 +25,8 @@ _BINS = 100
 """Number of steps of the whole range to which the ends of an interval are rounded; each is moved
 one step outwards, because true curves are not on the list of shapes. The number was chosen on
 synthetic curves, so that 90% of the intervals hold the truth, and tested on others."""
+_LAST_KNEE = 1 - AHEAD
+"""Share of the range behind which there is no knee, as no tenth of the range follows it."""
 _LAST_PEAK = 0.98
 """Share of the range behind which a maximum counts as the end."""
 _FALSE_GAINS = 0.05
@@ -57,6 +59,61 @@ class Fit:
         """Return the fitted values at other positions."""
         return np.interp(u, self.u, self.curve)
 
+    def blurred(self, x: Float[ndarray, " M"], errors: Float[ndarray, " M"]) -> Fit:
+        """Return the fit with each interval widened by the standard errors of x at its ends.
+
+        x: values that do not decrease, of which u are shares of the range.
+        """
+        blur = errors / (x[-1] - x[0])
+        u = (x - x[0]) / (x[-1] - x[0])
+
+        def widened(place: Place, end: float) -> Place:
+            low, high = place.interval
+            low, high = low - np.interp(low, u, blur), high + np.interp(high, u, blur)
+            return replace(place, interval=(max(float(low), 0.0), np.inf if high > end else high))
+
+        return replace(
+            self, knee=widened(self.knee, _LAST_KNEE), peak=widened(self.peak, _LAST_PEAK)
+        )
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """Shape that fits a curve best, and its standard error."""
+
+    u: Float[ndarray, " N"]
+    """Positions of the points, as shares of the range of x."""
+    curve: Float[ndarray, " N"]
+    """Fitted values at `u`, made to rise: the largest one so far, 0 at least."""
+    errors: Float[ndarray, " N"]
+    """Standard errors of `curve`."""
+
+
+def smooth(x: Float[ndarray, " N"], y: Float[ndarray, " N"], seed: int = 0) -> Smooth | None:
+    """Return the best fit of a shape to y against x as a curve that rises; None without a gain.
+
+    The shape is that of `fit`. Its standard errors are the standard deviations of the fits to the
+    fitted shape with resampled noise.
+    """
+    x, y = (_thinned(np.asarray(values, dtype=float)) for values in (x, y))
+    if (u := _positions(x, y)) is None:
+        return None
+    generator = np.random.default_rng(seed)
+    basis = Basis.of(u)
+    centred = y - y.mean()
+    if not _gains(u, centred, basis, generator):
+        return None
+    curve, noise = _fitted(centred, basis, generator)
+    resamples = curve + noise
+    means = resamples.mean(axis=1, keepdims=True)
+    explained = _explained(resamples - means, basis)
+    refits = basis[explained.argmax(axis=0)] * np.sqrt(explained.max(axis=0))[:, None] + means
+
+    def rising(values: Float[ndarray, "... N"]) -> Float[ndarray, "... N"]:
+        return np.maximum.accumulate((values + y.mean()).clip(min=0.0), axis=-1)
+
+    return Smooth(u, rising(curve), rising(refits).std(axis=0))
+
 
 def fit(x: Float[ndarray, " N"], y: Float[ndarray, " N"], seed: int = 0) -> Fit | None:
     """Return the best fit of a shape to y against x, which does not decrease; None without a gain.
@@ -74,45 +131,80 @@ def fit(x: Float[ndarray, " N"], y: Float[ndarray, " N"], seed: int = 0) -> Fit 
     1997, Bootstrap Methods and their Application, section 5.6, on test inversion
     """
     x, y = (_thinned(np.asarray(values, dtype=float)) for values in (x, y))
-    if len(y) < FEWEST_POINTS or not x[-1] > x[0] or np.ptp(y) == 0:
+    if (u := _positions(x, y)) is None:
         return None
     generator = np.random.default_rng(seed)
-    u = (x - x[0]) / (x[-1] - x[0])
-    basis = _normed(shapes(u))
+    basis = Basis.of(u)
     knees, peaks = knees_and_peaks()
     centred = y - y.mean()
-    height = np.maximum(basis @ centred, 0.0)
+    height = basis.heights(centred[None])[:, 0]
     best = int(np.argmax(height))
     if not _gains(u, centred, basis, generator):
         return None
-    curve = basis[best] * height[best]
-    noise = _resampled((centred - curve) * np.sqrt(len(y) / (len(y) - _FREE)), generator)
+    curve, noise = _fitted(centred, basis, generator)
     resamples = curve + noise - noise.mean(axis=1, keepdims=True)
-    explained = _explained(resamples, basis)
     total = (resamples**2).sum(axis=1)
+    of_knee, of_peak = _bins(knees, _LAST_KNEE), _bins(peaks, _LAST_PEAK)
+    # Of the shapes that share both bins the best one counts.
+    pairs, profile = _maxima(of_knee * (_BINS + 1) + of_peak, height[:, None] ** 2)
+    _, profiles = _maxima(of_knee * (_BINS + 1) + of_peak, _explained(resamples, basis))
 
-    def place(values: Float[ndarray, " S"], end: float) -> Place:
-        last = round(end * _BINS)
-        of = np.where(values > end, last, np.minimum(values * _BINS, last - 1)).astype(int)
-        order = np.argsort(of, kind="stable")
-        bins, starts = np.unique(of[order], return_index=True)
-        profile = np.maximum.reduceat(height[order] ** 2, starts)
-        profiles = np.maximum.reduceat(explained[:, order], starts, axis=1)
-        own, tops = profiles[:, np.searchsorted(bins, of[best])], profiles.max(axis=1)
+    def place(at: float, of_pairs: Int[ndarray, " P"], of_best: int, end: float) -> Place:
+        bins, explained = _maxima(of_pairs, profiles)
+        own, tops = explained[np.searchsorted(bins, of_best)], explained.max(axis=0)
         bound = np.quantile((tops - own) / np.maximum(total - tops, 1e-6 * total), LEVEL)
-        left = max(centred @ centred - profile.max(), 1e-6 * (centred @ centred))
-        inside = bins[(profile.max() - profile) / left <= bound]
+        power = centred @ centred
+        left = max(power - profile.max(), 1e-6 * power)
+        inside = bins[(profile.max() - _maxima(of_pairs, profile)[1][:, 0]) / left <= bound]
+        last = round(end * _BINS)
         low, high = max(inside.min() - 1, 0), min(inside.max() + 2, last)
         is_open = inside.max() == last
-        return Place(float(values[best]), (low / _BINS, np.inf if is_open else high / _BINS))
+        return Place(at, (low / _BINS, np.inf if is_open else high / _BINS))
 
-    return Fit(u, y.mean() + curve, place(knees, 1 - AHEAD), place(peaks, _LAST_PEAK))
+    return Fit(
+        u,
+        y.mean() + curve,
+        place(float(knees[best]), pairs // (_BINS + 1), of_knee[best], _LAST_KNEE),
+        place(float(peaks[best]), pairs % (_BINS + 1), of_peak[best], _LAST_PEAK),
+    )
+
+
+def _bins(values: Float[ndarray, " S"], end: float) -> Int[ndarray, " S"]:
+    """Return the steps of the range in which knees or peaks lie; the last one is beyond `end`."""
+    last = round(end * _BINS)
+    return np.where(values > end, last, np.minimum(values * _BINS, last - 1)).astype(int)
+
+
+def _maxima(
+    of: Int[ndarray, " S"], values: Float[ndarray, "S R"]
+) -> tuple[Int[ndarray, " G"], Float[ndarray, "G R"]]:
+    """Return the different groups of rows, in order, and the largest values of each."""
+    order = np.argsort(of, kind="stable")
+    groups, starts = np.unique(of[order], return_index=True)
+    return groups, np.maximum.reduceat(values[order], starts, axis=0)
+
+
+def _positions(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Float[ndarray, " N"] | None:
+    """Return the points as shares of the range of x; None where there is nothing to fit."""
+    if len(y) < FEWEST_POINTS or not x[-1] > x[0] or np.ptp(y) == 0:
+        return None
+    return (x - x[0]) / (x[-1] - x[0])
+
+
+def _fitted(
+    y: Float[ndarray, " N"], basis: Basis, generator: np.random.Generator
+) -> tuple[Float[ndarray, " N"], Float[ndarray, "R N"]]:
+    """Return the best fit to y, of mean 0, and resamples of what is left of y."""
+    height = basis.heights(y[None])[:, 0]
+    best = int(np.argmax(height))
+    curve = basis[best] * height[best]
+    return curve, resampled((y - curve) * np.sqrt(len(y) / (len(y) - _FREE)), generator)
 
 
 def _gains(
     u: Float[ndarray, " N"],
     y: Float[ndarray, " N"],
-    basis: Float[ndarray, "S N"],
+    basis: Basis,
     generator: np.random.Generator,
 ) -> bool:
     """Return whether y, of mean 0, rises beyond what its noise explains."""
@@ -120,52 +212,17 @@ def _gains(
     null = min(float(line @ y / (line @ line)), 0.0) * line
 
     def share(values: Float[ndarray, "R N"]) -> Float[ndarray, " R"]:
-        return _explained(values, basis).max(axis=1) / np.maximum((values**2).sum(axis=1), 1e-300)
+        return _explained(values, basis).max(axis=0) / np.maximum((values**2).sum(axis=1), 1e-300)
 
-    noise = _resampled(y - null, generator)
+    noise = resampled(y - null, generator)
     noise -= noise.mean(axis=1, keepdims=True)
     return bool(share(y[None])[0] > np.quantile(share(null + noise), 1 - _FALSE_GAINS))
 
 
-def _explained(
-    values: Float[ndarray, "R N"], basis: Float[ndarray, "S N"]
-) -> Float[ndarray, "R S"]:
-    """Return the sum of squares of each curve that each shape explains, in single precision."""
-    return np.maximum(values.astype(np.float32) @ basis.astype(np.float32).T, 0.0) ** 2
-
-
-def _resampled(
-    noise: Float[ndarray, " N"], generator: np.random.Generator
-) -> Float[ndarray, "R N"]:
-    """Return resamples with the variance of the noise and its correlation r between neighbours.
-
-    r is the sample's correlation plus (1 + 4 r) / N, which makes up for its bias.
-
-    Source: Kendall 1954, Note on bias in the estimation of autocorrelation, Biometrika 41
-    """
-    n = len(noise)
-    power = float(noise @ noise)
-    if power == 0:
-        return np.zeros((_RESAMPLES, n))
-    r = float(noise[1:] @ noise[:-1]) / power
-    r = float(np.clip(r + (1 + 4 * r) / n, 0.0, 0.9))
-    innovations = noise[1:] - r * noise[:-1]
-    innovations -= innovations.mean()
-    innovations *= np.sqrt(power / n * (1 - r * r) / np.mean(innovations**2))
-    drawn = generator.choice(innovations, (n, _RESAMPLES))
-    state = drawn[0] / np.sqrt(1 - r * r)
-    rows = [state]
-    for row in drawn[1:]:
-        state = r * state + row
-        rows.append(state)
-    return np.stack(rows, axis=1)
-
-
-def _normed(basis: Float[ndarray, "S N"]) -> Float[ndarray, "S N"]:
-    """Return the shapes with mean 0 and norm 1; 0 for one that is constant at these points."""
-    basis = basis - basis.mean(axis=1, keepdims=True)
-    norms = np.linalg.norm(basis, axis=1, keepdims=True)
-    return np.divide(basis, norms, out=np.zeros_like(basis), where=norms > 1e-9)
+def _explained(values: Float[ndarray, "R N"], basis: Basis) -> Float[ndarray, "S R"]:
+    """Return the sum of squares that each shape explains of each curve, in single precision."""
+    height = basis.heights(values.astype(np.float32))
+    return np.square(height, out=height)
 
 
 def _thinned(values: Float[ndarray, " N"]) -> Float[ndarray, " M"]:

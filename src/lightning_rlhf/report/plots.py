@@ -11,11 +11,21 @@ from markupsafe import Markup
 
 from lightning_rlhf.io.visible import visible_line
 from lightning_rlhf.report.curves import PALETTE
-from lightning_rlhf.report.scales import MOST_POINTS, Point, Scale, finite, thinned
+from lightning_rlhf.report.scales import (
+    MOST_POINTS,
+    Point,
+    Scale,
+    finite,
+    place_text,
+    thinned,
+    tick_text,
+)
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 36
 """Margins of the plotted area, in the units of WIDTH and HEIGHT."""
+LETTER = 7.2
+"""Width of a digit, in the units of WIDTH."""
 HALF_MARGIN = 0.5
 """Half the range of an axis on which all values are equal."""
 
@@ -143,12 +153,11 @@ def _axes(x: Scale, y: Scale, plot: Plot) -> Iterator[str]:
     for tick in y.ticks():
         at = y(tick)
         yield f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
-        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick:g}</text>'
+        yield (f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{tick_text(tick)}</text>')
     for tick in x.ticks():
-        yield (
-            f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:g}'
-            "</text>"
-        )
+        words = tick_text(tick)
+        at = min(x(tick), WIDTH - LETTER / 2 * len(words))
+        yield (f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{words}</text>')
     yield f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>'
     yield (
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">'
@@ -206,14 +215,14 @@ def _series(series: Series, points: Sequence[Point], x: Scale, y: Scale) -> Iter
     if series.line and len(points) > 1:
         yield (
             f'<path class="line {color}" d="{_path(thinned(points), x, y)}"><title>{label}: '
-            f"{points[-1][1]:.4g} at {points[-1][0]:g}</title></path>"
+            f"{points[-1][1]:.4g} at {place_text(points[-1][0])}</title></path>"
         )
     if series.dots or len(points) == 1:
         for a, b in points[:: max(1, -(-len(points) // MOST_POINTS))]:
             at = min(max(b, y.low), y.high)
             yield (
                 f'<circle class="{color}" cx="{x(a):.1f}" cy="{y(at):.1f}" r="3"><title>{label}: '
-                f"{b:.4g} at {a:g}</title></circle>"
+                f"{b:.4g} at {place_text(a)}</title></circle>"
             )
 
 

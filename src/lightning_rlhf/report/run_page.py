@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lightning_rlhf.io.visible import visible
-from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict, label_of
+from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict, heading_of
+from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.plots import Plot, color_class, draw
 from lightning_rlhf.report.token_text import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
 
@@ -23,6 +25,8 @@ CHARACTERS = 2000
 """Largest number of characters of a text that is shown."""
 MARKS: Mapping[Level, str] = {"good": "✓", "doubtful": "!", "bad": "✗", "unknown": "–"}
 """Sign of each level of a verdict, which is readable without colour."""
+WORDS: Mapping[Level, str] = {level: level for level in LEVELS} | {"unknown": "not judged"}
+"""Name of each level."""
 
 
 Kept = Literal["kept", "within noise", "broken"]
@@ -142,12 +146,18 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.globals |= {
-        "draw": draw, "marks": MARKS, "change": change, "tokens": token_spans,
-        "token_rows": token_rows,
-        "label_of": label_of, "shares": shares, "patch": patch, "color_class": color_class,
+        "draw": draw, "marks": MARKS, "words": WORDS, "change": change, "cells": cells,
+        "tokens": token_spans, "token_rows": token_rows,
+        "heading_of": heading_of, "shares": shares, "patch": patch, "color_class": color_class,
         "colors": {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE},
     }  # fmt: skip
-    found.filters |= {"cut": cut, "marked": marked, "duration": duration}
+    found.filters |= {
+        "cut": cut,
+        "marked": marked,
+        "duration": duration,
+        "clauses": clauses,
+        "breakable": breakable,
+    }
     return found
 
 
@@ -161,13 +171,41 @@ def cut(text: str, characters: int = CHARACTERS) -> str:
     return text if len(text) <= characters else text[: characters - 1] + "…"
 
 
+def breakable(name: str) -> Markup:
+    """Return a path that may be broken into lines behind each slash."""
+    return Markup("/<wbr>").join(shown(part) for part in name.split("/"))
+
+
+def cells(row: Sequence[str]) -> Markup:
+    """Return the cells of a row; an interval may stand below its value on a narrow screen."""
+    split = (shown(cut(cell)).partition(" [") for cell in row)
+    return Markup("").join(
+        Markup("<td>{}{}</td>").format(
+            value, Markup(' <span class="interval">[{}</span>').format(rest) if bracket else ""
+        )
+        for value, bracket, rest in split
+    )
+
+
 def change(one: Evaluated) -> list[str]:
     """Return the cells of a metric: before, after with its interval, gain with its interval."""
+    digits = _decimals(one.value, one.interval)
+    gain = "-"
+    if one.gain is not None:
+        narrow = one.gain_interval is not None
+        of_gain = max(digits, _decimals(one.gain, one.gain_interval)) if narrow else digits
+        gain = f"{one.gain:+z.{of_gain}f}{_interval(one.gain_interval, of_gain)}"
     return [
-        "-" if one.before is None else f"{one.before:z.3f}",
-        f"{one.value:z.3f}{_interval(one.interval)}",
-        "-" if one.gain is None else f"{one.gain:+z.3f}{_interval(one.gain_interval)}",
+        "-" if one.before is None else f"{one.before:z.{digits}f}",
+        f"{one.value:z.{digits}f}{_interval(one.interval, digits)}",
+        gain,
     ]
+
+
+def clauses(words: str) -> list[str]:
+    """Return the parts of a verdict, each as a sentence."""
+    parts = (part.strip().rstrip(".") for part in words.split(";"))
+    return [f"{part[:1].upper()}{part[1:]}." for part in parts if part]
 
 
 def shares(phases: Sequence[tuple[str, float]]) -> list[tuple[str, float, float]]:
@@ -212,5 +250,16 @@ def token_rows(sample: TokenSample) -> list[tuple[str, str, str]]:
     ]
 
 
-def _interval(found: tuple[float, float] | None) -> str:
-    return "" if found is None else f" [{found[0]:z.3f}, {found[1]:z.3f}]"
+def _decimals(value: float, interval: Interval | None) -> int:
+    """Return the decimals that show two digits of half an interval; without one, three of value."""
+    if interval is None:
+        size, digits = abs(value), 3
+    else:
+        size, digits = (interval[1] - interval[0]) / 2, 2
+    if not 0 < size < math.inf:
+        return 3
+    return min(max(digits - 1 - math.floor(math.log10(size)), 0), 4)
+
+
+def _interval(found: Interval | None, decimals: int) -> str:
+    return "" if found is None else f" [{found[0]:z.{decimals}f}, {found[1]:z.{decimals}f}]"

@@ -34,7 +34,10 @@ FAN = tuple(f"rollout/score_p{p:02d}" for p in (5, 25, 50, 75, 95))
 def curve_plots(
     curves: Curves, panels: Panels | None, x_label: str, healthy: Healthy
 ) -> list[Plot]:
-    """Return a plot for each axis of the panels, then one for each other metric with a band."""
+    """Return a plot for each axis of the panels, then one for each other metric with a band.
+
+    What was measured once is not a curve, and is left out.
+    """
     shown = (panels or panel_for_each)(curves)
     plots, drawn = [], set(FAN)
     for panel in shown:
@@ -48,7 +51,7 @@ def curve_plots(
             line = Axis("", (Line(name, "", BLUE, sparse=name.startswith("eval/")),))
             panel = Panel(name, line)
             plots.append(_axis_plot(panel, line, curves, x_label, healthy))
-    return plots
+    return [plot for plot in plots if any(len(series.points) > 1 for series in plot.series)]
 
 
 def _axis_plot(panel: Panel, axis: Axis, curves: Curves, x_label: str, healthy: Healthy) -> Plot:
@@ -57,8 +60,9 @@ def _axis_plot(panel: Panel, axis: Axis, curves: Curves, x_label: str, healthy: 
     bands = [band for _, band in texts if band is not None]
     right = axis is panel.right
     names = ", ".join(line.label.removesuffix(" (right)") for line in axis.lines)
+    subject = panel.title.partition(":")[0]
     return Plot(
-        title=f"{panel.title}: {names}" if right else panel.title,
+        title=panel.title if panel.right is None else f"{subject}: {names}",
         x_label=x_label,
         unit=axis.unit,
         series=[
@@ -123,6 +127,21 @@ def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> lis
         mark=_knee(found, GOLD, unit) or _knee(found, REWARD, unit),
     )
     return [by_kl, by_compute] if KL in curves else [by_compute]
+
+
+def kl_note(diminishing: Mapping[str, Any]) -> str:
+    """Return where the reward stops rising with the KL; "" where that is not known."""
+    for curve in diminishing["curves"]:
+        if (curve["metric"], curve["unit"]) == (REWARD, KL) and (knee := curve["knee"]):
+            low, high = knee["at_interval"]
+            if knee["at"] is None:
+                return (
+                    "no knee of reward against KL within this run "
+                    f"(one below {low:.2f} nats is unlikely)"
+                )
+            end = "end" if high is None else f"{high:.2f}"
+            return f"the knee of reward against KL is at {knee['at']:.2f} [{low:.2f}-{end}] nats"
+    return ""
 
 
 def points(curves: Curves, metric: str) -> list[Point]:

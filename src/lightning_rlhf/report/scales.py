@@ -11,6 +11,8 @@ Point = tuple[float, float]
 MOST_POINTS = 400
 """Number of points above which a line is thinned out; the extremes of each part stay."""
 MOST_TICKS = 7
+PREFIXED = 1e5
+"""Number from which on ticks have an SI prefix: 1.5T for 1.5e12."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,15 @@ def thinned(points: Sequence[Point]) -> list[Point]:
         ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
         kept += sorted(ends)
     return kept
+
+
+def tick_text(tick: float) -> str:
+    """Return the text of a tick."""
+    from matplotlib.ticker import EngFormatter
+
+    return f"{tick:g}" if abs(tick) < PREFIXED else EngFormatter(sep="")(tick)
+
+
+def place_text(x: float) -> str:
+    """Return a place on the x-axis as text: a step as it is, else three digits."""
+    return tick_text(x if float(x).is_integer() and abs(x) < PREFIXED else float(f"{x:.3g}"))

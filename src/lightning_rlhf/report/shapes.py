@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 AHEAD = 0.1
@@ -24,7 +25,7 @@ _SLOPES = np.array(
         *(-2.5, -2.0, -1.5, -1.2, -1.0, -0.8, -0.65, -0.5, -0.4, -0.3, -0.2, -0.13, -0.06),
         *(0.0, 0.05, 0.1, 0.2, 0.4, 0.8),
     ]
-)[:, None, None]
+)[:, None]
 """Slopes of the straight line that is added, in units of the saturating rise."""
 _SMALLEST_RISE = 0.1
 """Smallest rise from the start to the peak, as a share of a shape's range: falls are left out."""
@@ -82,7 +83,48 @@ def _known() -> tuple[Bool[ndarray, " A"], Float[ndarray, " S"], Float[ndarray, 
     return rise, knee_of(curves[rise]), np.argmax(curves[rise], axis=1) / _STEPS
 
 
+@dataclass(frozen=True)
+class Basis:
+    """All shapes at the same points, with mean 0 and norm 1, each a sum of a rise and a line."""
+
+    rises: Float[ndarray, "B N"]
+    line: Float[ndarray, " N"]
+    scales: Float[ndarray, "M B"]
+    """One over the norm of each sum, for each slope; 0 for one that is constant at the points."""
+
+    @classmethod
+    def of(cls, u: Float[ndarray, " N"]) -> Basis:
+        """Return the shapes at the shares `u` of the compute, in the order of `shapes`."""
+        line, rises = u - u.mean(), _rises(u)
+        rises -= rises.mean(axis=1, keepdims=True)
+        across = 2 * (rises @ line) + _SLOPES * (line @ line)
+        norms = np.sqrt(np.maximum((rises**2).sum(axis=1) + _SLOPES * across, 0.0))
+        return cls(rises, line, np.where(norms > 1e-6, 1 / np.maximum(norms, 1e-6), 0.0))
+
+    def heights(self, values: Float[ndarray, "R N"]) -> Float[ndarray, "S R"]:
+        """Return the inner product of each shape with each curve, 0 where it is negative."""
+        of_rises, of_line = self.rises.astype(values.dtype) @ values.T, values @ self.line
+        found = np.empty((*self.scales.shape, len(values)), values.dtype)
+        for slope, scales, out in zip(_SLOPES, self.scales, found, strict=True):
+            np.multiply(of_rises + (slope * of_line).astype(values.dtype),
+                        scales[:, None].astype(values.dtype), out=out)  # fmt: skip
+        found = found.reshape(-1, len(values))[_known()[0]]
+        return np.maximum(found, 0.0, out=found)
+
+    def __getitem__(self, shape: Int[ndarray, " K"] | int) -> Float[ndarray, "*K N"]:
+        """Return shapes by their number."""
+        slope, rise = np.divmod(np.flatnonzero(_known()[0])[shape], len(self.rises))
+        sums = self.rises[rise] + _SLOPES[slope] * self.line
+        return sums * self.scales[slope, rise][..., None]
+
+
 def _all_shapes(u: Float[ndarray, " N"]) -> Float[ndarray, "A N"]:
+    return (_rises(u) + _SLOPES[:, None] * u).reshape(-1, len(u))
+
+
+def _rises(u: Float[ndarray, " N"]) -> Float[ndarray, "B N"]:
+    """Return r(u) / r(1), and 0, of which a slope makes a straight line."""
+
     def rises(x: Float[ndarray, " N"]) -> Float[ndarray, "B N"]:
         return np.concatenate(
             [
@@ -92,5 +134,4 @@ def _all_shapes(u: Float[ndarray, " N"]) -> Float[ndarray, "A N"]:
             ]
         )
 
-    rise = rises(u) / rises(np.ones(1))
-    return np.concatenate([(rise + _SLOPES * u).reshape(-1, len(u)), u[None]])
+    return np.concatenate([rises(u) / rises(np.ones(1)), np.zeros((1, len(u)))])

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_rlhf.report.conclusion import Evaluated
-from lightning_rlhf.report.run_page import TextTable
+from lightning_rlhf.io.reading import json_lines
+from lightning_rlhf.report.conclusion import Evaluated, heading_of
+from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
+from lightning_rlhf.report.evaluation_page import SAMPLES
+from lightning_rlhf.report.run_page import PairedSample, TextTable
 from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL
-from lightning_rlhf.report.tables import LABELS
-from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, PASS
+from lightning_rlhf.report.tables import score_text
+from lightning_rlhf.rewards.prefixes import EVAL_PART, PASS
+from lightning_rlhf.stages.measured import NUMBERS
 from lightning_rlhf.stages.run_files import damage_named, optional_json
+
+METRICS = {number: metric for metric, number in NUMBERS.items()}
+"""Number of a response -> the metric that is its mean, where it is not named after it."""
 
 
 def policy_tables(path: Path) -> list[TextTable]:
@@ -32,19 +39,46 @@ def policy_tables(path: Path) -> list[TextTable]:
                 title = f"Evaluation of policies, {decoding} responses{kind}"
                 if rows:
                     tables.append(TextTable(title=title, heading=["", *policies], rows=rows))
-        rows = [
-            [
-                f"{one['policy']} - {one['other']}, {one['decoding']}",
-                str(one["number"]),
-                number(one["difference"]) + interval(one["interval"]),
-                number(one["win_rate"]) + interval(one["win_interval"]),
-                number(one["ties"]),
-            ]
-            for one in found["comparisons"]
+        heading = ["", "difference [95%]", "win rate [95%]", "ties"]
+        paired: dict[str, list[list[str]]] = {}
+        for one in found["comparisons"]:
+            title = f"{one['policy']} - {one['other']}, {one['decoding']} responses, paired"
+            paired.setdefault(title, []).append(
+                [
+                    label(METRICS.get(one["number"], f"eval/{one['number']}")),
+                    number(one["difference"]) + interval(one["interval"]),
+                    number(one["win_rate"]) + interval(one["win_interval"]),
+                    number(one["ties"]),
+                ]
+            )
+        tables += [
+            TextTable(title=title, heading=heading, rows=rows) for title, rows in paired.items()
         ]
-        heading = ["policies", "number", "difference [95%]", "win rate [95%]", "ties"]
-        tables.append(TextTable(title="Paired differences", heading=heading, rows=rows))
         return tables
+
+
+def policy_pairs(final: Path, count: int) -> list[PairedSample]:
+    """Return greedy responses of the SFT model and of the first policy to the same prompts.
+
+    final: `final/` folder of an evaluation of policies; [] for one of another stage.
+    """
+    path = final / SAMPLES
+    if not (final / EVALUATION).is_file() or not path.is_file():
+        return []
+    found = []
+    with damage_named(path):
+        for row in (row for _, row in json_lines(path) if row["decoding"] == "greedy"):
+            (other, before), (policy, after) = list(row["responses"].items())[:2]
+            found.append(
+                PairedSample(
+                    prompt=row["prompt"],
+                    before=before["response"],
+                    before_numbers=f"{other}: {score_text(before)}",
+                    after=after["response"],
+                    after_numbers=f"{policy}: {score_text(after)}",
+                )
+            )
+    return found[:count]
 
 
 def policy_evaluated(path: Path) -> list[Evaluated]:
@@ -72,7 +106,10 @@ def policy_evaluated(path: Path) -> list[Evaluated]:
 
 def label(metric: str) -> str:
     """Return the label of a metric in a table."""
-    return LABELS.get(metric, metric.removeprefix(JUDGE).removeprefix(EVAL_PART))
+    if metric.startswith(PASS):
+        k, _, score = metric.removeprefix(PASS).partition("/")
+        return f"{heading_of(f'eval/{score}')}, pass@{k}"
+    return heading_of(metric.removeprefix(EVAL_PART))
 
 
 def number(found: float | None) -> str:

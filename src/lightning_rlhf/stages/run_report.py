@@ -7,39 +7,38 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
 from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
 from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import Manifest
-from lightning_rlhf.models.verdict import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.verdict import Verdict as Judgement
 from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
     StageReport,
-    TextTable,
     Token,
     TokenSample,
     write_page,
 )
-from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots
+from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
 from lightning_rlhf.stages.measured import StageResult, evaluation_files
-from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_tables
+from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_pairs, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
+from lightning_rlhf.stages.run_numbers import fitness_tables, results, single_numbers, totals
 from lightning_rlhf.stages.stage import Stage
 
 PAGE, PROMISES = "report.html", "promises.json"
-DIMINISHING, DIAGNOSIS, EVALUATION = "diminishing.json", "diagnosis.json", "evaluation.json"
+DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
 PAIRS = 6
 """Number of held-out prompts whose responses are shown."""
 HEALTHY = {name: (metric.healthy, metric.band) for name, metric in DEFINITIONS.items()}
@@ -87,6 +86,7 @@ def stage_report(run: RunFiles) -> StageReport:
         frontiers = frontier_plots(curves, diminishing)
         sentence = None if diminishing is None else str(diminishing["sentence"])
         diverges = diminishing is not None and diminishing["divergence"] is not None
+        note = "" if diminishing is None else f"{sentence}; {kl_note(diminishing)}"
     with damage_named(run.folder / DIAGNOSIS):
         found = None if findings is None else [
             {key: str(one[key]) for key in ("rule", "iteration", "symptom", "cause", "remedy")}
@@ -101,17 +101,17 @@ def stage_report(run: RunFiles) -> StageReport:
             (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
             is_finished=run.is_finished,
             findings=len(found or ()),
-            sentence=sentence,
+            sentence=sentence or results(run, evaluated) or None,
             diverges=diverges,
             reward=reward_verdict(run),
         ),
         curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
-        frontier_note=sentence or "",
-        evaluated=evaluated,
-        tables=[*policy_tables(evaluation), *fitness_tables(run)],
-        pairs=pairs(run.folder),
+        frontier_note=note,
+        evaluated=() if evaluation.is_file() else evaluated,
+        tables=[*policy_tables(evaluation), *fitness_tables(run), *single_numbers(run, evaluated)],
+        pairs=pairs(run.folder) or policy_pairs(run.folder / FINAL, PAIRS),
         samples=token_samples(train_samples(run.folder)),
         findings=found,
         phases=[(PHASES[name], sum(curves[name][1])) for name in PHASES if name in curves],
@@ -161,21 +161,6 @@ def reward_verdict(run: RunFiles) -> Verdict | None:
     return Verdict(level, judged.words)
 
 
-def fitness_tables(run: RunFiles) -> list[TextTable]:
-    """Return the numbers of a fitness report, and where the report is; nothing without one."""
-    rows = [
-        [name.removeprefix(FITNESS_METRICS), f"{values[-1]:.4g}"]
-        for name, (_, values) in run.curves.items()
-        if name.startswith(FITNESS_METRICS)
-    ]
-    if not rows:
-        return []
-    whole = f"all numbers, checks and pictures: {FINAL}/{FITNESS_PAGE}"
-    return [
-        TextTable(title="Fitness of the reward", heading=["number", ""], rows=[*rows, [whole, ""]])
-    ]
-
-
 def pairs(folder: Path) -> list[PairedSample]:
     """Return responses of the first evaluation and of the one in `final/` to the same prompts."""
     files = evaluation_files(folder)
@@ -185,9 +170,9 @@ def pairs(folder: Path) -> list[PairedSample]:
         PairedSample(
             prompt=before["prompt"],
             before=before["response"],
-            before_numbers=score_text(before),
+            before_numbers=f"first: {score_text(before)}",
             after=after["response"],
-            after_numbers=score_text(after),
+            after_numbers=f"last: {score_text(after)}",
         )
         for before, after in paired_samples(*files, PAIRS)
     ]
@@ -218,18 +203,6 @@ def token_samples(path: Path) -> list[TokenSample]:
             for sample in samples
             if sample["iteration"] == samples[-1]["iteration"] and "per_token" in sample
         ]
-
-
-def totals(run: RunFiles) -> list[tuple[str, str]]:
-    """Return the totals of compute of a run, with their units."""
-    found = [
-        (name, f"{run.curves[name][1][-1]:.4g} {DEFINITIONS[name].unit}")
-        for name in run.curves
-        if name.startswith("compute/") and name in DEFINITIONS
-    ]
-    if run.manifest is not None and "time/stage_s" in run.manifest.metrics:
-        found.append(("the whole stage", f"{run.manifest.metrics['time/stage_s']:.1f} s"))
-    return found
 
 
 def origins(manifest: Manifest | None) -> list[tuple[str, str]]:
