@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from lightning_rlhf.stages import run
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -82,11 +86,35 @@ def test_two_processes_leave_what_one_does(place: Workplace, stage: str) -> None
 
 
 def test_slurm_starts_the_processes(place: Workplace, tmp_path: Path) -> None:
-    words = (*MINI, "stage=sft", "run=slurm", "trainer.devices=2", "sft.epochs=0.25")
+    """Of a run with callbacks that need a logger, which the first process alone has."""
+    words = (
+        *MINI, "stage=sft", "run=slurm", "trainer.devices=2", "sft.epochs=0.25",
+        "callbacks=monitor",
+    )  # fmt: skip
     first, second = forked(2, lambda: place.call(*words), tmp_path, SRUN)
     assert (first.status, second.status) == (0, 0), first.err
     assert "computing on the CPU in 2 processes" in first.out
-    assert (place.stage("sft", "slurm") / "final" / "manifest.json").is_file()
+    folder = place.stage("sft", "slurm")
+    assert (folder / "final" / "manifest.json").is_file()
+    assert [name for row in rows(folder) for name in row if name.startswith("lr-")]
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, 6), (2, 3)])
+def test_the_processes_of_a_machine_divide_its_cores(
+    monkeypatch: pytest.MonkeyPatch, world: int, expected: int
+) -> None:
+    """A stage that computes in one process has them all, whatever trainer.devices is."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(run, "THREADS", 6)
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    trainer = SimpleNamespace(
+        threads=None, devices=2, matmul_precision="highest", accelerator="gpu"
+    )
+    settings: Any = SimpleNamespace(trainer=trainer, seed=0)
+    with run.computing(settings):
+        assert asked == [expected]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])

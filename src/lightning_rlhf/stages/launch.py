@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_rlhf.callbacks.averaging import WeightAverage
 from lightning_rlhf.callbacks.checkpoint_files import load
@@ -84,7 +85,8 @@ def fit(
     preflight(ready, module, data, resumed=resume_from is not None)
     replicas.first(lambda: claim(settings, ready.parents))
     config = rhythm(settings, steps)
-    loggers = []
+    # In the other processes a logger that does nothing, as callbacks may refuse to run without one.
+    loggers: list[Logger] = [DummyLogger()]
     if replicas.is_first:
         loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
     stop = Stop()
