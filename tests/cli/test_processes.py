@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_rlhf.stages import run
+from lightning_rlhf.stages import launch, run
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -162,8 +162,10 @@ def test_a_reward_is_asked_once_a_response(place: Workplace, tmp_path: Path) -> 
 
 
 def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
-    place: Workplace, tmp_path: Path
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the launcher, which sees the other process end, ends the first one meanwhile."""
+    monkeypatch.setattr(launch, "leave_report", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     (place.folder / "fails.py").write_text(
         "import os\n"
         "def score(prompts, responses):\n"

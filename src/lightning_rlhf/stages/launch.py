@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,6 +116,9 @@ def fit(
             at_end(loggers, position(trainer, module))
         exit_code = 0
     finally:
+        if exit_code and replicas.size > 1:
+            # Another process may have ended before, and the launcher then ends those that are left.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
         if exit_code and replicas.is_first:
