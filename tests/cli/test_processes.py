@@ -17,7 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_rlhf.stages import launch, run
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.stages import launch, replica, run
+from lightning_rlhf.stages.stage import Settings
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -177,6 +179,30 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
     )  # fmt: skip
     assert outcome.status == 1
     assert "reward 'function' gave nan for the response" in outcome.error
+
+
+def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_ends_the_other(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, leave = tmp_path / "first", replica.leave_message
+
+    def run_in_folder(settings: Settings) -> Path:
+        if os.environ["RANK"] == "0":
+            file.write_text(str(os.getpid()))
+            time.sleep(20)
+            raise AssertionError
+        while not file.exists():
+            time.sleep(0.01)
+        raise ConfigError("no such row")
+
+    def leave_and_end(message: str) -> None:
+        leave(message)
+        os.kill(int(file.read_text()), signal.SIGTERM)
+
+    monkeypatch.setattr(replica, "run_in_folder", run_in_folder)
+    monkeypatch.setattr(replica, "leave_message", leave_and_end)
+    outcome = in_processes(place, 2, "stage=sft", "run=first", folder=tmp_path)
+    assert outcome.error == "process 1: no such row"
 
 
 @pytest.mark.parametrize(
