@@ -10,10 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.stages import launch, replica, run
+from lightning_rlhf.stages.stage import Settings
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -82,11 +88,35 @@ def test_two_processes_leave_what_one_does(place: Workplace, stage: str) -> None
 
 
 def test_slurm_starts_the_processes(place: Workplace, tmp_path: Path) -> None:
-    words = (*MINI, "stage=sft", "run=slurm", "trainer.devices=2", "sft.epochs=0.25")
+    """Of a run with callbacks that need a logger, which the first process alone has."""
+    words = (
+        *MINI, "stage=sft", "run=slurm", "trainer.devices=2", "sft.epochs=0.25",
+        "callbacks=monitor",
+    )  # fmt: skip
     first, second = forked(2, lambda: place.call(*words), tmp_path, SRUN)
     assert (first.status, second.status) == (0, 0), first.err
     assert "computing on the CPU in 2 processes" in first.out
-    assert (place.stage("sft", "slurm") / "final" / "manifest.json").is_file()
+    folder = place.stage("sft", "slurm")
+    assert (folder / "final" / "manifest.json").is_file()
+    assert [name for row in rows(folder) for name in row if name.startswith("lr-")]
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, 6), (2, 3)])
+def test_the_processes_of_a_machine_divide_its_cores(
+    monkeypatch: pytest.MonkeyPatch, world: int, expected: int
+) -> None:
+    """A stage that computes in one process has them all, whatever trainer.devices is."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(run, "THREADS", 6)
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    trainer = SimpleNamespace(
+        threads=None, devices=2, matmul_precision="highest", accelerator="gpu"
+    )
+    settings: Any = SimpleNamespace(trainer=trainer, seed=0)
+    with run.computing(settings):
+        assert asked == [expected]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
@@ -134,8 +164,10 @@ def test_a_reward_is_asked_once_a_response(place: Workplace, tmp_path: Path) -> 
 
 
 def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
-    place: Workplace, tmp_path: Path
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the launcher, which sees the other process end, ends the first one meanwhile."""
+    monkeypatch.setattr(launch, "leave_report", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     (place.folder / "fails.py").write_text(
         "import os\n"
         "def score(prompts, responses):\n"
@@ -147,6 +179,30 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
     )  # fmt: skip
     assert outcome.status == 1
     assert "reward 'function' gave nan for the response" in outcome.error
+
+
+def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_ends_the_other(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, leave = tmp_path / "first", replica.leave_message
+
+    def run_in_folder(settings: Settings) -> Path:
+        if os.environ["RANK"] == "0":
+            file.write_text(str(os.getpid()))
+            time.sleep(20)
+            raise AssertionError
+        while not file.exists():
+            time.sleep(0.01)
+        raise ConfigError("no such row")
+
+    def leave_and_end(message: str) -> None:
+        leave(message)
+        os.kill(int(file.read_text()), signal.SIGTERM)
+
+    monkeypatch.setattr(replica, "run_in_folder", run_in_folder)
+    monkeypatch.setattr(replica, "leave_message", leave_and_end)
+    outcome = in_processes(place, 2, "stage=sft", "run=first", folder=tmp_path)
+    assert outcome.error == "process 1: no such row"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from lightning_rlhf.data.rollouts import (
     PER_TOKEN,
     Recorded,
     file_of,
+    machine,
     read_recorded,
     recorded_iterations,
     stats,
@@ -239,3 +240,13 @@ def test_a_flipped_bit_is_seen(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(DataError, match="cannot be read as an iteration"):
         read_recorded(path)
+
+
+def test_the_facts_of_the_machine_have_the_processes_where_there_are_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    assert machine(cpu).keys() == {"torch", "device", "threads"}
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    assert machine(cpu)["processes"] == "2"

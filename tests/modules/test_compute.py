@@ -25,8 +25,9 @@ from transformers import (
 from lightning_rlhf.core.results import Compute, StepCompute
 from lightning_rlhf.core.types import Demonstrations, Preferences, Prompts, SampledResponses
 from lightning_rlhf.data.lengths import DemonstrationTokens
-from lightning_rlhf.models.flops import Attention, DeltaRule, Flops, Matrix, Rows, model_flops
+from lightning_rlhf.models.flops import Flops, model_flops
 from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.layer_flops import Attention, DeltaRule, Matrix, Rows
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
 from lightning_rlhf.modules import target_logprobs
 from lightning_rlhf.modules.dpo import DPOModule

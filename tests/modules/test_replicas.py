@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from .conftest import (
 from .experiences import Make
 from .test_dpo import dpo_roles
 from .test_dpo import preferences as dpo_pairs
+from .test_ptx import with_ptx
 from .test_reward import preferences
 from .test_sft import demonstrations
 
@@ -53,6 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fewer rows than processes": {"minibatch_size": 1, "microbatch_size": 1},
     "generated in pieces": {"generation_batch_size": 2, "whiten_advantages": "minibatch"},
+    "critic warm-up, demonstrations": {
+        "critic_warmup": 2, "weight_decay": 0.1, "ptx_batch_size": 3,
+    },
 }  # fmt: skip
 ITERATIONS = 10
 STEP = {"iterations": ITERATIONS, "lr": 1e-4}
@@ -151,9 +156,8 @@ def test_ppo_in_several_processes(make_ppo: Make, case: str, size: int, tmp_path
     config = CASES[case]
     rows = config.get("rollout_batch_size", 8) // config.get("samples_per_prompt", 1)
     batches = [prompts(rows, seed=number) for number in range(ITERATIONS)]
-    expected, found = in_all(
-        size, lambda: make_ppo(**(STEP | config)), batches, [prompts(2)], tmp_path
-    )
+    make = partial(with_ptx, make_ppo) if "ptx_batch_size" in config else make_ppo
+    expected, found = in_all(size, lambda: make(**(STEP | config)), batches, [prompts(2)], tmp_path)
     assert_all_same(found, expected)
     lengths = torch.cat([step.experience.response_mask.sum(1) for step in expected["steps"]])
     assert lengths.max() == 6
@@ -205,25 +209,24 @@ def test_a_process_that_ends_ends_the_others(tmp_path: Path) -> None:
     assert [type(error) for error in found] == [ProcessEndedError, ValueError, ProcessEndedError]
 
 
-def test_gradients_are_summed_in_buckets_with_missing_ones_as_zeros(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_summed_in_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "BUCKET", 5)
-    shapes = [(2, 2), (3,), (7,), (1,), (2,)]
+    shapes = [(2, 2), (3,), (7,), (1,), (2,), (1,)]
 
     def work(replicas: Replicas) -> Any:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
         for number, parameter in enumerate(parameters):
-            if number != replicas.rank:
+            # Each process lacks one that the other has, and none has the last one.
+            if number not in (replicas.rank, 5):
                 parameter.grad = torch.full_like(parameter, 10.0**replicas.rank + number)
         buckets = [[p.numel() for p in bucket] for bucket in collectives.buckets(parameters)]
         replicas.sum_gradients(parameters)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return buckets, [gradient.unique().tolist() for gradient in gradients]
+        gradients = [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
+        return buckets, gradients
 
     for buckets, sums in replicated(2, work, tmp_path):
-        assert buckets == [[4], [3], [7], [1, 2]]
-        assert sums == [[10.0], [2.0], [15.0], [17.0], [19.0]]
+        assert buckets == [[4], [3], [7], [1, 2, 1]]
+        assert sums == [[10.0], [2.0], [15.0], [17.0], [19.0], None]
 
 
 def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from lightning_rlhf.data.parquet import (
     write_table,
 )
 from lightning_rlhf.io.storage import make_folder
+from lightning_rlhf.parallel.world import world
 
 FOLDER = "rollouts"
 """Name of the folder of recorded iterations in a run folder."""
@@ -112,7 +113,9 @@ def stats(updates: Sequence[UpdateStats]) -> list[dict[str, float]]:
 def machine(device: torch.device) -> dict[str, str]:
     """Return the properties of the machine that may change how a computation rounds."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"torch": torch.__version__, "device": name, "threads": str(torch.get_num_threads())}
+    facts = {"torch": torch.__version__, "device": name, "threads": str(torch.get_num_threads())}
+    processes = world().size
+    return facts | ({"processes": str(processes)} if processes > 1 else {})
 
 
 def file_of(run_dir: Path, iteration: int) -> Path:

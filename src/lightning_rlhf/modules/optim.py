@@ -111,7 +111,7 @@ def check_processes(module: L.LightningModule) -> None:
     """Raise ConfigError unless the Trainer has the processes over which the module's rows go."""
     replicas, found = module.replicas, module.trainer.world_size
     require(found == replicas.size, "the number of the Trainer's processes", found,
-            f"{replicas.size}, the number of the module's replicas")  # fmt: skip
+            f"{replicas.size}, that of the module's argument `replicas`")  # fmt: skip
 
 
 def advance_schedule(module: L.LightningModule) -> None:

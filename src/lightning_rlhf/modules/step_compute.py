@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_rlhf.core.logprobs import CHUNK_ELEMENTS
 from lightning_rlhf.core.results import StepCompute
 from lightning_rlhf.core.types import Demonstrations, Preferences
-from lightning_rlhf.models.flops import Flops, Rows
+from lightning_rlhf.models.flops import Flops
+from lightning_rlhf.models.layer_flops import Rows
 
 
 def sft_compute(

@@ -82,7 +82,11 @@ class Replicas:
         return [numbers]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by its sum over the processes; a missing one counts as 0."""
+        """Replace each gradient by its sum over the processes.
+
+        A missing gradient counts as 0, and remains missing where no process has it: an optimizer
+        leaves out a parameter without a gradient, but not one whose gradient is 0.
+        """
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers that the processes give."""
@@ -143,7 +147,12 @@ class ProcessGroup(Replicas):
         return [type(numbers)(**dict(zip(names, row, strict=True))) for row in found]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        for bucket in buckets(parameters):
+        parameters = [*parameters]
+        # On the CPU, so that no process waits for its device.
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        with ended_processes():
+            distributed.all_reduce(present, distributed.ReduceOp.MAX)
+        for bucket in buckets(p for p, found in zip(parameters, present, strict=True) if found):
             for parameter in bucket:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -173,12 +182,14 @@ def current(device: torch.device) -> Replicas:
 def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters in lists of at most BUCKET elements each and of one type each."""
     bucket: list[nn.Parameter] = []
+    count = 0
     for parameter in parameters:
-        count = parameter.numel() + sum(p.numel() for p in bucket)
-        if bucket and (count > BUCKET or parameter.dtype != bucket[0].dtype):
+        is_full = count + parameter.numel() > BUCKET
+        if bucket and (is_full or parameter.dtype != bucket[0].dtype):
             yield bucket
-            bucket = []
+            bucket, count = [], 0
         bucket.append(parameter)
+        count += parameter.numel()
     if bucket:
         yield bucket
 

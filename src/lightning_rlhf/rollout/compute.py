@@ -9,7 +9,8 @@ from lightning_rlhf.core.logprobs import CHUNK_ELEMENTS
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.results import Compute
 from lightning_rlhf.core.types import Experience
-from lightning_rlhf.models.flops import Flops, Rows, role_flops
+from lightning_rlhf.models.flops import Flops, role_flops
+from lightning_rlhf.models.layer_flops import Rows
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.critic import Critic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_rlhf.callbacks.averaging import WeightAverage
 from lightning_rlhf.callbacks.checkpoint_files import load
@@ -84,7 +86,8 @@ def fit(
     preflight(ready, module, data, resumed=resume_from is not None)
     replicas.first(lambda: claim(settings, ready.parents))
     config = rhythm(settings, steps)
-    loggers = []
+    # In the other processes a logger that does nothing, as callbacks may refuse to run without one.
+    loggers: list[Logger] = [DummyLogger()]
     if replicas.is_first:
         loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
     stop = Stop()
@@ -113,6 +116,9 @@ def fit(
             at_end(loggers, position(trainer, module))
         exit_code = 0
     finally:
+        if exit_code and replicas.size > 1:
+            # Another process may have ended before, and the launcher then ends those that are left.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
         if exit_code and replicas.is_first:

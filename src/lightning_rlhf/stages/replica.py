@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -43,8 +45,11 @@ def run_replica(settings: Settings, begin: Callable[[Settings], Settings | None]
 def errors_of_all(replicas: Replicas) -> Iterator[None]:
     """Let the first process raise the errors of all; the others end without a word.
 
-    Where a process has ended without a message, the program that started it says so.
+    Where a process has ended without a message, the program that started it says so. That program
+    ends the processes that are left: the first one raises the error nevertheless.
     """
+    if replicas.is_first:
+        signal.signal(signal.SIGTERM, raise_message)
     try:
         yield
     except ProcessEndedError as error:
@@ -52,12 +57,22 @@ def errors_of_all(replicas: Replicas) -> Iterator[None]:
         is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
         if message is None and is_printed:
             sys.exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise RLHFError(message or str(error)) from error
     except RLHFError as error:
         if replicas.is_first:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise
         leave_message(f"process {replicas.rank}: {error}")
         sys.exit(1)
+
+
+def raise_message(signum: int, frame: FrameType | None) -> None:
+    """Raise the error that another process has left; without one, end as SIGTERM does."""
+    if (message := message_left()) is not None:
+        raise RLHFError(message)
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 def resume_of(settings: Settings | None) -> tuple[bool | str, bool] | None:

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 
 from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.accelerator import check_accelerator, print_device
 from lightning_rlhf.stages.advice import advise
 from lightning_rlhf.stages.console import quiet_libraries
@@ -57,7 +58,8 @@ def advising(stage: str) -> Iterator[None]:
 def computing(settings: Settings) -> Iterator[None]:
     """Set the process up to round and draw random numbers as a run of these settings does."""
     trainer = settings.trainer
-    torch.set_num_threads(trainer.threads or max(1, THREADS // trainer.devices))
+    sharing = trainer.devices if world().size > 1 else 1  # processes on this machine
+    torch.set_num_threads(trainer.threads or max(1, THREADS // sharing))
     torch.set_float32_matmul_precision(trainer.matmul_precision)
     if trainer.accelerator == "cpu":
         keep_large_blocks()

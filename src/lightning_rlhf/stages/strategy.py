@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_rlhf.parallel.replicas import ended_processes
 from lightning_rlhf.parallel.world import World, world
 
 TIMEOUT = timedelta(days=1)
@@ -27,6 +28,21 @@ class ReplicaStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Return as Lightning does; raises ProcessEndedError where another process has ended."""
+        with ended_processes():
+            return super().reduce(*args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        """Return as Lightning does; raises as `reduce`."""
+        with ended_processes():
+            return super().broadcast(*args, **kwargs)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Return as Lightning does; raises as `reduce`."""
+        with ended_processes():
+            return super().all_gather(*args, **kwargs)
 
 
 def strategy() -> ReplicaStrategy:
