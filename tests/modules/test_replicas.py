@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
 from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
 from lightning_rlhf.core.types import Experience, Rollout
 from lightning_rlhf.modules.dpo import DPOModule
@@ -217,13 +218,38 @@ def test_gradients_are_summed_in_buckets_with_missing_ones_as_zeros(
             if number != replicas.rank:
                 parameter.grad = torch.full_like(parameter, 10.0**replicas.rank + number)
         buckets = [[p.numel() for p in bucket] for bucket in collectives.buckets(parameters)]
-        replicas.sum_gradients(parameters)
+        numbers = torch.tensor([replicas.rank + 0.5, torch.inf if replicas.rank else torch.nan])
+        shares = replicas.sum_gradients(parameters, numbers)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return buckets, [gradient.unique().tolist() for gradient in gradients]
+        return buckets, [gradient.unique().tolist() for gradient in gradients], shares
 
-    for buckets, sums in replicated(2, work, tmp_path):
+    for buckets, sums, shares in replicated(2, work, tmp_path):
         assert buckets == [[4], [3], [7], [1, 2]]
         assert sums == [[10.0], [2.0], [15.0], [17.0], [19.0]]
+        assert shares.tolist() == [[0.5, pytest.approx(torch.nan, nan_ok=True)], [1.5, torch.inf]]
+
+
+def test_metrics_of_the_first_process_are_those_of_all(tmp_path: Path) -> None:
+    class Logs(Callback):
+        """Logs a metric that falls at the second step, in the first process alone."""
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            pl_module.log("kl_divergence", 3.0 - 2 * batch_idx)
+
+    def work(replicas: Replicas) -> Any:
+        found = []
+
+        class Reads(Callback):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+                found.append(dict(trainer.callback_metrics))
+
+        module = SFTModule(sft_roles("qwen3"), sft_config(), replicas)
+        logging = [Logs()] if replicas.is_first else []
+        batch = demonstrations()
+        fit(module, [batch, batch], [*logging, SharedMetrics(replicas), Reads()])
+        return [step["kl_divergence"] for step in found]
+
+    assert replicated(2, work, tmp_path) == [[torch.tensor(3.0), torch.tensor(1.0)]] * 2
 
 
 def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:
