@@ -1,6 +1,6 @@
 """Kill runs with SIGKILL at random times, resume them, and compare with uninterrupted runs.
 
-python benchmarks/soak.py [--kills 100] [--seed 0] [--out benchmarks/results]
+python benchmarks/soak.py [--kills 100] [--seed 0] [--only "two processes"] [--out FOLDER]
 
 Every variant of a stage is killed repeatedly, in all its phases, at a random time after the phase
 began; the command that resumes is killed likewise. After half of the kills a loss of power is
@@ -8,7 +8,8 @@ simulated: files are truncated to what was flushed to the disk. Half of the resu
 resume=auto, the others resume=true or overwrite=true, as the state of the folder requires. Finally
 the run is completed, and its weights, metrics, samples and checkpoint names are compared with those
 of an uninterrupted run. The recipe is killed together with its stage's process, at random times
-within its whole duration.
+within its whole duration. Of PPO in two processes, either of them or the one that started them is
+killed, and the others have to end within 30 seconds.
 """
 
 from __future__ import annotations
@@ -100,8 +101,12 @@ MARKED = [
     (hand_over, "write_final", "export"),
 ]
 """Functions that mark phases: (owner, name of the function, phase)."""
-RECIPE_SHARE = 0.06
-"""Share of the kills that the recipe gets."""
+RECIPE, PROCESSES = "recipe", "two processes"
+"""Names of what runs in processes of its own."""
+OWN_SHARE = 0.06
+"""Share of the kills that each of these gets."""
+DEADLINE_S = 30
+"""Seconds in which all processes of a run have to end after one of them was killed."""
 LONGEST = {"export": 0.15, "checkpoint": 0.02, "deletion": 0.0005, "start": 3.0}
 """Phase -> largest delay of a kill after the start of the phase, in seconds; 0.1 for all others."""
 
@@ -414,6 +419,82 @@ def soak_recipe(kills: int, outputs: Path, dice: random.Random) -> Outcome:
     return outcome
 
 
+def soak_processes(kills: int, outputs: Path, dice: random.Random) -> Outcome:
+    """Kill one of the processes of PPO at random times, complete it, and return the counts."""
+    log = (outputs / "processes.log").open("a")
+
+    def start(run: str) -> subprocess.Popen[bytes]:
+        words = command("ppo", run, outputs, auto=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", "lightning_rlhf", *words, *IN_TWO], stdout=log, stderr=log
+        )
+
+    began = time.monotonic()
+    if status := start("whole_two").wait():
+        sys.exit(f"two processes fail uncut with status {status}: {log.name}")
+    longest, outcome = time.monotonic() - began, Outcome()
+    whole, folder = (outputs / run / "tiny" / "ppo" for run in ("whole_two", "two"))
+    while True:
+        left, began, killed = kills - outcome.kills.total(), time.monotonic(), ""
+        is_whole = not folder.exists()
+        process, moment = start("two"), began + dice.uniform(0.2, 1) * longest
+        while process.poll() is None:
+            found = {"the launcher": process.pid} | ranks(process.pid)
+            if left and len(found) == 3 and time.monotonic() > moment:
+                killed = dice.choice(sorted(found))
+                os.kill(found[killed], signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        if killed:
+            outcome.kills[killed] += 1
+            outcome.lost.append(max(0, steps_done(folder, "ppo") - max(saved(folder), default=0)))
+            if not all([*gone_within(DEADLINE_S, [process.pid, *found.values()], process)]):
+                outcome.failures.append(f"{killed} was killed, and others live {DEADLINE_S} s on")
+                return outcome
+            outcome.auto += 1
+        elif status := process.wait():
+            outcome.failures.append(f"exit status {status}, {left} kills before the end")
+            return outcome
+        elif is_whole:
+            longest = time.monotonic() - began
+        if (folder / "final").is_dir():
+            outcome.finished += 1
+            outcome.failures += [f"{name} differs" for name in differences(folder, whole)]
+            if not left:
+                return outcome
+            shutil.rmtree(folder)
+
+
+IN_TWO = ("trainer.devices=2", "trainer.threads=1")
+"""Overrides of a run in two processes."""
+
+
+def ranks(launcher: int) -> dict[str, int]:
+    """Return the processes that a launcher has started, by their ranks."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+            environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+            values = dict(entry.split("=", 1) for entry in environment if "=" in entry)
+            if "RANK" in values:
+                found[f"rank {values['RANK']}"] = int(pid)
+    return found
+
+
+def gone_within(
+    seconds: float, numbers: Sequence[int], launcher: subprocess.Popen[bytes]
+) -> Iterator[bool]:
+    """Yield for each process whether it ended in so many seconds; those that did not are killed."""
+    deadline = time.monotonic() + seconds
+    for number in numbers:
+        while Path(f"/proc/{number}").exists() and time.monotonic() < deadline:
+            launcher.poll()  # a process that nobody waited for remains
+            time.sleep(0.01)
+        yield not Path(f"/proc/{number}").exists()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
 def finals(outputs: Path) -> set[Path]:
     """Return the `final/` folders of the recipe's finished stages."""
     return set(outputs.glob("recipe_cut/tiny/*/final"))
@@ -465,23 +546,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of phases and moments")
+    everything = (*VARIANTS, RECIPE, PROCESSES)
+    parser.add_argument("--only", nargs="+", choices=everything, default=everything)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     dice, began = random.Random(args.seed), time.monotonic()
     outputs = Path(tempfile.mkdtemp(prefix="soak-"))
-    of_recipe = max(1, round(RECIPE_SHARE * args.kills))
-    of_variant = -(-(args.kills - of_recipe) // len(VARIANTS))
+    own = [name for name in (RECIPE, PROCESSES) if name in args.only]
+    variants = [name for name in VARIANTS if name in args.only]
+    of_own = max(1, round(OWN_SHARE * args.kills if variants else args.kills / len(own)))
+    of_variant = -(-(args.kills - of_own * len(own)) // max(1, len(variants)))
     found: dict[str, Outcome] = {}
     for variant in VARIANTS:
+        if variant not in (*variants, "sft", "rm"):  # from which others start
+            continue
         words, log = command(variant, untouched(variant), outputs), outputs / "whole.log"
         child = fork(words, Phase(), Disk(outputs / "journal"), log)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             sys.exit(f"{variant} fails uncut: {log.read_text()[-2000:]}")
         (outputs / "journal").write_text("")
-        found[variant] = soak_stage(variant, of_variant, outputs, dice)
-        print(f"{variant}: {found[variant]}", flush=True)
-    found["recipe"] = soak_recipe(of_recipe, outputs, dice)
-    print(f"recipe: {found['recipe']}", flush=True)
+        if variant in variants:
+            found[variant] = soak_stage(variant, of_variant, outputs, dice)
+            print(f"{variant}: {found[variant]}", flush=True)
+    for name, soak in ((RECIPE, soak_recipe), (PROCESSES, soak_processes)):
+        if name in own:
+            found[name] = soak(of_own, outputs, dice)
+            print(f"{name}: {found[name]}", flush=True)
     minutes = (time.monotonic() - began) / 60
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

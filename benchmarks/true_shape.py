@@ -83,7 +83,7 @@ class Phases(L.Callback):
         from lightning_rlhf.stages.preflight.parameters import by_role
 
         for role, parameters in by_role(pl_module).items():
-            own = of_parameters(parameters)
+            own = of_parameters(parameters, 2)
             self.roles[role] = {
                 "weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer
             }  # fmt: skip

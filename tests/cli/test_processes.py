@@ -253,8 +253,10 @@ def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) 
         assert process.returncode == 1
         assert out.count("error: ") == 1
         assert "error: process 1 of the run was ended by SIGKILL, and the others with it" in out
+        assert "ending after this step" not in out
     else:
         assert process.returncode == 128 + signal.SIGTERM
+        assert out.count("ending after this step") == 1
         assert "stopped; resume=true goes on from the last checkpoint" in out
     newest = max(int(path.stem) for path in (folder / "checkpoints").glob("0*.ckpt"))
     outcome = place.mini(

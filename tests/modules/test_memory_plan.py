@@ -133,6 +133,22 @@ def test_a_rollout_by_hand(
     assert found.logits == 3 * 4 * 8 * 64
 
 
+@pytest.mark.parametrize(("processes", "at_once", "rows"), [
+    (1, None, 24), (3, None, 8), (5, None, 8), (3, 4, 4), (1, 11, 8), (1, 3, 4),
+])  # fmt: skip
+def test_a_process_samples_its_share_in_pieces(
+    make_ppo: Callable[..., PPOModule], processes: int, at_once: int | None, rows: int
+) -> None:
+    """6 prompts of 4 responses: at least the responses to one prompt are sampled together."""
+    module = make_ppo(
+        advantage="rloo", samples_per_prompt=4, rollout_batch_size=24, minibatch_size=24,
+        generation_batch_size=at_once,
+    )  # fmt: skip
+    module.replicas = SimpleNamespace(size=processes)  # type: ignore[assignment]
+    found = plan_memory(module, data(PromptTokens([1] * 5, 0)), CPU).rollout
+    assert found.logits == 3 * 4 * rows * 64
+
+
 class Peak(TorchDispatchMode):
     """The largest number of bytes of the tensors that operations inside made and that live."""
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
 from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
 from lightning_rlhf.core.types import Experience, Rollout
 from lightning_rlhf.modules.dpo import DPOModule
@@ -167,20 +170,23 @@ def test_ppo_in_several_processes(make_ppo: Make, case: str, size: int, tmp_path
         assert any(len(step.updates) < 8 for step in expected["steps"])
 
 
+SUPERVISED: dict[str, Callable[[], tuple[L.LightningModule, Any]]] = {
+    "sft": lambda: (SFTModule(sft_roles("qwen3"), sft_config()), demonstrations()),
+    "rm": lambda: (
+        RewardModule(rm_roles("qwen3"), rm_config(margin_coef=0.5), seed=0), preferences()
+    ),
+    "dpo": lambda: (DPOModule(dpo_roles("qwen3"), dpo_config(sft_coef=0.5)), dpo_pairs()),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
 def test_supervised_stages_in_several_processes(stage: str, size: int, tmp_path: Path) -> None:
-    makes: dict[str, tuple[Callable[[], L.LightningModule], Any]] = {
-        "sft": (lambda: SFTModule(sft_roles("qwen3"), sft_config()), demonstrations()),
-        "rm": (
-            lambda: RewardModule(rm_roles("qwen3"), rm_config(margin_coef=0.5), seed=0),
-            preferences(),
-        ),
-        "dpo": (lambda: DPOModule(dpo_roles("qwen3"), dpo_config(sft_coef=0.5)), dpo_pairs()),
-    }
-    make, batch = makes[stage]
+    _, batch = SUPERVISED[stage]()
     short = batch.select(slice(0, 3))  # fewer rows than processes
-    expected, found = in_all(size, make, [batch, short, batch], [batch, short], tmp_path)
+    expected, found = in_all(
+        size, lambda: SUPERVISED[stage]()[0], [batch, short, batch], [batch, short], tmp_path
+    )
     assert_all_same(found, expected)
 
 
@@ -220,13 +226,101 @@ def test_gradients_are_summed_in_buckets(tmp_path: Path, monkeypatch: pytest.Mon
             if number not in (replicas.rank, 5):
                 parameter.grad = torch.full_like(parameter, 10.0**replicas.rank + number)
         buckets = [[p.numel() for p in bucket] for bucket in collectives.buckets(parameters)]
-        replicas.sum_gradients(parameters)
+        numbers = torch.tensor([replicas.rank + 0.5, torch.inf if replicas.rank else torch.nan])
+        shares = replicas.sum_gradients(parameters, numbers)
         gradients = [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
-        return buckets, gradients
+        return buckets, gradients, shares
 
-    for buckets, sums in replicated(2, work, tmp_path):
+    for buckets, sums, shares in replicated(2, work, tmp_path):
         assert buckets == [[4], [3], [7], [1, 2, 1]]
         assert sums == [[10.0], [2.0], [15.0], [17.0], [19.0], None]
+        assert shares.tolist() == [[0.5, pytest.approx(torch.nan, nan_ok=True)], [1.5, torch.inf]]
+
+
+def test_metrics_of_the_first_process_are_those_of_all(tmp_path: Path) -> None:
+    class Logs(Callback):
+        """Logs a metric that falls at the second step, in the first process alone."""
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            pl_module.log("kl_divergence", 3.0 - 2 * batch_idx)
+
+    def work(replicas: Replicas) -> Any:
+        found = []
+
+        class Reads(Callback):
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+                found.append(dict(trainer.callback_metrics))
+
+        module = SFTModule(sft_roles("qwen3"), sft_config(), replicas)
+        logging = [Logs()] if replicas.is_first else []
+        batch = demonstrations()
+        fit(module, [batch, batch], [*logging, SharedMetrics(replicas), Reads()])
+        return [step["kl_divergence"] for step in found]
+
+    assert replicated(2, work, tmp_path) == [[torch.tensor(3.0), torch.tensor(1.0)]] * 2
+
+
+class Traffic:
+    """The bytes that a process gives to the collective operations of its replicas."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.reduced: list[int] = []
+        self.tensors = self.pickled = 0
+        reduce, gather = distributed.all_reduce, distributed.all_gather_object
+
+        def all_reduce(tensor: Tensor, *rest: Any) -> None:
+            self.reduced.append(tensor.nbytes)
+            reduce(tensor, *rest)
+
+        def all_gather_object(found: list[Any], mine: Any) -> None:
+            rows, record = mine[0]
+            self.tensors += rows.nbytes + sum(
+                x.nbytes for x in vars(record).values() if x is not None
+            )
+            self.pickled += len(pickle.dumps(mine))
+            gather(found, mine)
+
+        counting = {"all_reduce": all_reduce, "all_gather_object": all_gather_object}
+        patch.setattr(collectives, "distributed", SimpleNamespace(**vars(distributed) | counting))
+
+
+def test_bytes_of_an_iteration_of_ppo(
+    make_ppo: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = make_ppo(ppo_epochs=1)
+    object.__setattr__(module.collector.sampler.params, "end_token_ids", ())
+
+    def work(replicas: Replicas) -> Any:
+        traffic = Traffic(monkeypatch)
+        trained(module, [prompts(8)], [], replicas)
+        return vars(traffic)
+
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    elements = sum(p.numel() + 1 for p in parameters)  # and whether there is a gradient
+    for traffic in replicated(2, work, tmp_path):
+        # 2 updates of 4 rows; 11 terms of the loss for each of 2 processes
+        assert traffic["reduced"] == [4 * (elements + 11 * 2)] * 2
+        # 4 of 8 rows, 5 tokens of a prompt, 6 of a response, one component of the reward
+        assert traffic["tensors"] == 4 * (9 * 5 + 22 * 6 + 4 + 29)
+        assert traffic["pickled"] - traffic["tensors"] < 6000
+
+
+@pytest.mark.parametrize(("stage", "row"), [("sft", 0), ("rm", 16), ("dpo", 36)])
+def test_bytes_of_a_supervised_step(
+    stage: str, row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, batch = SUPERVISED[stage]()
+
+    def work(replicas: Replicas) -> Any:
+        traffic = Traffic(monkeypatch)
+        trained(module, [batch], [], replicas)
+        return vars(traffic)
+
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    elements = sum(p.numel() + 1 for p in parameters)  # and whether there is a gradient
+    for traffic in replicated(2, work, tmp_path):
+        assert traffic["reduced"] == [4 * (elements + 2)]
+        assert traffic["tensors"] == 3 * row  # 3 of 6 rows
 
 
 def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
@@ -11,7 +12,7 @@ from lightning_rlhf.parallel.replicas import Replicas
 
 
 class SharedMetrics(Callback):
-    """Logs in every process what the first one logged, so that rules decide the same in all.
+    """Gives every process the `trainer.callback_metrics` of the first, so that rules agree in all.
 
     Place it after the callbacks that log metrics, which the first process alone has.
     """
@@ -26,16 +27,21 @@ class SharedMetrics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int,
     ) -> None:  # fmt: skip
-        self.share(trainer, pl_module)
+        self.share(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_evaluation(trainer):
-            self.share(trainer, pl_module)
+            self.share(trainer)
 
-    def share(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the metrics of the first process here, unless this is it."""
+    def share(self, trainer: Trainer) -> None:
+        """Take the metrics of the first process for those of this one, unless this is it.
+
+        `LightningModule.log` would take longer for all of them than a step of a small model.
+        """
         found = self.replicas.first(
             lambda: {name: float(value) for name, value in trainer.callback_metrics.items()}
         )
         if not self.replicas.is_first:
-            pl_module.log_dict(found, logger=False)
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value) for name, value in found.items()}
+            )

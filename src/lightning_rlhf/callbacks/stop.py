@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import get_console
 
-from lightning_rlhf.parallel.world import world
+from lightning_rlhf.parallel.world import IN_LAUNCHER, world
 
 if TYPE_CHECKING:
     from lightning_rlhf.parallel.replicas import Replicas
@@ -43,7 +43,8 @@ class Stop:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         self.signal = signal.Signals(signum)
-        if world().is_first:
+        is_passed_on = os.environ.get(IN_LAUNCHER) == str(os.getppid())  # by who has printed it
+        if world().is_first and not is_passed_on:
             # A handler may interrupt a print, and Python's streams refuse a print within a print.
             os.write(2, SAID.format(self.signal.name).encode())
 

@@ -50,10 +50,10 @@ from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.visible import visible
-from lightning_rlhf.parallel.world import world
+from lightning_rlhf.parallel.world import IN_LAUNCHER, world
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
-from lightning_rlhf.stages.process import IN_LAUNCHER, IN_RECIPE, end_with
+from lightning_rlhf.stages.process import IN_RECIPE, end_with
 
 COMMANDS = {
     "chat": "lightning_rlhf.cli.chat:chat",

@@ -8,14 +8,16 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from types import FrameType
 
-from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stopped
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.recipe_steps import quoted
 from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of
-from lightning_rlhf.stages.process import IN_LAUNCHER, IN_RECIPE
+from lightning_rlhf.stages.process import IN_RECIPE
 from lightning_rlhf.stages.stage import Settings
 
 DECIDED = ("job", "resume", "overwrite")
@@ -68,6 +70,12 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    def receive(signum: int, frame: FrameType | None) -> None:
+        for number in heard:  # a second one ends this process, and the others with it
+            signal.signal(number, signal.SIG_DFL)
+        os.write(2, SAID.format(signal.Signals(signum).name).encode())
+        raise SignalException(f"received signal {signum}", signal.Signals(signum))
+
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -77,9 +85,12 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     logging.disable(logging.CRITICAL)  # the launcher's own report of a failed process
     before = dict(os.environ)
+    handlers = {number: signal.signal(number, receive) for number in heard}
     os.environ |= {IN_LAUNCHER: str(os.getpid()), IN_RECIPE: "processes"}
     try:
         elastic_launch(config, sys.executable)(*command)
@@ -88,6 +99,8 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
     except SignalException as error:
         raise Stopped(error.sigval) from error
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(before)
         logging.disable(logging.NOTSET)

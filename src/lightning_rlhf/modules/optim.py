@@ -8,12 +8,14 @@ from typing import Any
 
 import lightning as L
 import torch
+from jaxtyping import Float
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, require
 from lightning_rlhf.models.roles import trainable_names
+from lightning_rlhf.parallel.replicas import Replicas
 
 
 def build_optimizer(
@@ -80,10 +82,13 @@ def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def sum_gradients(module: L.LightningModule) -> None:
-    """Replace the gradient of this process's rows by that of all processes' rows."""
-    replicas: Any = module.replicas
-    replicas.sum_gradients(trained(module))
+def sum_gradients(module: L.LightningModule, numbers: Float[Tensor, " n"]) -> Tensor:
+    """Replace the gradient of this process's rows by that of all processes' rows.
+
+    Returns: the numbers of each process, [processes, n], as `Replicas.sum_gradients`.
+    """
+    replicas: Replicas = module.replicas  # type: ignore[assignment]
+    return replicas.sum_gradients(trained(module), numbers)
 
 
 def clip_gradients(module: L.LightningModule, max_norm: float) -> Tensor:

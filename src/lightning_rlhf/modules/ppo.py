@@ -251,9 +251,9 @@ class PPOModule(L.LightningModule):
 
         Returns: the terms of the minibatch, and the norm of its gradient before clipping.
         """
-        share = self.accumulate(minibatch, kl_coef, policy_learns=policy_learns)
-        optim.sum_gradients(self)
-        terms = sum_terms(self.replicas.each(share))
+        share = vars(self.accumulate(minibatch, kl_coef, policy_learns=policy_learns))
+        shares = optim.sum_gradients(self, torch.stack([*share.values()]))
+        terms = sum_terms([PPOTerms(**dict(zip(share, row, strict=True))) for row in shares])
         return terms, optim.clip_gradients(self, self.config.max_grad_norm)
 
     @halving_microbatches

@@ -79,8 +79,7 @@ class SupervisedModule(L.LightningModule):
         share: loss of this process's rows, divided by the counts of the whole batch, 0-d.
         Returns: the loss, and the norm of its gradient before clipping, 0-d.
         """
-        loss = self.replicas.sum(share)
-        sum_gradients(self)
+        loss = sum_gradients(self, share[None]).sum()
         return loss, clip_gradients(self, self.config.max_grad_norm)
 
     def on_fit_start(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +16,8 @@ from lightning_rlhf.core.types import Record
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 BUCKET = 2**24
-"""Largest number of gradient elements that are copied and summed at once, unless a parameter is
-larger: 64 MiB in fp32."""
+"""Largest number of elements that are copied and summed at once, unless a gradient is larger: 64
+MiB in fp32."""
 
 
 class Replicas:
@@ -77,16 +76,17 @@ class Replicas:
         """Return the sum of a tensor over the processes."""
         return tensor
 
-    def each(self, numbers: T) -> list[T]:
-        """Return a dataclass of 0-d tensors as every process has it, in their order."""
-        return [numbers]
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(
+        self, parameters: Iterable[nn.Parameter], numbers: Float[Tensor, " n"]
+    ) -> Float[Tensor, "size n"]:
         """Replace each gradient by its sum over the processes.
 
         A missing gradient counts as 0, and remains missing where no process has it: an optimizer
         leaves out a parameter without a gradient, but not one whose gradient is 0.
+
+        Returns: the numbers of each process, in their order, from the same exchange.
         """
+        return numbers[None]
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers that the processes give."""
@@ -138,29 +138,24 @@ class ProcessGroup(Replicas):
             distributed.all_reduce(total)
         return total
 
-    def each(self, numbers: T) -> list[T]:
-        names = [field.name for field in fields(numbers)]  # type: ignore[arg-type]
-        mine = torch.stack([getattr(numbers, name) for name in names])
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        with ended_processes():
-            distributed.all_gather(found, mine)
-        return [type(numbers)(**dict(zip(names, row, strict=True))) for row in found]
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(
+        self, parameters: Iterable[nn.Parameter], numbers: Float[Tensor, " n"]
+    ) -> Float[Tensor, "size n"]:
         parameters = [*parameters]
-        # On the CPU, so that no process waits for its device.
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-        with ended_processes():
-            distributed.all_reduce(present, distributed.ReduceOp.MAX)
-        for bucket in buckets(p for p, found in zip(parameters, present, strict=True) if found):
-            for parameter in bucket:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = [p.grad for p in bucket if p.grad is not None]
-            total = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-            sizes = [gradient.numel() for gradient in gradients]
-            for gradient, part in zip(gradients, total.split(sizes), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        table = numbers.new_zeros(self.size, len(numbers))
+        table[self.rank] = numbers  # the other rows are 0 here, so that sums are those numbers
+        owners = numbers.new_tensor([p.grad is not None for p in parameters])
+        for bucket in buckets([*map(gradient_of, parameters), table, owners]):
+            flat = torch.cat([tensor.flatten() for tensor in bucket])
+            with ended_processes():
+                distributed.all_reduce(flat)
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+        for parameter, count in zip(parameters, owners.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+        return table
 
     def largest(self, number: int) -> int:
         found = torch.tensor(number, device=self.device)
@@ -179,17 +174,24 @@ def current(device: torch.device) -> Replicas:
     return ONE
 
 
-def buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in lists of at most BUCKET elements each and of one type each."""
-    bucket: list[nn.Parameter] = []
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter, which is made with zeros where there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in lists of at most BUCKET elements each and of one type each."""
+    bucket: list[Tensor] = []
     count = 0
-    for parameter in parameters:
-        is_full = count + parameter.numel() > BUCKET
-        if bucket and (is_full or parameter.dtype != bucket[0].dtype):
+    for tensor in tensors:
+        is_full = count + tensor.numel() > BUCKET
+        if bucket and (is_full or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, count = [], 0
-        bucket.append(parameter)
-        count += parameter.numel()
+        bucket.append(tensor)
+        count += tensor.numel()
     if bucket:
         yield bucket
 

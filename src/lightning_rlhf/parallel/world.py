@@ -26,6 +26,9 @@ class World:
         return self.rank == 0
 
 
+IN_LAUNCHER = "LIGHTNING_RLHF_IN_LAUNCHER"
+"""Environment variable set for the processes of a run that this program starts: number of the
+process that starts them, which prints the signals that it receives, and how they ended."""
 TORCHRUN = "RANK", "WORLD_SIZE", "LOCAL_RANK"
 SRUN = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
 """Environment variables of rank, size and local rank, set by torchrun and by Slurm's srun."""

@@ -15,9 +15,6 @@ from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
-IN_LAUNCHER = "LIGHTNING_RLHF_IN_LAUNCHER"
-"""Environment variable set for the processes of a run that this program starts: number of the
-process that starts them, which prints how they ended."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: signal to send to a process when its parent ends."""
 

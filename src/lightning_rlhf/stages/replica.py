@@ -16,11 +16,10 @@ import torch
 from lightning_rlhf.core.errors import ProcessEndedError, RLHFError
 from lightning_rlhf.parallel.group import join_group, leave_message, message_left
 from lightning_rlhf.parallel.replicas import Replicas
-from lightning_rlhf.parallel.world import world
+from lightning_rlhf.parallel.world import IN_LAUNCHER, world
 from lightning_rlhf.stages.accelerator import check_devices, device_of
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of
 from lightning_rlhf.stages.folder.resume import held
-from lightning_rlhf.stages.process import IN_LAUNCHER
 from lightning_rlhf.stages.run import run_in_folder
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.strategy import TIMEOUT, cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -186,14 +187,17 @@ def bytes_of_number(roles: Roles) -> int:
 
 
 def of_rollout(module: PPOModule, longest: int) -> Bytes:
-    """Return the memory while an iteration's responses are sampled.
+    """Return the memory while a process samples its share of an iteration's responses.
 
-    The weights are the merged copy of those that have adapters, which model.kernels=fast makes in
-    fp32.
+    They are as many at a time as ppo.generation_batch_size says. The weights are the merged copy of
+    those that have adapters, which model.kernels=fast makes in fp32.
     longest: number of tokens of the longest prompt.
     """
     roles, config = module.roles, module.config
-    rows, tokens = config.rollout_batch_size, longest + config.max_response_tokens
+    samples, at_once = config.samples_per_prompt, module.collector.generation_rows.rows
+    share = math.ceil(config.prompts_per_iteration / module.replicas.size)
+    prompts = min(share, max(1, at_once // samples))
+    rows, tokens = prompts * samples, longest + config.max_response_tokens
     model, number = roles.causal_lm, bytes_of_number(roles)
     text_config = model.config.get_text_config()
     row = tokens * (cache_bytes(text_config, model.dtype) + SAMPLING_BYTES)
@@ -204,7 +208,7 @@ def of_rollout(module: PPOModule, longest: int) -> Bytes:
     layer = linear_sizes(model.base_model) // text_config.num_hidden_layers
     return Bytes(
         weights=merged,
-        activations=config.prompts_per_iteration * longest * layer * number,
+        activations=prompts * longest * layer * number,
         logits=LOGITS_COPIES * 4 * rows * roles.vocab_size,
         cache=rows * (row + state_bytes(text_config)),
     )
