@@ -15,7 +15,7 @@ SMALLEST, LARGEST = 2**17, 2**25
 takes too much memory."""
 LARGEST_BF16 = 2**28
 """The same in bf16. An output layer of 2**28 elements takes 0.5 GB once more, and is computed for 8
-rows in half the time; packing it takes the time of 10 products."""
+rows in half the time, which pays for packing it from 10 tokens on."""
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
 """Operators of torch.ops.mkldnn by which torch.compile packs weights; a release may lack them."""
 
