@@ -1,6 +1,7 @@
-"""Measure memory and seconds of all stages on Qwen3.5-0.8B at its true shape, with random weights.
+r"""Measure memory and seconds of all stages on Qwen3.5-0.8B at its true shape, with random weights.
 
-    .venv/bin/python benchmarks/true_shape.py [--quick] [--folder FOLDER] [--override KEY=VALUE]
+    .venv/bin/python benchmarks/true_shape.py [--quick] [--steps 2] [--folder FOLDER] \
+        [--override KEY=VALUE]
 
 The checkpoint is made as the hub stores it: bf16 weights of the language model inside the
 multimodal wrapper, whose vision tower is made small here. The stages are the commands of a user,
@@ -43,14 +44,15 @@ DATA = ROOT / "recipes" / "quickstart" / "data"
 ROWS = {"sft": 16, "preferences": 16, "prompts": 16}
 """Kind of data -> number of training rows; a quarter of them are for validation."""
 BF16 = ("trainer=cpu", "trainer.precision=bf16-mixed", "trainer.weights_dtype=bfloat16")
+BATCH = 4
 STEPS = {
-    "sft": ("sft.epochs=0.5", "sft.batch_size=4", "sft.microbatch_size=2"),
-    "rm": ("rm.epochs=0.5", "rm.batch_size=4", "rm.microbatch_size=2", "rm.calibration_samples=4"),
+    "sft": (f"sft.batch_size={BATCH}", "sft.microbatch_size=2"),
+    "rm": (f"rm.batch_size={BATCH}", "rm.microbatch_size=2", "rm.calibration_samples=4"),
     "ppo": (
-        "ppo.iterations=2", "ppo.rollout_batch_size=8", "ppo.minibatch_size=4",
-        "ppo.microbatch_size=4", "ppo.ppo_epochs=1", "ppo.max_response_tokens=16",
+        "ppo.rollout_batch_size=8", "ppo.minibatch_size=4", "ppo.microbatch_size=4",
+        "ppo.ppo_epochs=1", "ppo.max_response_tokens=16",
     ),
-    "dpo": ("dpo.epochs=0.5", "dpo.batch_size=4", "dpo.microbatch_size=2"),
+    "dpo": (f"dpo.batch_size={BATCH}", "dpo.microbatch_size=2"),
 }  # fmt: skip
 PHASES = ("start", "evaluation", "step", "end")
 
@@ -163,16 +165,23 @@ def command(folder: Path, *words: str) -> tuple[float, float]:
     return time.perf_counter() - begun, usage.ru_maxrss * 1024 / 1e6
 
 
-def run_stage(folder: Path, stage: str, common: list[str], data: list[str]) -> dict[str, Any]:
-    """Run a stage; return its seconds and memory by phase, and its metrics of time."""
+def run_stage(
+    folder: Path, stage: str, common: list[str], data: list[str], steps: int
+) -> dict[str, Any]:
+    """Run a stage; return its seconds and memory by phase, and its metrics of time.
+
+    steps: number of optimizer steps, of PPO that of its iterations.
+    """
     file = folder / f"{stage}.json"
     kinds = {"sft": "demonstrations", "rm": "preferences", "dpo": "preferences", "ppo": "prompts"}
     own = [word for word in data if word == "data=files" or f"data.{kinds[stage]}." in word]
     callback = [
         "+callbacks.phases._target_=true_shape.Phases", f"+callbacks.phases.file={file}",
     ]  # fmt: skip
+    passes = steps * BATCH / ROWS["sft"]
+    length = f"ppo.iterations={steps}" if stage == "ppo" else f"{stage}.epochs={passes}"
     seconds, peak = command(
-        folder, f"stage={stage}", *common, *own, *STEPS[stage], *callback, "preflight=off"
+        folder, f"stage={stage}", *common, *own, *STEPS[stage], length, *callback, "preflight=off"
     )
     found: dict[str, Any] = json.loads(file.read_text())
     rows = (folder / "outputs" / "default" / "qwen0.8b" / stage / "metrics.csv").read_text()
@@ -198,11 +207,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
               *args.words]  # fmt: skip
     found: dict[str, Any] = {"parameters": parameters, "stages": {}}
     for stage in STEPS:
-        found["stages"][stage] = run_stage(folder, stage, common, data)
-        print(stage, found["stages"][stage]["total_s"], flush=True)
+        found["stages"][stage] = run_stage(folder, stage, common, data, args.steps)
+        print(f"{stage}: {found['stages'][stage]['total_s']:.0f} s", flush=True)
     final = folder / "outputs" / "default" / "qwen0.8b" / "ppo" / "final"
     seconds, peak = command(folder, "export", str(final), "--merge", "--dtype", "bfloat16")
     found["merge"] = {"total_s": seconds, "peak_mb": peak}
+    found["total_s"] = time.perf_counter() - begun
     found["gigabytes_per_s"] = bandwidth(args.device, 0.15)
     return found
 
@@ -246,10 +256,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--folder", type=Path, default=Path("outputs/true_shape"))
     parser.add_argument("--override", action="append", default=[])
+    parser.add_argument("--steps", type=int, default=2, choices=range(1, 5))
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest
     args = options(str(__doc__))
-    args.folder, args.words = own.folder, own.override
+    args.folder, args.words, args.steps = own.folder, own.override, own.steps
     results = measure(args)
     stages, limit = results["stages"], results["gigabytes_per_s"]
     per_token = 2 * results["parameters"] / 1e9 / limit
@@ -261,8 +272,9 @@ def main() -> None:
         f"Random weights, {results['parameters'] / 1e6:.1f}M parameters of the language model "
         f"({LAYERS} layers, hidden size 1024, vocabulary 248,320, tied), loaded by `model=qwen0.8b "
         "model.name_or_path=FOLDER` and trained on the CPU with bf16 weights and autocast, in "
-        "batches of 4 rows of the quickstart's data (PPO: 2 iterations of 8 responses of 16 "
-        "tokens). The machine had other work too: seconds are those of one run beside it.",
+        f"batches of {BATCH} rows of the quickstart's data (PPO: {args.steps} iterations of 8 "
+        f"responses of 16 tokens). All of it took {results['total_s']:.0f} s, the making of the "
+        "checkpoint included.",
         "Memory by role, as parameters, gradients and AdamW's moments:",
         roles_table(stages),
         "Seconds and largest resident set by phase. start: from the command to the first batch or "

@@ -23,7 +23,7 @@ from common import Setting, random_prompts
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience, Prompts
+from lightning_rlhf.core.types import Experience, Prompts, Record
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 T = TypeVar("T")
@@ -189,9 +189,9 @@ def experience_of(module: PPOModule, prompts: Prompts, draw: int = 0) -> Experie
 
 
 def fit(
-    module: PPOModule, prompts: Prompts, device: torch.device, precision: Any = "32-true"
+    module: L.LightningModule, batch: Record, device: torch.device, precision: Any = "32-true"
 ) -> None:
-    """Run one iteration in Lightning's Trainer, without logging."""
+    """Run one training step in Lightning's Trainer, without logging."""
     trainer = L.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=1,
@@ -204,7 +204,7 @@ def fit(
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )
-    data = DataLoader([prompts], batch_size=None)  # type: ignore[arg-type]
+    data = DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, data)
 
 

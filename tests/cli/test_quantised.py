@@ -172,7 +172,6 @@ def test_the_first_update_starts_at_ratio_1_and_a_kl_of_0(stages: Stages, built:
     assert abs(found[0]) < 1e-5 < abs(found[-1])
 
 
-@pytest.mark.parametrize("stages", ["int8"], indirect=True)
 def test_a_run_that_was_cut_ends_with_the_bits_of_one_that_was_not(
     stages: Stages, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +221,6 @@ def test_merged_weights_are_the_model_that_was_trained(stages: Stages, built: Bu
     assert same_logits(policy(probe_tokens(policy)).logits[0, -1], stored, 1e-5)
 
 
-@pytest.mark.parametrize("stages", ["nf4"], indirect=True)
 def test_dpo_and_evaluation_run(stages: Stages) -> None:
     stages.run("dpo").succeeded  # noqa: B018
     stages.run("eval_policy").succeeded  # noqa: B018

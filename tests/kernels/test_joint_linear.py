@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -91,6 +93,18 @@ def test_a_copy_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -
     a, b, _ = layers(bias=False, adapted=False)
     assert JointLinear(a).weight.packed  # type: ignore[arg-type]
     assert not JointLinear(a, b).weight.packed  # type: ignore[arg-type]
+
+
+def test_a_copy_takes_at_most_128_mb_in_fp32_and_512_in_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that is reserved, and not touched."""
+    operators = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True)
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    monkeypatch.setattr(product, "OPERATORS", ())
+    for dtype, rows in ((torch.float32, 2**15), (torch.bfloat16, 2**18)):
+        assert product.can_be_packed(torch.empty(rows, 1024, dtype=dtype))
+        assert not product.can_be_packed(torch.empty(rows + 1, 1024, dtype=dtype))
 
 
 @torch.no_grad()

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_rlhf.core.device_memory import available_memory, left_in_group, total_memory
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
 from lightning_rlhf.models.checkpointing import recompute
-from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.preflight.memory_plan import (
     Bytes,
     MemoryPlan,
@@ -30,7 +32,18 @@ from lightning_rlhf.stages.preflight.memory_plan import (
     plan_memory,
 )
 
-from .conftest import Outputs, fit, language_model, rm_config, rm_roles, sft_config, sft_roles
+from .conftest import (
+    CHAT,
+    LORA,
+    Outputs,
+    fit,
+    language_model,
+    ppo_config,
+    rm_config,
+    rm_roles,
+    sft_config,
+    sft_roles,
+)
 
 CPU = torch.device("cpu")
 PROMPT = 40
@@ -161,16 +174,17 @@ class Peak(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self.count(tensor.untyped_storage())
+                self.count(tensor if tensor.is_mkldnn else tensor.untyped_storage())
         return out
 
-    def count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.sizes:
+    def count(self, owner: Tensor | torch.UntypedStorage) -> None:
+        """Count memory by what owns it: a storage, or a tensor that oneDNN has laid out."""
+        if owner._cdata in self.sizes:
             return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
+        self.sizes[owner._cdata] = owner.nbytes() if callable(owner.nbytes) else owner.nbytes
+        self.now += self.sizes[owner._cdata]
         self.most = max(self.most, self.now)
-        weakref.finalize(storage, self.forget, storage._cdata)
+        weakref.finalize(owner, self.forget, owner._cdata)
 
     def forget(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
@@ -227,6 +241,37 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
     moments = [x.nbytes for state in module.optimizers().state.values() for x in state.values()]
     steps = 4 * len(module.optimizers().state)
     assert sum(moments) == sum(role.optimizer for role in found.roles.values()) + steps
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
+    dtype: torch.dtype, copies: int
+) -> None:
+    """Linear layers of 6.5M numbers, and few rows and tokens: the copies are nearly all.
+
+    They are joined projections, in fp32 made of weights to which the adapters were added.
+    """
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=256, intermediate_size=1024, num_hidden_layers=8,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    roles = Roles(Qwen3ForCausalLM(config).to(dtype).eval().requires_grad_(False), "fast")
+    roles.add_adapter(POLICY, LORA, 3)
+    sizes = dict.fromkeys(("rollout_batch_size", "minibatch_size", "microbatch_size"), 2)
+    module = PPOModule(
+        roles, Reward.of(lambda decoded: torch.zeros(2)),
+        ppo_config(advantage="rloo", samples_per_prompt=2, **sizes), critic=None, seed=0,
+        chat=CHAT, prompts={"train": [{}], "val": [{}]},  # type: ignore[arg-type]
+    )  # fmt: skip
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        found = plan_memory(module, data(PromptTokens([1] * PROMPT, 0)), CPU).rollout
+        with Peak() as peak:
+            peak.sizes |= {x.untyped_storage()._cdata: 0 for x in roles.parameters()}
+            module.collector.sampler.sample(same_length(1), 2, torch.Generator().manual_seed(0))
+    # Of q 2 heads of 16, of k and v one each, of o two; gate, up and down.
+    copied = copies * dtype.itemsize * 8 * 256 * (32 + 16 + 16 + 32 + 3 * 1024)
+    assert copied <= found.weights < 1.01 * copied
+    assert 0.8 < peak.most / found.total < 1.25
 
 
 def test_free_memory_is_less_than_all() -> None:
