@@ -34,6 +34,7 @@ from lightning_rlhf.cli.overrides import (
     options_last,
     parse_arguments,
     refuse_absent_callbacks,
+    refuse_absent_plugins,
     refuse_group_stage,
     refuse_mistyped,
     refuse_other_stages,
@@ -95,6 +96,7 @@ def main() -> None:
         given = parse_arguments(words)
         refuse_secrets(given)
         refuse_several_checks(given)
+        refuse_absent_plugins(given.overrides)
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
@@ -177,15 +179,19 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         check_choices(HydraConfig.get().runtime.choices)
         if from_sweep and SweepHook.is_apart:
-            return run_apart(cfg)
+            from lightning_rlhf.cli.sweep_process import run_job
+
+            return run_job(cfg, list(HydraConfig.get().overrides.task))
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
+        signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
         if IN_RECIPE not in os.environ:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
-        if from_sweep and SweepHook.is_apart:
+        if from_sweep and SweepHook.is_apart and SweepHook.results is not None:
+            SweepHook.results.end_early(signum)
             return STOPPED
-        sys.exit(stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT)
+        sys.exit(128 + signum)
     except RLHFError as error:
         if "debug" in cfg and cfg.debug is True:
             print(shown(traceback.format_exc()), file=sys.stderr, end="")
@@ -208,16 +214,6 @@ def compose(cfg: DictConfig) -> str | None:
             sys.exit(1)
         return message
     return None
-
-
-def run_apart(cfg: DictConfig) -> str | None:
-    """Run the job of a sweep in a process of its own. Return why it failed, else None."""
-    from lightning_rlhf.cli.sweep_process import run_job
-
-    if SweepHook.results is not None and SweepHook.results.is_stopped:
-        return STOPPED
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
-    return run_job(cfg, overrides)
 
 
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import warnings
 from pathlib import Path
@@ -66,7 +67,7 @@ class SweepHook(Callback):
         self._share()
         results = SweepHook.results
         if results is not None:
-            if SweepHook.is_apart:  # Ctrl-C is for the process of the command, which passes it on
+            if results.process != os.getpid():  # Ctrl-C is for that one, which passes it on
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             results.start(config.hydra.job.num, list(config.hydra.overrides.task))
 

@@ -16,17 +16,22 @@ from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.sweep import job_folder, mark_failed
+from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.stages.folder.folders import FAILED
-from lightning_rlhf.stages.process import IN_SWEEP, run_command
+from lightning_rlhf.stages.process import IN_SWEEP, STOPPED, run_command
 
 
 def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     """Run the job of a sweep in a process of its own. Return why it failed, else None.
 
+    After a signal to the sweep it does not begin.
+
     Its output goes to `<stage>.log` beside its folder, as jobs may run at the same time.
 
     Raises Stopped after a signal, when the job has written its checkpoint.
     """
+    if SweepHook.results is not None and SweepHook.results.is_stopped:
+        return STOPPED
     folder = job_folder(cfg)
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder / FAILED).unlink(missing_ok=True)

@@ -83,6 +83,7 @@ class SweepResults:
         """Make the folder, below that of the sweep."""
         sweep.mkdir(parents=True, exist_ok=True)
         self.sweep = sweep
+        self.process = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix=".sweep-", dir=sweep.absolute()))
 
     def start(self, number: int, overrides: Sequence[str]) -> None:
@@ -117,11 +118,15 @@ class SweepResults:
     def stop_file(self) -> Path:
         return self.folder / "stopped"
 
+    def end_early(self, signum: int) -> None:
+        """Let no further job begin, after a signal."""
+        self.stop_file.write_text(str(signum))
+
     def stop(self, signum: int, frame: FrameType | None) -> None:
         """End the sweep after a signal: running jobs of this machine write a checkpoint and end."""
         signal.signal(signum, signal.SIG_DFL)
         os.write(2, b"\nending the jobs, with a checkpoint each; a second signal ends at once\n")
-        self.stop_file.write_text(str(signum))
+        self.end_early(signum)
         for result in self.read().values():
             if result.status == "running" and result.host == socket.gethostname():
                 with suppress(ProcessLookupError):
