@@ -13,12 +13,18 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli import overrides, sweep_process
+from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import set_group
+from lightning_rlhf.cli.sweep_hook import ignore_presets
 from lightning_rlhf.cli.sweep_process import run_job
+from lightning_rlhf.stages.paths import CONF
 
 from .conftest import Workplace
 
@@ -153,3 +159,15 @@ def test_the_jobs_of_a_sweep_are_one_group_of_wandb(
     cfg = OmegaConf.create({"run": "r", "logger": logger})
     set_group(cfg)
     assert cfg.logger.group == group
+
+
+@pytest.mark.parametrize("name", ["joblib", "submitit_local", "submitit_slurm"])
+def test_a_preset_has_the_keys_of_its_plugin(name: str) -> None:
+    """Hydra holds it against the plugin's own configuration of the same name."""
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    ignore_presets()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        found = compose("config", [f"hydra/launcher={name}"], return_hydra_config=True)
+    target = found.hydra.launcher._target_
+    assert Plugins.instance().class_name_to_class[target].__name__ == target.rpartition(".")[2]
