@@ -53,7 +53,10 @@ class SweepHook(Callback):
         from lightning_rlhf.cli.sweep import varied_keys
         from lightning_rlhf.cli.sweep_results import SweepResults
 
-        results = SweepResults(Path(config.hydra.sweep.dir))
+        try:
+            results = SweepResults(Path(config.hydra.sweep.dir))
+        except OSError:  # the sweeper, which writes into the same folder, reports it
+            return
         is_apart = config.hydra.launcher.get("_target_") != BASIC
         self._shared = varied_keys(config), results, is_apart
         self._share()
