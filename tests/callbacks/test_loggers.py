@@ -92,7 +92,7 @@ def test_online_without_a_key_is_refused_before_anything_starts(
     ("change", "message"),
     [
         ({"projekt": "x"}, r"logger\.projekt is not a known key; did you mean logger\.project\?"),
-        ({"kind": "csv"}, r"logger\.project is not a known key; allowed: kind \(and 5 more: "),
+        ({"kind": "csv"}, r"logger\.project is not a known key; allowed: kind \(and 6 more: "),
     ],
 )
 def test_keys_that_nothing_reads_are_refused(change: dict[str, str], message: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import re
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,8 @@ def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -
     text = table(swept[1].out)
     assert text.count(" done ") == 4
     assert "failed" not in text
+    page = (swept[0].outputs / "default" / "compare.html").read_text()
+    assert all(f"<td>kl_coef={value}" in page for value in ("0.02", "0.5"))
 
 
 def test_hydra_s_lines_are_indented_and_show_what_a_terminal_would_obey() -> None:
@@ -274,11 +277,26 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
         return original(ready, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(train_ppo, "hand_over", fail_first)
-    outcome = finished.sweep("stage=ppo", "ppo.iterations=1", "seed=1,2")
+    command = ["stage=ppo", "ppo.iterations=1", "seed=1,2"]
+    outcome = finished.sweep(*command)
     assert outcome.status == 1
     text = table(outcome.out)
     assert "a fault in the code" in text
     assert text.count(" done ") == 1
+    page = finished.outputs / "default" / "compare.html"
+    assert "<td>failed</td><td>ZeroDivisionError: a fault in the code</td>" in page.read_text()
+
+    monkeypatch.setattr(train_ppo, "hand_over", original)
+    (alone,) = re.findall(r"^  alone: python train.py (.*)$", outcome.out, re.MULTILINE)
+    failed = finished.outputs / "default/mini/seed=1/ppo"
+    checkpoint = tree(failed / "checkpoints")
+    finished.call(*shlex.split(alone)).succeeded  # noqa: B018
+    assert (failed / "final").is_dir()
+    assert not (failed / "failed.txt").exists()
+    assert tree(failed / "checkpoints").items() >= checkpoint.items()  # it went on from there
+    again = finished.sweep(*command).succeeded
+    assert table(again.out).count(" done ") == 2
+    assert "a fault in the code" not in page.read_text()
 
 
 def test_debug_in_a_sweep_still_ends_in_a_table(finished: Workplace) -> None:

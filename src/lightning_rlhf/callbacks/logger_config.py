@@ -42,6 +42,8 @@ class WandbConfig(LoggerConfig):
     project: Annotated[Text, described("the name of a project")]
     entity: Annotated[Text, described("a user or team")] | None
     """User or team; None is the account's own default."""
+    group: Annotated[Text, described("the name of a group")] | None
+    """Group of runs; None is the name of the run for the jobs of a sweep, else no group."""
     tags: Annotated[tuple[Text, ...], Field(strict=False), described("a list of texts")]
     """Tags beside the stage and the model."""
     mode: WandbMode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import zlib
@@ -159,11 +160,12 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
 def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode: Any) -> Run:
     import wandb
 
+    group = config.group or os.getenv("WANDB_RUN_GROUP") or (identity.run if identity.job else None)
     return wandb.init(
         project=config.project,
         entity=config.entity,
         name=fitted(identity.name, NAME_CHARACTERS),
-        group=fitted(identity.run, NAME_CHARACTERS) if identity.job else None,
+        group=None if group is None else fitted(group, NAME_CHARACTERS),
         job_type=identity.stage,
         tags=[*wandb_tags(identity), *config.tags],
         config=dict(identity.config),

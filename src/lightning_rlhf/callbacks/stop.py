@@ -27,6 +27,7 @@ class Stopped(SystemExit):
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
+        self.signum = signum
 
 
 class Stop:

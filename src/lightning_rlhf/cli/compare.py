@@ -23,7 +23,7 @@ def compare(arguments: Sequence[str]) -> None:
     try:
         if out.is_dir() or not out.absolute().parent.is_dir():
             raise ConfigError(f"--out is {given.out}; allowed: a file in a folder that is there")
-        found = compare_runs([Path(run) for run in given.runs], given.stage)
+        found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
         for table in found.console():
             get_console().print(table)
         with full_disk_told(), written_whole(out) as beside:

@@ -34,6 +34,7 @@ from lightning_rlhf.cli.overrides import (
     options_last,
     parse_arguments,
     refuse_absent_callbacks,
+    refuse_absent_plugins,
     refuse_group_stage,
     refuse_mistyped,
     refuse_other_stages,
@@ -46,14 +47,14 @@ from lightning_rlhf.cli.secrecy import (
     without_printed,
     without_secrets,
 )
-from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
 from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.parallel.world import IN_LAUNCHER, world
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.paths import CONF, RECIPES
-from lightning_rlhf.stages.process import IN_RECIPE, end_with
+from lightning_rlhf.stages.process import IN_RECIPE, STOPPED, end_with, is_job
 
 COMMANDS = {
     "chat": "lightning_rlhf.cli.chat:chat",
@@ -88,12 +89,14 @@ def main() -> None:
         pkgutil.resolve_name(COMMANDS[words[0]])(words[1:])
         return
     register_resolvers()
+    ignore_presets()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
         refuse_mistyped(words[:1], [*COMMANDS, CHECK])
         given = parse_arguments(words)
         refuse_secrets(given)
         refuse_several_checks(given)
+        refuse_absent_plugins(given.overrides)
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
@@ -102,13 +105,18 @@ def main() -> None:
         with printed_safely(given):
             compose()
     except RLHFError as error:
+        SweepHook.show_ended(str(error))
         print_error(str(error))
         sys.exit(1)
     except Exception as error:
         if "debug=true" in words:
             print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
-        print_error(composition_error(error, given))
+        message = composition_error(error, given)
+        SweepHook.show_ended(message)
+        print_error(message)
         sys.exit(1)
+    finally:
+        SweepHook.finish()
 
 
 def silence() -> None:
@@ -154,11 +162,15 @@ def resolved(cfg: DictConfig) -> Any:
 def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
     sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
-    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    register_resolvers()  # a launcher may have started this process
+    from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    in_sweep = from_sweep or is_job()
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
 
-        sweep.adapt(cfg, HydraConfig.get().overrides.task, SweepHook.varied)
+        if from_sweep:
+            sweep.adapt(cfg, HydraConfig.get().overrides.task, SweepHook.varied)
+        sweep.set_group(cfg)
     secrets = secrets_of(OmegaConf.to_container(cfg), resolved(cfg))
 
     def shown(text: str) -> str:
@@ -166,12 +178,20 @@ def compose(cfg: DictConfig) -> str | None:
 
     try:
         check_choices(HydraConfig.get().runtime.choices)
+        if from_sweep and SweepHook.is_apart:
+            from lightning_rlhf.cli.sweep_process import run_job
+
+            return run_job(cfg, list(HydraConfig.get().overrides.task))
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
+        signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
         if IN_RECIPE not in os.environ:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
-        sys.exit(stop.code if isinstance(stop, Stopped) else 128 + signal.SIGINT)
+        if from_sweep and SweepHook.is_apart and SweepHook.results is not None:
+            SweepHook.results.end_early(signum)
+            return STOPPED
+        sys.exit(128 + signum)
     except RLHFError as error:
         if "debug" in cfg and cfg.debug is True:
             print(shown(traceback.format_exc()), file=sys.stderr, end="")
@@ -179,15 +199,20 @@ def compose(cfg: DictConfig) -> str | None:
         hint = resume_hint(cfg, in_sweep) if is_cut_off else []
         message = shown(str(error))
         print_error("; ".join([message, *hint]))
-        if not in_sweep:
+        if in_sweep:
+            message = sweep.mark_failed(cfg, message)
+        if not from_sweep:
             sys.exit(1)
-        return sweep.mark_failed(cfg, message)
+        return message
     except Exception as error:
         # Printed here, since Hydra would also print the overrides, with passwords in them.
         print(shown(traceback.format_exc()), file=sys.stderr, end="")
-        if not in_sweep:
+        message = shown(f"{type(error).__name__}: {error}")
+        if in_sweep:
+            message = sweep.mark_failed(cfg, message)
+        if not from_sweep:
             sys.exit(1)
-        return sweep.mark_failed(cfg, shown(f"{type(error).__name__}: {error}"))
+        return message
     return None
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,24 @@ ALIKE = 0.7
 """Likeness, from 0 to 1, from which a word is taken for a mistyped command."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
+
+PLUGINS = {
+    "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
+    "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
+    "hydra/launcher=submitit_slurm": "hydra_plugins.hydra_submitit_launcher",
+    "hydra/sweeper=optuna": "optuna",
+}
+"""Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
+
+
+def refuse_absent_plugins(words: Sequence[str]) -> None:
+    """Raise ConfigError where a sweep needs a package that is not installed."""
+    for word in words:
+        if word in PLUGINS and find_spec(PLUGINS[word]) is None:
+            raise ConfigError(
+                f"{word} needs {PLUGINS[word]}, which is not installed; "
+                "pip install 'lightning-rlhf[sweeps]'"
+            )
 
 
 def refuse_mistyped(first: Sequence[str], commands: Collection[str]) -> None:

@@ -1,27 +1,22 @@
-"""Sweeps: a folder for each job, independent failures of jobs, and one table at the end."""
+"""Names and folders of the jobs of a sweep, and the marks of those that failed."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from rich import get_console
 
 from lightning_rlhf.cli.overrides import key_of, parse_overrides
 from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.report.tables import SweepRow, sweep_table
 from lightning_rlhf.stages import ppo
-from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import changes
 from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
 from lightning_rlhf.stages.registry import chosen_stage
@@ -29,6 +24,8 @@ from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Stage
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
+GROUP = "WANDB_RUN_GROUP"
+"""Environment variable with which a user names the group of his runs in W&B."""
 LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
@@ -106,6 +103,13 @@ def _kept(overrides: Sequence[str]) -> list[str]:
     return [o.lstrip("+~") for o in overrides if key_of(o) not in (*IN_PATH, *NEUTRAL)]
 
 
+def set_group(cfg: DictConfig) -> None:
+    """Make the jobs of a sweep one group of W&B, named after the run, unless the user named one."""
+    logger: Any = cfg.get("logger") or {}
+    if logger.get("kind") == "wandb" and logger.get("group") is None and not os.getenv(GROUP):
+        logger.group = str(cfg.run)
+
+
 def is_begun(cfg: DictConfig, job: str) -> bool:
     """Return whether a folder for the job exists."""
     try:
@@ -129,7 +133,7 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     """Write the reason to the job's folder unless it holds a finished run; return the reason."""
     if not isinstance(cfg.outputs, str):
         return reason
-    folder = _folder(cfg)
+    folder = job_folder(cfg)
     is_inside = Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(cfg.outputs))
     if is_inside and not (folder / FINAL).is_dir():
         with suppress(OSError):  # a folder that cannot be written may be the reason itself
@@ -138,54 +142,14 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     return reason
 
 
-class SweepTable:
-    """Table of the results of every job of a sweep, and the exit status of the sweep."""
-
-    def __init__(self) -> None:
-        self._rows: list[SweepRow] = []
-        self._failures: dict[str, str] = {}
-        """Overrides of a job -> reason why it failed."""
-
-    def add(self, job_return: JobReturn) -> None:
-        """Add the result of a job."""
-        from lightning_rlhf.stages.measured import metrics_of  # which imports torch
-
-        overrides = tuple(job_return.overrides or [])
-        failure = job_return.return_value
-        metrics: Mapping[str, float] = {}
-        summary: Sequence[str] = ()
-        if failure is None:
-            cfg: Any = job_return.cfg
-            try:
-                stage = _stage(cfg)
-                summary = stage.summary
-                metrics = metrics_of(_folder(cfg) / FINAL, stage)
-            except RLHFError as error:
-                failure = str(error)
-        if failure is not None:
-            self._failures[" ".join(overrides)] = failure
-        status = "done" if failure is None else "failed"
-        shown = {name: metrics[name] for name in summary if name in metrics}
-        self._rows.append(SweepRow(overrides=overrides, status=status, metrics=shown))
-
-    def show(self) -> None:
-        """Print the table and the failed jobs; exit with status 1 if there are any."""
-        if self._rows:
-            get_console().print(sweep_table(self._rows))
-        for job, failure in self._failures.items():
-            print_line(f"failed: {job}: {failure}")
-        if self._failures:
-            sys.exit(1)
-
-
-def _folder(cfg: DictConfig) -> Path:
+def job_folder(cfg: DictConfig) -> Path:
     """Return the folder that the job writes to; for a whole recipe that of its last stage."""
     stage = ppo.STAGE.name if cfg.stage is None else cfg.stage
     job = None if cfg.job is None else str(cfg.job)
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
 
 
-def _stage(cfg: DictConfig) -> Stage:
+def job_stage(cfg: DictConfig) -> Stage:
     """Return the stage of a job; for a whole recipe the last stage."""
     tree: Any = OmegaConf.to_container(cfg)
     return ppo.STAGE if tree["stage"] is None else chosen_stage(tree)

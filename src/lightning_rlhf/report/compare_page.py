@@ -157,9 +157,13 @@ class Comparison:
             if found.rows or found.note:
                 yield table
 
-    def write(self, path: Path, title: str) -> None:
-        """Write the page."""
-        page = environment().get_template("compare.html").render(title=title, found=self)
+    def write(self, path: Path, title: str, jobs: TextTable | None = None) -> None:
+        """Write the page.
+
+        jobs: table of the jobs of a sweep, also of those without a run.
+        """
+        template = environment().get_template("compare.html")
+        page = template.render(title=title, found=self, jobs=jobs)
         path.write_text(page, encoding="utf-8")
 
     def _colored(self) -> Iterator[tuple[Group, str]]:

@@ -29,11 +29,12 @@ SHORT = 20
 """Largest number of characters of a value in a group's label."""
 
 
-def compare_runs(folders: Sequence[Path], stage: str | None) -> Comparison:
+def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> Comparison:
     """Return the comparison of all runs of one stage in and below the folders.
 
     stage: name of the stage; None for that of all runs, or for ppo if there are several.
-    Raises ConfigError where fewer than two runs are found, and CheckpointError for a damaged one.
+    fewest: smallest number of runs, 1 or 2.
+    Raises ConfigError where fewer runs are found, and CheckpointError for a damaged one.
     """
     found = [path for folder in folders for path in runs_in(folder)]
     for path in found:
@@ -42,7 +43,7 @@ def compare_runs(folders: Sequence[Path], stage: str | None) -> Comparison:
     names = sorted(set(stages.values()))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
     runs = [read(path) for path in dict.fromkeys(found) if stages[path] == chosen]
-    if len(runs) < 2:
+    if len(runs) < fewest:
         others = [name for name in names if name != chosen]
         there = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"
         raise ConfigError(

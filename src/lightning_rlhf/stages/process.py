@@ -10,20 +10,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
+from typing import BinaryIO
 
 from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
+IN_SWEEP = "LIGHTNING_RLHF_IN_SWEEP"
+"""Environment variable set for a process that is a job of a sweep."""
+STOPPED = "stopped"
+"""What a job of a sweep returns that a signal has ended, or kept from beginning."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: signal to send to a process when its parent ends."""
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], output: BinaryIO | None = None
+) -> int:
     """Run a command to its end and return its exit status, below 0 where a signal ended it.
 
     A signal to this process is passed on, and the command is waited for. The command runs in a
     process group of its own, so that it gets Ctrl-C once, though a terminal sends it to a group.
+
+    output: file for what the command prints; None for the output of this process.
 
     Raises Stopped afterwards if a signal came.
     """
@@ -43,7 +52,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0,
-            preexec_fn=partial(end_with, os.getpid()),
+            preexec_fn=partial(end_with, os.getpid()), stdout=output, stderr=output,
         )  # fmt: skip
         started.append(process)
         while waiting:
@@ -55,6 +64,11 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     if received:
         raise Stopped(received[0])
     return status
+
+
+def is_job() -> bool:
+    """Return whether this process is a job of a sweep; those that it starts are none."""
+    return os.environ.pop(IN_SWEEP, None) is not None
 
 
 def end_with(parent: int) -> None:

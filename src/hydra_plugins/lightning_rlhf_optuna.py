@@ -1,0 +1,39 @@
+"""Plugin of Hydra that sweeps by Optuna: `hydra/sweeper=optuna`. Imports no slow library.
+
+Hydra accepts plugins from modules of the namespace package `hydra_plugins` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+class OptunaSweeper(Sweeper):
+    """Sweeper whose jobs are the trials of a study, which another command may go on with."""
+
+    def __init__(self, **options: Any) -> None:
+        """Take the keys of conf/hydra/sweeper/optuna.yaml."""
+        self.options = options
+        self.launcher: Launcher | None = None
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the trials of the study that are left."""
+        from lightning_rlhf.cli.study import Trials, read_study_config
+
+        assert self.launcher is not None
+        trials = Trials(read_study_config(self.options), arguments)
+        trials.run(self.launcher, self.validate_batch_is_legal)

@@ -1,0 +1,247 @@
+"""A sweep as a study of Optuna: trials, their jobs, and what an earlier command left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import optuna
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.plugins.launcher import Launcher
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from lightning_rlhf.callbacks.goal import require_metrics
+from lightning_rlhf.callbacks.trial import PRUNED, open_storage, trial_of
+from lightning_rlhf.cli.overrides import key_of, parse_overrides
+from lightning_rlhf.cli.sweep import NEUTRAL
+from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.cli.sweep_results import TRIAL, JobResult, SweepResults
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
+from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.folder.folders import FINAL
+from lightning_rlhf.stages.measured import metrics_of
+from lightning_rlhf.stages.process import STOPPED
+from lightning_rlhf.stages.registry import STAGES
+
+Batch = Sequence[Sequence[str]]
+FIXED, RESULT = "overrides", "result"
+"""Names of what a study keeps of its overrides, and a trial of the result of its job."""
+KEY = "hydra.sweeper"
+DIGITS = 4
+"""Number of significant digits of a chosen number."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StudyConfig:
+    """The section hydra.sweeper of `hydra/sweeper=optuna`."""
+
+    metric: Text
+    """Metric of the evaluation that is optimised, and by which trials are pruned."""
+    direction: Literal["maximize", "minimize"]
+    n_trials: PositiveInt
+    """Number of trials of the study, over all commands."""
+    n_jobs: PositiveInt
+    """Number of trials that are handed to the launcher together."""
+    storage: Text
+    """Path of the study's file, or the address of a database."""
+    study_name: Text
+    sampler: Mapping[str, Any]
+    pruner: Mapping[str, Any] | None
+    params: Annotated[Mapping[str, Any], Field(strict=False)]
+    """Key of the configuration -> its sweep, besides those of the command line."""
+
+
+def read_study_config(options: Mapping[str, Any]) -> StudyConfig:
+    """Return the checked section. Raises ConfigError naming a key."""
+    plain: Any = OmegaConf.to_container(OmegaConf.create(dict(options)), resolve=True)
+    return build(StudyConfig, plain, KEY)
+
+
+class Trials:
+    """The trials of a study, each of which is a job of the sweep."""
+
+    def __init__(self, config: StudyConfig, arguments: Sequence[str]) -> None:
+        """Open the study, or make it.
+
+        arguments: overrides of the command line.
+
+        Raises ConfigError where nothing is to be chosen, or where the study has other overrides.
+        """
+        given = {key_of(word): word for word in arguments}
+        params = [f"{key}={x}" for key, x in config.params.items() if key not in given]
+        overrides = parse_overrides([*params, *arguments])
+        self.config = config
+        self.fixed = [str(o.input_line) for o in overrides if not o.is_sweep_override()]
+        self.space = {o.get_key_element(): space_of(o) for o in overrides if o.is_sweep_override()}
+        if not self.space:
+            raise ConfigError(
+                "hydra/sweeper=optuna has nothing to choose; allowed: a sweep for at least one "
+                "key, as 'ppo.kl_coef=tag(log,interval(0.01,0.5))' or seed=1,2,3"
+            )
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.storage = str(Path(config.storage).absolute())
+        if "://" in config.storage:
+            self.storage = config.storage
+        self.file = open_storage(self.storage)
+        self.study = optuna.create_study(
+            storage=self.file, study_name=config.study_name,
+            direction=config.direction, load_if_exists=True,
+        )  # fmt: skip
+        self.study.sampler = seeded(config.sampler, len(self.study.trials))
+        self.check_overrides()
+
+    def check_overrides(self) -> None:
+        """Raise ConfigError where the trials of the study had other values for what is fixed."""
+        now = sorted(word for word in self.fixed if key_of(word) not in NEUTRAL)
+        was = self.study.user_attrs.get(FIXED, now)
+        if was != now:
+            raise ConfigError(
+                f"the study {self.config.study_name!r} in {self.storage} has trials of "
+                f"{' '.join(was)}, not of {' '.join(now)}; allowed: the same values, or "
+                f"{KEY}.study_name=NAME for another study"
+            )
+        self.study.set_user_attr(FIXED, now)
+
+    def run(self, launcher: Launcher, validate: Callable[[Batch], None]) -> None:
+        """Run trials until the study has as many as it should, in batches of `n_jobs`.
+
+        Trials that an earlier command began are the first ones; finished ones are not repeated.
+
+        validate: raises an error where jobs cannot be composed.
+        """
+        results = SweepHook.results
+        assert results is not None
+        left = [t.number for t in self.study.trials if not t.state.is_finished()]
+        for finished in self.finished():
+            results.write(len(results.read()), finished)
+        while not results.is_stopped:
+            begun = len(results.read())
+            missing = min(self.config.n_jobs, self.config.n_trials - begun)
+            if missing <= 0:
+                break
+            numbers = [left.pop(0) for _ in range(min(missing, len(left)))]
+            numbers += [self.study.ask(self.space).number for _ in range(missing - len(numbers))]
+            jobs = [[*self.fixed, *self.chosen(n), *self.reporting(n)] for n in numbers]
+            validate(jobs)
+            launcher.launch(jobs, initial_job_idx=begun)
+            for job, number in enumerate(numbers, start=begun):
+                self.tell(number, results, job)
+        self.print_best()
+
+    def finished(self) -> Iterator[JobResult]:
+        """Yield the results of finished trials. A failed one that was run alone since is one."""
+        trials = [trial for trial in self.study.trials if trial.state.is_finished()]
+        complete = [trial.params for trial in trials if trial.state == TrialState.COMPLETE]
+        for trial in trials:
+            result = JobResult(**trial.user_attrs[RESULT])
+            if trial.state != TrialState.FAIL:
+                yield result
+            elif trial.params not in complete:
+                yield self.repeated(trial, result)
+
+    def repeated(self, trial: FrozenTrial, result: JobResult) -> JobResult:
+        """Return the result of a failed trial; if its job has finished since, as a new trial."""
+        final = Path(result.folder or "") / FINAL
+        stage = STAGES.get(result.stage or "")
+        if result.folder is None or stage is None or not final.is_dir():
+            return result
+        metrics = dict(metrics_of(final, stage))
+        done = replace(result, status="done", failure=None, metrics=metrics)
+        self.study.add_trial(
+            optuna.trial.create_trial(
+                params=trial.params, distributions=trial.distributions,
+                value=self.value(done), user_attrs={RESULT: asdict(done)},
+            )
+        )  # fmt: skip
+        return done
+
+    def chosen(self, number: int) -> list[str]:
+        """Return the overrides of a trial with the values that its sampler chose."""
+        params = self.study.trials[number].params
+        return [f"{key}={shortened(value)}" for key, value in params.items()]
+
+    def reporting(self, number: int) -> list[str]:
+        """Return the overrides of a trial with which its job reports to the study."""
+        values = {
+            "_target_": "lightning_rlhf.callbacks.trial.TrialReport", "storage": self.storage,
+            "study_name": self.config.study_name, "number": number, "metric": self.config.metric,
+            **{f"pruner.{key}": value for key, value in (self.config.pruner or {}).items()},
+        }  # fmt: skip
+        return [f"{TRIAL}.{key}={json.dumps(value)}" for key, value in values.items()]
+
+    def tell(self, number: int, results: SweepResults, job: int) -> None:
+        """Hand the result of a job to its trial; a stopped one stays to be gone on with."""
+        result = results.read()[job]
+        if result.status == STOPPED:
+            return
+        trial = trial_of(self.study, self.file, number)
+        if PRUNED in trial.user_attrs and result.status == "done":
+            result = replace(result, status="pruned")
+            results.write(job, result)
+        trial.set_user_attr(RESULT, asdict(result))
+        match result.status:
+            case "done":
+                self.study.tell(number, self.value(result))
+            case "pruned":
+                self.study.tell(number, state=TrialState.PRUNED)
+            case _:
+                self.study.tell(number, state=TrialState.FAIL)
+
+    def value(self, result: JobResult) -> float:
+        """Return the metric of a finished job. Raises ConfigError where it has none."""
+        require_metrics(f"{KEY}.metric", [(self.config.metric, "max")], result.metrics)
+        return result.metrics[self.config.metric]
+
+    def print_best(self) -> None:
+        """Print the best trial, if one is complete."""
+        if self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            best = self.study.best_trial
+            words = " ".join(f"{key}={value}" for key, value in best.params.items())
+            print_line(f"best trial: {words}: {self.config.metric} {best.value:.4g}")
+
+
+def shortened(value: object) -> object:
+    """Return a chosen number with the digits that matter, as it becomes the name of a folder."""
+    return f"{value:.{DIGITS}g}" if isinstance(value, float) else value
+
+
+def space_of(override: Override) -> BaseDistribution:
+    """Return the values among which a sweep of the command line chooses.
+
+    interval(a,b) is a range of numbers, of whole ones as int(interval(a,b)), and by their logarithm
+    as tag(log,interval(a,b)). Everything else is a list of choices.
+    """
+    value = override.value()
+    if not isinstance(value, IntervalSweep):
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    low, high, is_log = value.start, value.end, "log" in value.tags
+    assert low is not None
+    assert high is not None
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=is_log)
+    return FloatDistribution(low, high, log=is_log)
+
+
+def seeded(sampler: Mapping[str, Any], trials: int) -> optuna.samplers.BaseSampler:
+    """Return the sampler, whose seed moves on by the number of trials that the study has.
+
+    With the same seed it would choose the values of the first trials once more.
+    """
+    options = dict(sampler)
+    if options.get("seed") is not None:
+        options["seed"] += trials
+    return instantiate(options)

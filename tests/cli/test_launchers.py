@@ -1,0 +1,173 @@
+"""Sweeps whose jobs are processes of their own: a crash, a signal, a requeue, the launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
+
+from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli import overrides, sweep_process
+from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.cli.sweep import set_group
+from lightning_rlhf.cli.sweep_hook import ignore_presets
+from lightning_rlhf.cli.sweep_process import run_job
+from lightning_rlhf.stages.paths import CONF
+
+from .conftest import Workplace
+
+
+def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | None:
+    """What a job returns whose process is a shell script."""
+    program = folder / "program"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(sweep_process, "own_configs", list)
+    cfg = OmegaConf.create(
+        {"outputs": str(folder), "run": "r", "model": {"name": "m"}, "stage": "ppo", "job": "a=1"}
+    )
+    return run_job(cfg, ["stage=ppo"])
+
+
+def test_the_job_is_told_its_folder_and_its_output_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert job(tmp_path, monkeypatch, 'echo "$@"; env | grep IN_SWEEP >&2') is None
+    written = (tmp_path / "r/m/a=1/ppo.log").read_text()
+    assert written == '-m lightning_rlhf stage=ppo job="a=1"\nLIGHTNING_RLHF_IN_SWEEP=1\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("kill -9 $$", "ended by SIGKILL"), ("exit 3", "exit status 3"),
+     ('mkdir -p {0}; echo "no model" > {0}/failed.txt; exit 1', "no model")],
+)  # fmt: skip
+def test_a_job_that_dies_is_marked_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
+) -> None:
+    folder = tmp_path / "r/m/a=1/ppo"
+    failure = job(tmp_path, monkeypatch, script.format(folder))
+    assert failure is not None
+    assert failure.startswith(f"{why}; its output is in {tmp_path}/r/m/a=1/ppo.log")
+    assert (folder / "failed.txt").read_text().startswith(why)
+
+
+BUSY = """trap 'sleep 0.2; touch {0}/saved; exit 143' TERM
+touch {0}/begun
+while :; do sleep 0.05; done"""
+"""A run that writes its checkpoint after a SIGTERM."""
+
+
+def send_when_begun(folder: Path, signum: signal.Signals) -> None:
+    def send() -> None:
+        while not (folder / "begun").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_a_job_is_requeued_after_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """submitit requeues in its handler of SIGUSR2, and leaves the process."""
+
+    def requeue(signum: int, frame: FrameType | None) -> None:
+        sys.exit("saved" if (tmp_path / "saved").exists() else "lost")
+
+    before = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        send_when_begun(tmp_path, signal.SIGUSR2)
+        with pytest.raises(SystemExit, match="saved"):
+            job(tmp_path, monkeypatch, BUSY.format(tmp_path))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_signal_ends_the_job_after_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_when_begun(tmp_path, signal.SIGTERM)
+    with pytest.raises(Stopped):
+        job(tmp_path, monkeypatch, BUSY.format(tmp_path))
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "jobs"),
+    [
+        (("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"), ["0.1", "0.2"]),
+        (("hydra/launcher=submitit_local",), ["0.1"]),
+    ],
+)
+def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, launcher: Sequence[str], jobs: list[str]
+) -> None:
+    """There is no SFT model, which each job finds out before it imports torch."""
+    monkeypatch.setenv("COLUMNS", "400")
+    outcome = workplace.sweep(*launcher, "stage=ppo", f"ppo.kl_coef=choice({','.join(jobs)})")
+    assert outcome.status == 1
+    folders = sorted(path.parent for path in workplace.outputs.rglob("failed.txt"))
+    assert [folder.parent.name for folder in folders] == [f"kl_coef={value}" for value in jobs]
+    for folder in folders:
+        assert "starts from an SFT model" in (folder / "failed.txt").read_text()
+        assert "starts from an SFT model" in folder.with_name("ppo.log").read_text()
+        assert f'job="{folder.parent.name}"' in outcome.out
+    assert outcome.out.count("  alone: ") == len(jobs)
+    assert "validated against" not in outcome.err
+    assert not list(workplace.outputs.rglob(".sweep-*"))
+
+
+def test_a_launcher_that_is_not_installed_is_named(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(overrides.PLUGINS, "hydra/launcher=joblib", "not_installed")
+    error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
+    assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
+
+
+@pytest.mark.parametrize(
+    ("logger", "variable", "group"),
+    [
+        ({"kind": "wandb", "group": None}, None, "r"),
+        ({"kind": "wandb", "group": "mine"}, None, "mine"),
+        ({"kind": "wandb", "group": None}, "theirs", None),  # W&B reads the variable
+    ],
+)
+def test_the_jobs_of_a_sweep_are_one_group_of_wandb(
+    monkeypatch: pytest.MonkeyPatch,
+    logger: dict[str, str | None],
+    variable: str | None,
+    group: str | None,
+) -> None:
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_RUN_GROUP", variable)
+    cfg = OmegaConf.create({"run": "r", "logger": logger})
+    set_group(cfg)
+    assert cfg.logger.group == group
+
+
+@pytest.mark.parametrize("name", ["joblib", "submitit_local", "submitit_slurm"])
+def test_a_preset_has_the_keys_of_its_plugin(name: str) -> None:
+    """Hydra holds it against the plugin's own configuration of the same name."""
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    ignore_presets()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        found = compose("config", [f"hydra/launcher={name}"], return_hydra_config=True)
+    target = found.hydra.launcher._target_
+    assert Plugins.instance().class_name_to_class[target].__name__ == target.rpartition(".")[2]

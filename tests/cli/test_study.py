@@ -1,0 +1,176 @@
+"""hydra/sweeper=optuna: the trials of a study, what a second command repeats, and pruning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hydra.plugins.launcher import Launcher
+from optuna.trial import TrialState
+
+from lightning_rlhf.cli import study
+from lightning_rlhf.cli.study import StudyConfig, Trials
+from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.cli.sweep_results import JobResult, SweepResults
+from lightning_rlhf.core.errors import ConfigError
+
+from .conftest import Workplace
+
+METRIC = "eval/reward_mean"
+SPACE = ["ppo.kl_coef=tag(log,interval(0.01,0.5))", "seed=1,2", "ppo.rollout_batch_size=8"]
+
+
+class Crash(Exception):
+    """The command is killed."""
+
+
+class Jobs(Launcher):
+    """A launcher whose jobs end at once, with the KL coefficient as their reward."""
+
+    def __init__(self, crash_at: int | None = None, fail_at: int | None = None) -> None:
+        self.crash_at, self.fail_at = crash_at, fail_at
+        self.launched: list[dict[str, str]] = []
+
+    def setup(self, **_: Any) -> None:
+        """Nothing is needed."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        for number, words in enumerate(job_overrides, start=initial_job_idx):
+            values = dict(word.split("=", 1) for word in words)
+            if len(self.launched) == self.crash_at:
+                raise Crash
+            is_failure = len(self.launched) == self.fail_at
+            self.launched.append(values)
+            result = JobResult(
+                overrides=list(words), folder=f"r/{number}", stage="ppo", status="done",
+                metrics={METRIC: float(values["ppo.kl_coef"])},
+            )  # fmt: skip
+            if is_failure:
+                result = replace(result, status="failed", failure="out of luck", metrics={})
+            assert SweepHook.results is not None
+            SweepHook.results.write(number, result)
+
+
+@contextlib.contextmanager
+def sweep(folder: Path) -> Iterator[SweepResults]:
+    """A sweep in this process."""
+    SweepHook.results = SweepResults(folder)
+    try:
+        yield SweepHook.results
+    finally:
+        SweepHook.finish()
+
+
+def run(
+    folder: Path, jobs: Jobs, n_trials: int, words: Sequence[str] = SPACE, **changes: Any
+) -> Mapping[int, JobResult]:
+    """One command; return the results that it shows."""
+    options = {
+        "metric": METRIC, "direction": "maximize", "n_trials": n_trials, "n_jobs": 1,
+        "storage": str(folder / "study.log"), "study_name": "ppo", "pruner": None, "params": {},
+        "sampler": {"_target_": "optuna.samplers.RandomSampler", "seed": 0}, **changes,
+    }  # fmt: skip
+    with sweep(folder) as results:
+        Trials(StudyConfig(**options), words).run(jobs, lambda batch: None)
+        return results.read()
+
+
+def read(folder: Path) -> optuna.Study:
+    storage = study.open_storage(str(folder / "study.log"))
+    return optuna.load_study(study_name="ppo", storage=storage)
+
+
+def chosen(jobs: Jobs) -> list[tuple[str, str]]:
+    return [(values["ppo.kl_coef"], values["seed"]) for values in jobs.launched]
+
+
+def test_trials_are_in_their_intervals_and_their_results_in_the_study(tmp_path: Path) -> None:
+    jobs = Jobs()
+    results = run(tmp_path, jobs, 4, n_jobs=3)
+    assert [r.status for r in results.values()] == ["done"] * 4
+    for values in jobs.launched:
+        assert 0.01 <= float(values["ppo.kl_coef"]) <= 0.5
+        assert values["seed"] in ("1", "2")
+        assert values["ppo.rollout_batch_size"] == "8"
+    assert len({*chosen(jobs)}) == 4
+    found = read(tmp_path)
+    assert [t.state for t in found.trials] == [TrialState.COMPLETE] * 4
+    assert found.best_value == max(float(values["ppo.kl_coef"]) for values in jobs.launched)
+
+
+def test_the_same_command_goes_on_and_repeats_no_finished_trial(tmp_path: Path) -> None:
+    """Killed within its third trial: that one is the first of the second command."""
+    first, second = Jobs(crash_at=2), Jobs()
+    with pytest.raises(Crash):
+        run(tmp_path, first, 5)
+    begun = read(tmp_path).trials[2]
+    results = run(tmp_path, second, 5)
+    assert len(results) == 5
+    assert len(second.launched) == 3
+    assert float(second.launched[0]["ppo.kl_coef"]) == pytest.approx(
+        begun.params["ppo.kl_coef"], rel=1e-3
+    )
+    assert len({*chosen(first), *chosen(second)}) == 5
+    third = Jobs()
+    assert len(run(tmp_path, third, 5)) == 5
+    assert third.launched == []
+
+
+def test_a_failed_trial_that_was_run_alone_since_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    jobs = Jobs(fail_at=1)
+    assert [r.status for r in run(tmp_path, jobs, 3).values()] == ["done", "failed", "done"]
+    assert [r.status for r in run(tmp_path, Jobs(), 3).values()] == ["done", "failed", "done"]
+    (tmp_path / "r/1/final").mkdir(parents=True)
+    monkeypatch.setattr(study, "metrics_of", lambda final, stage: {METRIC: 7.0})
+    for _ in range(2):
+        results = run(tmp_path, Jobs(), 3)
+        assert sorted(r.status for r in results.values()) == ["done"] * 3
+        assert read(tmp_path).best_value == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ppo.kl_coef=0.1"], "nothing to choose"),
+        ([*SPACE[:2], "ppo.rollout_batch_size=16"], "has trials of ppo.rollout_batch_size=8, not"),
+    ],
+)
+def test_a_study_that_is_none_or_another_is_refused(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    run(tmp_path, Jobs(), 1)
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, Jobs(), 2, words)
+
+
+def test_a_metric_that_no_job_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"hydra.sweeper.metric is 'eval/x'; allowed: {METRIC}"):
+        run(tmp_path, Jobs(), 1, metric="eval/x")
+
+
+def test_a_trial_that_is_behind_is_pruned_and_is_no_error(workplace: Workplace) -> None:
+    """By a bound that no loss of a language model meets. The run ends as by any other rule."""
+    outcome = workplace.sweep(
+        "hydra/sweeper=optuna", "stage=sft", "sft.val_every=1", "sft.lr=interval(1e-4,1e-3)",
+        "hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=minimize",
+        "hydra.sweeper.n_trials=1", "~hydra.sweeper.pruner.n_startup_trials",
+        "hydra.sweeper.pruner._target_=optuna.pruners.ThresholdPruner",
+        "hydra.sweeper.pruner.n_warmup_steps=0", "+hydra.sweeper.pruner.upper=-1",
+    ).succeeded  # fmt: skip
+    assert " pruned " in outcome.out
+    assert "callbacks.trial" not in outcome.out[outcome.out.index("Sweep ") :]
+    (final,) = workplace.outputs.glob("default/mini/lr=*/sft/final")
+    assert (final.parent / "metrics.csv").read_text().count("\n") < 10
+    assert "<td>pruned</td>" in (workplace.outputs / "default/compare.html").read_text()
+    storage = study.open_storage(str(workplace.outputs / "default/study.log"))
+    (trial,) = optuna.load_study(study_name="sft", storage=storage).trials
+    assert trial.state == TrialState.PRUNED
+    assert list(trial.intermediate_values) == [1]
