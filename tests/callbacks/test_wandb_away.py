@@ -43,7 +43,7 @@ CURVE = [(1, 1.5), (2, 2.5), (3, 3.5), (4, 4.5)]
 
 def wandb_config(mode: WandbMode) -> WandbConfig:
     return WandbConfig(
-        kind="wandb", project="test", entity=None, tags=[], mode=mode,
+        kind="wandb", project="test", entity=None, group=None, tags=[], mode=mode,
         init_timeout_s=30, finish_timeout_s=2,
     )  # fmt: skip
 

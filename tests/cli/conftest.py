@@ -33,6 +33,7 @@ from matplotlib.figure import Figure
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main
+from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.stages.paths import HOME, RECIPES
 
 PRESETS = Path(__file__).parent / "presets"
@@ -139,12 +140,15 @@ def process_state(argv: list[str]) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     environment, arguments = dict(os.environ), sys.argv
+    sweep = SweepHook.varied, SweepHook.results, SweepHook.is_apart, SweepHook.before
     GlobalHydra.instance().clear()
     sys.argv = argv
+    SweepHook.varied, SweepHook.results, SweepHook.is_apart, SweepHook.before = (), None, False, {}
     try:
         with warnings.catch_warnings():
             yield
     finally:
+        SweepHook.varied, SweepHook.results, SweepHook.is_apart, SweepHook.before = sweep
         sys.argv = arguments
         os.environ.clear()
         os.environ.update(environment)

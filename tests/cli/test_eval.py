@@ -80,7 +80,8 @@ def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None
     report = check((place.stage("eval", kind) / "report.html").read_text()).text
     assert numbers["verdict"].rstrip(".") in report
     assert "nothing was evaluated" not in report.lower()
-    assert "all numbers, checks and pictures: final/report.md" in report
+    assert "definitions, checks and pictures: final/report.md" in report
+    assert "Fitness of a reward: not judged." in report
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures
     assert all((place.stage("eval", kind) / "final" / name).is_file() for name in pictures)

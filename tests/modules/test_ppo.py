@@ -227,5 +227,5 @@ def test_a_model_without_a_cache_is_not_sampled_natively(
 def test_a_trainer_of_more_processes_than_the_modules_replicas_is_refused(make_ppo: Make) -> None:
     module = make_ppo()
     module.trainer = SimpleNamespace(world_size=2)
-    with pytest.raises(ConfigError, match="the Trainer's processes is 2; allowed: 1, the number"):
+    with pytest.raises(ConfigError, match="the Trainer's processes is 2; allowed: 1, that of"):
         module.on_fit_start()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
 from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
 from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
@@ -14,6 +15,7 @@ from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import Manifest
 from lightning_rlhf.models.verdict import Verdict as Judgement
+from lightning_rlhf.report.checks import MIN_COUNT
 from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
@@ -31,7 +33,7 @@ from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
-from lightning_rlhf.stages.measured import StageResult, evaluation_files
+from lightning_rlhf.stages.measured import LOWEST, StageResult, evaluation_files
 from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_pairs, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.stages.run_numbers import fitness_tables, results, single_numbers, totals
@@ -157,7 +159,10 @@ def reward_verdict(run: RunFiles) -> Verdict | None:
         judged = Judgement(**run.manifest.verdicts[run.manifest.stage])
     if judged is None:
         return None
-    level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else "good"
+    _, pairs = run.curves.get(f"{FITNESS_METRICS}pairs", ((), (0,)))
+    is_measured = pairs[-1] >= MIN_COUNT and LOWEST in run.curves
+    good: Level = "good" if is_measured else "unknown"
+    level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
     return Verdict(level, judged.words)
 
 
