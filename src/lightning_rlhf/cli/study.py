@@ -16,6 +16,7 @@ from lightning_rlhf.callbacks.goal import require_metrics
 from lightning_rlhf.callbacks.trial import PRUNED, open_storage, trial_of
 from lightning_rlhf.cli.job_result import JobResult
 from lightning_rlhf.cli.overrides import key_of, parse_overrides
+from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.cli.study_config import KEY, StudyConfig, seeded, shortened, space_of
 from lightning_rlhf.cli.sweep import NEUTRAL, TRIAL
 from lightning_rlhf.cli.sweep_hook import SweepHook
@@ -58,6 +59,7 @@ class Trials:
         self.storage = str(Path(config.storage).absolute())
         if "://" in config.storage:
             self.storage = config.storage
+        self.name = f"{config.study_name!r} in {without_secrets(self.storage)}"
         self.file = open_storage(self.storage)
         self.study = optuna.create_study(
             storage=self.file, study_name=config.study_name,
@@ -78,7 +80,7 @@ class Trials:
                 for one, other in ((was, now), (now, was))
             )
             raise ConfigError(
-                f"the study {self.config.study_name!r} in {self.storage} has trials of {old}, not "
+                f"the study {self.name} has trials of {old}, not "
                 f"of {new}; allowed: the same values, or {KEY}.study_name=NAME for another study"
             )
         self.study.set_user_attr(FIXED, now)
@@ -91,7 +93,7 @@ class Trials:
                     check_distribution_compatibility(trial.distributions[key], self.space[key])
                 except ValueError as error:
                     raise ConfigError(
-                        f"the study {self.config.study_name!r} in {self.storage} chose {key} from "
+                        f"the study {self.name} chose {key} from "
                         f"{trial.distributions[key]}, not from {self.space[key]}; allowed: the "
                         f"same choices, or {KEY}.study_name=NAME for another study"
                     ) from error
