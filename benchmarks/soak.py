@@ -584,8 +584,10 @@ def main() -> None:
     text = f"# Runs that were killed\n\n{head}\n\n{table(found)}\n"
     results = {name: vars(outcome) for name, outcome in found.items()}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "soak.json").write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
-    (args.out / "soak.md").write_text(text)
+    part = [] if set(args.only) == set(everything) else [n.replace(" ", "_") for n in found]
+    stem = args.out / "_".join(["soak", *part])
+    stem.with_suffix(".json").write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text)
     print(text)
     failures = [failure for outcome in found.values() for failure in outcome.failures]
     if failures:
