@@ -55,6 +55,8 @@ class Worker:
 
     def run(self, row: Row, seconds: float) -> Outcome:
         """Return the outcome of a row; one that takes longer, or ends its process, has failed."""
+        if self.process is not None and not self.process.is_alive():
+            self.stop()  # it ended after its last row
         try:
             if self.process is None:
                 self.start()
@@ -65,7 +67,7 @@ class Worker:
                     self.stop()
                 return outcome
             reason = f"it took more than {seconds:.0f} s"
-        except EOFError:
+        except (EOFError, ConnectionError):
             self.process.join()
             status = self.process.exitcode
             how = signal.Signals(-status).name if status < 0 else f"status {status}"

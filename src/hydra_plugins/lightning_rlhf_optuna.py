@@ -32,7 +32,8 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the trials of the study that are left."""
-        from lightning_rlhf.cli.study import Trials, read_study_config
+        from lightning_rlhf.cli.study import Trials
+        from lightning_rlhf.cli.study_config import read_study_config
 
         assert self.launcher is not None
         trials = Trials(read_study_config(self.options), arguments)

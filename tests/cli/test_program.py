@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_rlhf.cli import main
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.stages import paths
 
@@ -58,7 +57,7 @@ def serve(recipes: Path, least: float) -> None:
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(main, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(paths, "RECIPES", tmp_path / "recipes")
     monkeypatch.setattr(sys, "path", sys.path[:])
     known = set(sys.modules)
     yield tmp_path / "recipes"

@@ -93,7 +93,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_kitchen(folder: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> Kitchen:
     """With recipe=small, whose stages run in this process."""
-    monkeypatch.setattr(main, "RECIPES", recipes)
+    monkeypatch.setattr(paths, "RECIPES", recipes)
     kitchen = Kitchen(make_workplace(folder / "work"), recipes)
     monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", kitchen.run)
     kitchen.write()
@@ -623,7 +623,7 @@ def test_stages_are_processes_of_their_own(
 ) -> None:
     """The same as above, but started as the recipe starts them."""
     monkeypatch.undo()
-    monkeypatch.setattr(main, "RECIPES", kitchen.recipes)
+    monkeypatch.setattr(paths, "RECIPES", kitchen.recipes)
 
     def noted(command: Sequence[str], environment: Mapping[str, str]) -> int:
         kitchen.commands.append(list(command))

@@ -14,9 +14,13 @@ from hydra.plugins.launcher import Launcher
 from optuna.trial import TrialState
 
 from lightning_rlhf.cli import study
-from lightning_rlhf.cli.study import StudyConfig, Trials
+from lightning_rlhf.cli.job_result import JobResult
+from lightning_rlhf.cli.overrides import parse_overrides
+from lightning_rlhf.cli.study import Trials
+from lightning_rlhf.cli.study_config import StudyConfig
+from lightning_rlhf.cli.sweep import TRIAL, whole_name
 from lightning_rlhf.cli.sweep_hook import SweepHook
-from lightning_rlhf.cli.sweep_results import JobResult, SweepResults
+from lightning_rlhf.cli.sweep_results import SweepResults
 from lightning_rlhf.core.errors import ConfigError
 
 from .conftest import Workplace
@@ -32,14 +36,19 @@ class Crash(Exception):
 class Jobs(Launcher):
     """A launcher whose jobs end at once, with the KL coefficient as their reward."""
 
-    def __init__(self, crash_at: int | None = None, fail_at: int | None = None) -> None:
-        self.crash_at, self.fail_at = crash_at, fail_at
+    def __init__(
+        self, crash_at: int | None = None, fail_at: int | None = None, folder: str | None = None
+    ) -> None:
+        self.crash_at, self.fail_at, self.folder = crash_at, fail_at, folder
         self.launched: list[dict[str, str]] = []
+        self.batches: list[int] = []
+        """Number of jobs of each call."""
 
     def setup(self, **_: Any) -> None:
         """Nothing is needed."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+        self.batches.append(len(job_overrides))
         for number, words in enumerate(job_overrides, start=initial_job_idx):
             values = dict(word.split("=", 1) for word in words)
             if len(self.launched) == self.crash_at:
@@ -47,8 +56,8 @@ class Jobs(Launcher):
             is_failure = len(self.launched) == self.fail_at
             self.launched.append(values)
             result = JobResult(
-                overrides=list(words), folder=f"r/{number}", stage="ppo", status="done",
-                metrics={METRIC: float(values["ppo.kl_coef"])},
+                overrides=list(words), folder=self.folder or f"r/{number}", stage="ppo",
+                status="done", metrics={METRIC: float(values["ppo.kl_coef"])},
             )  # fmt: skip
             if is_failure:
                 result = replace(result, status="failed", failure="out of luck", metrics={})
@@ -121,6 +130,23 @@ def test_the_same_command_goes_on_and_repeats_no_finished_trial(tmp_path: Path) 
     assert third.launched == []
 
 
+def test_equal_trials_are_launched_one_after_the_other(tmp_path: Path) -> None:
+    """Since they have one folder, in which two processes would meet."""
+    jobs = Jobs()
+    assert len(run(tmp_path, jobs, 3, ["ppo.kl_coef=choice(0.1)"], n_jobs=2)) == 3
+    assert jobs.batches == [1, 1, 1]
+
+
+def test_a_trial_whose_run_was_pruned_before_is_not_complete(tmp_path: Path) -> None:
+    """Its folder is done, and its metric that of a run that ended early."""
+    run(tmp_path, Jobs(folder="r/one"), 1)
+    found = read(tmp_path)
+    attributes = found.trials[0].user_attrs
+    found.add_trial(optuna.trial.create_trial(state=TrialState.PRUNED, user_attrs=attributes))
+    results = run(tmp_path, Jobs(folder="r/one"), 3)
+    assert [r.status for r in results.values()][2] == "pruned"
+
+
 def test_a_failed_trial_that_was_run_alone_since_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +175,48 @@ def test_a_study_that_is_none_or_another_is_refused(
     run(tmp_path, Jobs(), 1)
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, Jobs(), 2, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "message"),
+    [
+        (
+            SPACE,
+            {"direction": "minimize"},
+            "direction=maximize, not of hydra.sweeper.direction=minimize",
+        ),
+        (SPACE, {"metric": "eval/kl"}, "metric=eval/reward_mean, not of .*metric=eval/kl"),
+        ([SPACE[0], "seed=1,3", SPACE[2]], {}, "chose seed from .*; allowed: the same choices"),
+        (["ppo.kl_coef=interval(0.5,0.01)", *SPACE[1:]], {}, "is no range"),
+        (["ppo.kl_coef=tag(log,interval(0,0.5))", *SPACE[1:]], {}, "is no range"),
+    ],
+)
+def test_what_cannot_be_compared_with_the_trials_of_a_study_is_refused(
+    tmp_path: Path, words: list[str], changes: dict[str, str], message: str
+) -> None:
+    """Before a trial begins, which the next command would go on with."""
+    run(tmp_path, Jobs(), 1)
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, Jobs(), 2, words, **changes)
+    assert len(read(tmp_path).trials) == 1
+
+
+def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path) -> None:
+    """Hydra parses neither escapes of characters nor dictionaries with quoted keys."""
+    folder = tmp_path / "José's run"
+    folder.mkdir()
+    pruner = {
+        "_target_": "optuna.pruners.PatientPruner", "patience": 1,
+        "wrapped_pruner": {"_target_": "optuna.pruners.MedianPruner"},
+    }  # fmt: skip
+    jobs = Jobs()
+    run(folder, jobs, 1, pruner=pruner)
+    (values,) = jobs.launched
+    words = [f"{key}={value}" for key, value in values.items() if key.startswith(TRIAL)]
+    found = {o.key_or_group.removeprefix(f"{TRIAL}."): o.value() for o in parse_overrides(words)}
+    assert found["storage"] == str(folder / "study.log")
+    assert found["pruner.wrapped_pruner._target_"] == "optuna.pruners.MedianPruner"
+    assert whole_name([*words, "seed=1"]) == "seed-1"
 
 
 def test_a_metric_that_no_job_has_is_refused(tmp_path: Path) -> None:

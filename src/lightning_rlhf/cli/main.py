@@ -1,4 +1,4 @@
-"""The command: compose the configuration with Hydra, then run a stage or a recipe."""
+"""The command: compose the configuration with Hydra, then run each job that it describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import hydra
@@ -25,19 +24,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.execute import execute, resume_hint
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     ONLY_CHECKS,
     check_choices,
-    check_stage,
     completed_stages,
     options_last,
     parse_arguments,
-    refuse_absent_callbacks,
     refuse_absent_plugins,
     refuse_group_stage,
     refuse_mistyped,
-    refuse_other_stages,
     refuse_several_checks,
 )
 from lightning_rlhf.cli.secrecy import (
@@ -48,12 +45,12 @@ from lightning_rlhf.cli.secrecy import (
     without_secrets,
 )
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
-from lightning_rlhf.core.errors import ConfigError, RewardError, RLHFError, StorageError
+from lightning_rlhf.core.errors import RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.parallel.world import IN_LAUNCHER, world
+from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.console import print_error
-from lightning_rlhf.stages.paths import CONF, RECIPES
 from lightning_rlhf.stages.process import IN_RECIPE, STOPPED, end_with, is_job
 
 COMMANDS = {
@@ -115,6 +112,8 @@ def main() -> None:
         SweepHook.show_ended(message)
         print_error(message)
         sys.exit(1)
+    else:
+        SweepHook.show_ended()
     finally:
         SweepHook.finish()
 
@@ -146,7 +145,7 @@ def register_resolvers() -> None:
     configuration `open` a mapping that takes any key on the command line.
     """
     OmegaConf.register_new_resolver("program", program_name, replace=True)
-    OmegaConf.register_new_resolver("recipes", lambda p: str(RECIPES / p), replace=True)
+    OmegaConf.register_new_resolver("recipes", lambda p: str(paths.RECIPES / p), replace=True)
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
 
 
@@ -158,7 +157,7 @@ def resolved(cfg: DictConfig) -> Any:
         return None
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
     sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
@@ -189,7 +188,8 @@ def compose(cfg: DictConfig) -> str | None:
         if IN_RECIPE not in os.environ:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
         if from_sweep and SweepHook.is_apart and SweepHook.results is not None:
-            SweepHook.results.end_early(signum)
+            if SweepHook.results.process == os.getpid():  # a signal to another ends its job alone
+                SweepHook.results.end_early(signum)
             return STOPPED
         sys.exit(128 + signum)
     except RLHFError as error:
@@ -214,100 +214,3 @@ def compose(cfg: DictConfig) -> str | None:
             sys.exit(1)
         return message
     return None
-
-
-def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
-    """Return how to resume a stopped run; an empty list where there is nothing to resume."""
-    from lightning_rlhf.callbacks.checkpoint_files import numbered
-    from lightning_rlhf.stages.folder.folders import (
-        CHECKPOINTS,
-        FINAL,
-        folder_of,
-        is_unbegun,
-        is_used,
-    )
-    from lightning_rlhf.stages.settings import read_settings
-    from lightning_rlhf.stages.stage import AUTO
-
-    if in_sweep or cfg.recipe is not None:
-        return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
-    try:
-        settings = read_settings(cfg)
-        folder = folder_of(settings)
-        if not is_used(folder) or (folder / FINAL).is_dir():
-            return []
-        if settings.resume == AUTO:
-            return ["the same command goes on"]
-        if numbered(folder / CHECKPOINTS):
-            return ["resume=true goes on from the last checkpoint"]
-        if is_unbegun(folder) or not settings.definition.trains:
-            return ["the same command starts it over"]
-    except RLHFError:
-        return []
-    every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
-    return [f"it has no checkpoint yet ({every}), resume=auto starts it over"]
-
-
-def refuse_processes(is_several_runs: bool, what: str) -> None:
-    """Raise ConfigError where several processes would each run all jobs of a sweep or a recipe."""
-    if is_several_runs and (place := world()).size > 1:
-        raise ConfigError(
-            f"{place.launcher} has started {place.size} processes, but {what} starts the processes "
-            "of its jobs itself, by trainer.devices; allowed: one stage a command"
-        )
-
-
-def execute(cfg: DictConfig, in_sweep: bool) -> None:
-    """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
-    # As typed: indexing the list would resolve an interpolation.
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
-    if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
-        if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
-            raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
-        refuse_processes(True, "a recipe")
-        from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
-        from lightning_rlhf.stages.settings import folder_names, plain
-
-        folder_names(plain(cfg))
-        folder = recipe_folder(cfg.recipe, RECIPES)
-        recipe = read_recipe(folder)
-        if recipe.program is None:
-            run_recipe(recipe, cfg, overrides)
-        else:
-            from lightning_rlhf.cli.program import run_program  # which imports torch
-
-            run_program(recipe, folder, cfg, overrides)
-        return
-    from lightning_rlhf.stages.registry import stage_names
-    from lightning_rlhf.stages.settings import read_settings
-    from lightning_rlhf.stages.stage import AUTO
-
-    refuse_processes(in_sweep, "a sweep")
-    unresolved: Any = OmegaConf.to_container(cfg)
-    stage, names = (
-        OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False),
-        stage_names(unresolved),
-    )
-    check_stage(stage, unresolved, HydraConfig.get().runtime.config_sources)
-    if not in_sweep and stage in names:
-        refuse_other_stages(stage, overrides, names)
-    refuse_absent_callbacks(overrides)
-    settings = read_settings(cfg)
-    from lightning_rlhf.stages.folder.folders import state_of
-    from lightning_rlhf.stages.start import check_run, run_stage
-
-    if settings.preflight == "only":
-        check_run(settings)
-        return
-    if in_sweep and not settings.overwrite:
-        state = state_of(settings)
-        if state == "done":
-            return
-        resume = (settings.resume or AUTO) if state == "cut off" else False
-        settings = replace(settings, resume=resume, overwrite=state == "outdated")
-    if settings.trainer.processes > 1 and settings.definition.trains and world().size == 1:
-        from lightning_rlhf.cli.processes import run_processes
-
-        run_processes(settings, overrides)
-    else:
-        run_stage(settings)

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import optuna
-from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.plugins.launcher import Launcher
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import check_distribution_compatibility
 from optuna.trial import FrozenTrial, TrialState
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.goal import require_metrics
 from lightning_rlhf.callbacks.trial import PRUNED, open_storage, trial_of
+from lightning_rlhf.cli.job_result import JobResult
 from lightning_rlhf.cli.overrides import key_of, parse_overrides
-from lightning_rlhf.cli.sweep import NEUTRAL
+from lightning_rlhf.cli.secrecy import without_secrets
+from lightning_rlhf.cli.study_config import KEY, StudyConfig, seeded, shortened, space_of
+from lightning_rlhf.cli.sweep import NEUTRAL, TRIAL
 from lightning_rlhf.cli.sweep_hook import SweepHook
-from lightning_rlhf.cli.sweep_results import TRIAL, JobResult, SweepResults
+from lightning_rlhf.cli.sweep_results import SweepResults
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.process import STOPPED
@@ -39,36 +31,7 @@ from lightning_rlhf.stages.registry import STAGES
 
 Batch = Sequence[Sequence[str]]
 FIXED, RESULT = "overrides", "result"
-"""Names of what a study keeps of its overrides, and a trial of the result of its job."""
-KEY = "hydra.sweeper"
-DIGITS = 4
-"""Number of significant digits of a chosen number."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class StudyConfig:
-    """The section hydra.sweeper of `hydra/sweeper=optuna`."""
-
-    metric: Text
-    """Metric of the evaluation that is optimised, and by which trials are pruned."""
-    direction: Literal["maximize", "minimize"]
-    n_trials: PositiveInt
-    """Number of trials of the study, over all commands."""
-    n_jobs: PositiveInt
-    """Number of trials that are handed to the launcher together."""
-    storage: Text
-    """Path of the study's file, or the address of a database."""
-    study_name: Text
-    sampler: Mapping[str, Any]
-    pruner: Mapping[str, Any] | None
-    params: Annotated[Mapping[str, Any], Field(strict=False)]
-    """Key of the configuration -> its sweep, besides those of the command line."""
-
-
-def read_study_config(options: Mapping[str, Any]) -> StudyConfig:
-    """Return the checked section. Raises ConfigError naming a key."""
-    plain: Any = OmegaConf.to_container(OmegaConf.create(dict(options)), resolve=True)
-    return build(StudyConfig, plain, KEY)
+"""Name under which a study stores its fixed overrides, and a trial the result of its job."""
 
 
 class Trials:
@@ -96,6 +59,7 @@ class Trials:
         self.storage = str(Path(config.storage).absolute())
         if "://" in config.storage:
             self.storage = config.storage
+        self.name = f"{config.study_name!r} in {without_secrets(self.storage)}"
         self.file = open_storage(self.storage)
         self.study = optuna.create_study(
             storage=self.file, study_name=config.study_name,
@@ -103,18 +67,36 @@ class Trials:
         )  # fmt: skip
         self.study.sampler = seeded(config.sampler, len(self.study.trials))
         self.check_overrides()
+        self.check_space()
 
     def check_overrides(self) -> None:
         """Raise ConfigError where the trials of the study had other values for what is fixed."""
         now = sorted(word for word in self.fixed if key_of(word) not in NEUTRAL)
+        now += [f"{KEY}.{key}={getattr(self.config, key)}" for key in ("metric", "direction")]
         was = self.study.user_attrs.get(FIXED, now)
         if was != now:
+            old, new = (
+                " ".join(word for word in one if word not in other) or "the default"
+                for one, other in ((was, now), (now, was))
+            )
             raise ConfigError(
-                f"the study {self.config.study_name!r} in {self.storage} has trials of "
-                f"{' '.join(was)}, not of {' '.join(now)}; allowed: the same values, or "
-                f"{KEY}.study_name=NAME for another study"
+                f"the study {self.name} has trials of {old}, not "
+                f"of {new}; allowed: the same values, or {KEY}.study_name=NAME for another study"
             )
         self.study.set_user_attr(FIXED, now)
+
+    def check_space(self) -> None:
+        """Raise ConfigError where Optuna cannot go on with these values after those of a trial."""
+        for trial in self.study.trials:
+            for key in trial.distributions.keys() & self.space.keys():
+                try:
+                    check_distribution_compatibility(trial.distributions[key], self.space[key])
+                except ValueError as error:
+                    raise ConfigError(
+                        f"the study {self.name} chose {key} from "
+                        f"{trial.distributions[key]}, not from {self.space[key]}; allowed: the "
+                        f"same choices, or {KEY}.study_name=NAME for another study"
+                    ) from error
 
     def run(self, launcher: Launcher, validate: Callable[[Batch], None]) -> None:
         """Run trials until the study has as many as it should, in batches of `n_jobs`.
@@ -135,6 +117,10 @@ class Trials:
                 break
             numbers = [left.pop(0) for _ in range(min(missing, len(left)))]
             numbers += [self.study.ask(self.space).number for _ in range(missing - len(numbers))]
+            # Equal trials have one folder: the second one is launched when the first has ended.
+            firsts = {tuple(self.chosen(n)): n for n in reversed(numbers)}.values()
+            left = [n for n in numbers if n not in firsts] + left
+            numbers = [n for n in numbers if n in firsts]
             jobs = [[*self.fixed, *self.chosen(n), *self.reporting(n)] for n in numbers]
             validate(jobs)
             launcher.launch(jobs, initial_job_idx=begun)
@@ -143,7 +129,10 @@ class Trials:
         self.print_best()
 
     def finished(self) -> Iterator[JobResult]:
-        """Yield the results of finished trials. A failed one that was run alone since is one."""
+        """Yield the results of finished trials.
+
+        A failed one whose job has been run alone since counts as complete, once.
+        """
         trials = [trial for trial in self.study.trials if trial.state.is_finished()]
         complete = [trial.params for trial in trials if trial.state == TrialState.COMPLETE]
         for trial in trials:
@@ -175,21 +164,24 @@ class Trials:
         return [f"{key}={shortened(value)}" for key, value in params.items()]
 
     def reporting(self, number: int) -> list[str]:
-        """Return the overrides of a trial with which its job reports to the study."""
+        """Return the overrides by which the job of a trial reports to the study."""
         values = {
             "_target_": "lightning_rlhf.callbacks.trial.TrialReport", "storage": self.storage,
             "study_name": self.config.study_name, "number": number, "metric": self.config.metric,
-            **{f"pruner.{key}": value for key, value in (self.config.pruner or {}).items()},
+            "pruner": dict(self.config.pruner or {}),
         }  # fmt: skip
-        return [f"{TRIAL}.{key}={json.dumps(value)}" for key, value in values.items()]
+        return [
+            f"{TRIAL}.{key}={json.dumps(value, ensure_ascii=False)}"
+            for key, value in flatten(values).items()
+        ]
 
     def tell(self, number: int, results: SweepResults, job: int) -> None:
-        """Hand the result of a job to its trial; a stopped one stays to be gone on with."""
+        """Report the result of a job to its trial; that of a stopped one remains unfinished."""
         result = results.read()[job]
         if result.status == STOPPED:
             return
         trial = trial_of(self.study, self.file, number)
-        if PRUNED in trial.user_attrs and result.status == "done":
+        if result.status == "done" and (PRUNED in trial.user_attrs or self.is_pruned(result)):
             result = replace(result, status="pruned")
             results.write(job, result)
         trial.set_user_attr(RESULT, asdict(result))
@@ -200,6 +192,11 @@ class Trials:
                 self.study.tell(number, state=TrialState.PRUNED)
             case _:
                 self.study.tell(number, state=TrialState.FAIL)
+
+    def is_pruned(self, result: JobResult) -> bool:
+        """Return whether the run of a job was that of an earlier trial, which was pruned."""
+        pruned = self.study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+        return any(trial.user_attrs[RESULT]["folder"] == result.folder for trial in pruned)
 
     def value(self, result: JobResult) -> float:
         """Return the metric of a finished job. Raises ConfigError where it has none."""
@@ -212,36 +209,3 @@ class Trials:
             best = self.study.best_trial
             words = " ".join(f"{key}={value}" for key, value in best.params.items())
             print_line(f"best trial: {words}: {self.config.metric} {best.value:.4g}")
-
-
-def shortened(value: object) -> object:
-    """Return a chosen number with the digits that matter, as it becomes the name of a folder."""
-    return f"{value:.{DIGITS}g}" if isinstance(value, float) else value
-
-
-def space_of(override: Override) -> BaseDistribution:
-    """Return the values among which a sweep of the command line chooses.
-
-    interval(a,b) is a range of numbers, of whole ones as int(interval(a,b)), and by their logarithm
-    as tag(log,interval(a,b)). Everything else is a list of choices.
-    """
-    value = override.value()
-    if not isinstance(value, IntervalSweep):
-        return CategoricalDistribution(list(override.sweep_string_iterator()))
-    low, high, is_log = value.start, value.end, "log" in value.tags
-    assert low is not None
-    assert high is not None
-    if isinstance(low, int) and isinstance(high, int):
-        return IntDistribution(low, high, log=is_log)
-    return FloatDistribution(low, high, log=is_log)
-
-
-def seeded(sampler: Mapping[str, Any], trials: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler, whose seed moves on by the number of trials that the study has.
-
-    With the same seed it would choose the values of the first trials once more.
-    """
-    options = dict(sampler)
-    if options.get("seed") is not None:
-        options["seed"] += trials
-    return instantiate(options)

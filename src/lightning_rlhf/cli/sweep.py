@@ -15,8 +15,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.cli.overrides import key_of, parse_overrides
-from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.stages import ppo
+from lightning_rlhf.cli.recipe import read_recipe, recipe_folder
+from lightning_rlhf.cli.recipe_steps import split_step
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.stages import paths, ppo
 from lightning_rlhf.stages.folder.changes import changes
 from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
 from lightning_rlhf.stages.registry import chosen_stage
@@ -25,12 +27,14 @@ from lightning_rlhf.stages.stage import Stage
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 GROUP = "WANDB_RUN_GROUP"
-"""Environment variable with which a user names the group of his runs in W&B."""
+"""Environment variable with which a user names the group of runs in W&B."""
 LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
 """Patterns of the characters that are not allowed in the name of a job's folder."""
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "callbacks", "trainer")
+TRIAL = "callbacks.trial"
+"""Key of the callback with which a trial of a study reports; it is no part of a job's name."""
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
@@ -100,7 +104,13 @@ def folder_name(text: str, foreign: str) -> str | None:
 
 def _kept(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that change the results and are not part of the run's path."""
-    return [o.lstrip("+~") for o in overrides if key_of(o) not in (*IN_PATH, *NEUTRAL)]
+    kept = (o for o in without_trial(overrides) if key_of(o) not in (*IN_PATH, *NEUTRAL))
+    return [override.lstrip("+~") for override in kept]
+
+
+def without_trial(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a job without those with which it reports to a study."""
+    return [word for word in overrides if not key_of(word).startswith(TRIAL)]
 
 
 def set_group(cfg: DictConfig) -> None:
@@ -144,12 +154,27 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
 
 def job_folder(cfg: DictConfig) -> Path:
     """Return the folder that the job writes to; for a whole recipe that of its last stage."""
-    stage = ppo.STAGE.name if cfg.stage is None else cfg.stage
-    job = None if cfg.job is None else str(cfg.job)
+    stage, inner = last_step(cfg)
+    job = "/".join(str(part) for part in (cfg.job, inner) if part is not None) or None
     return run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
 
 
 def job_stage(cfg: DictConfig) -> Stage:
     """Return the stage of a job; for a whole recipe the last stage."""
     tree: Any = OmegaConf.to_container(cfg)
-    return ppo.STAGE if tree["stage"] is None else chosen_stage(tree)
+    return chosen_stage(tree | {"stage": last_step(cfg)[0]})
+
+
+def last_step(cfg: DictConfig) -> tuple[str, str | None]:
+    """Return the stage of a job; for a whole recipe the stage of its last step, and its own job.
+
+    A recipe that is a program, or that is not known, has the stage `ppo`.
+    """
+    recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
+    if cfg.stage is not None or recipe is None:
+        return cfg.stage or ppo.STAGE.name, None
+    try:
+        stages = read_recipe(recipe_folder(recipe, paths.RECIPES)).stages
+    except ConfigError:  # the job itself reports it
+        stages = ()
+    return split_step(stages[-1]) if stages else (ppo.STAGE.name, None)

@@ -1,4 +1,4 @@
-"""Hydra callback that notes the results of a sweep; it imports no slow library in other modes."""
+"""Hydra callback that records the results of a sweep; it imports no slow library in other modes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ignore_presets() -> None:
 
 
 class SweepHook(Callback):
-    """Hydra callback that notes the result of each job of a sweep and shows them at its end.
+    """Hydra callback that records the result of each job of a sweep.
 
     A launcher may pickle it, and call it for a job in another process.
     """
@@ -44,7 +44,7 @@ class SweepHook(Callback):
         self._shared: tuple[tuple[str, ...], SweepResults | None, bool] = (), None, False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in the process of a job."""
+        """Restore the callback in the process of a job, and ignore the warning there as well."""
         vars(self).update(state)
         ignore_presets()
 
@@ -78,13 +78,14 @@ class SweepHook(Callback):
         if SweepHook.results is not None:
             SweepHook.results.end(config.hydra.job.num, job_return)
 
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        assert SweepHook.results is not None
-        SweepHook.results.show()
-
     @classmethod
     def show_ended(cls, problem: str | None = None) -> None:
-        """Show what is there of a sweep that its launcher or sweeper did not bring to its end."""
+        """Show the results of the sweep of this process, if it is one.
+
+        Hydra would swallow the errors of a callback for the end of a sweep.
+
+        problem: why its launcher or sweeper gave up; None where it came to its end.
+        """
         if cls.results is not None:
             cls.results.show(problem)
 

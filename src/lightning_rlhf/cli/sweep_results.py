@@ -8,33 +8,31 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn
-from omegaconf import DictConfig
 from rich import get_console
 
-from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import key_of, parse_overrides, stage_of
-from lightning_rlhf.cli.recipe import own_configs
-from lightning_rlhf.cli.sweep import job_folder, job_stage
+from lightning_rlhf.cli.job_result import JobResult, command_line, result_of
+from lightning_rlhf.cli.secrecy import without_secrets
+from lightning_rlhf.cli.sweep import without_trial
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.storage import full_disk_told, written_whole
+from lightning_rlhf.io.visible import visible
 from lightning_rlhf.stages.console import print_error, print_line
-from lightning_rlhf.stages.folder.folders import FINAL, is_used
+from lightning_rlhf.stages.folder.folders import is_used
 from lightning_rlhf.stages.process import STOPPED
-from lightning_rlhf.stages.registry import STAGES
 
 if TYPE_CHECKING:
     from lightning_rlhf.report.run_page import TextTable
@@ -42,52 +40,24 @@ if TYPE_CHECKING:
 
 PAGE = "compare.html"
 """Name of the page that compares the jobs, in the folder of the sweep."""
-DECIDED = ("job", "resume", "overwrite")
-"""Keys that the command of a single job sets itself."""
-TRIAL = "callbacks.trial"
-"""Key of the callback with which a trial of a study reports; it is no part of a job's name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """A job of a sweep: what is known of it before, and after it has ended."""
-
-    overrides: Sequence[str]
-    status: str = "ended"
-    """"running", "done", "pruned", "stopped", "failed", or "ended" for one that was killed."""
-    failure: str | None = None
-    """Why it has no result; None for a finished job."""
-    folder: str | None = None
-    """Folder of the run; None where the job ended before it was known."""
-    stage: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """All metrics at the end of the run."""
-    summary: Sequence[str] = ()
-    """Names of the metrics that the table shows."""
-    command: Sequence[str] = ()
-    """Arguments of the command that runs the job alone."""
-    process: int = 0
-    """Number of the process in which the job runs."""
-    host: str = ""
-
-    @property
-    def text(self) -> str:
-        """Return the overrides of the job in one line."""
-        return " ".join(word for word in self.overrides if not key_of(word).startswith(TRIAL))
+PREFIX = ".sweep-"
+"""Start of the name of a folder of results; the host and the number of its process follow."""
 
 
 class SweepResults:
     """Results of the jobs of a sweep, in a folder that is deleted at its end."""
 
     def __init__(self, sweep: Path) -> None:
-        """Make the folder, below that of the sweep."""
+        """Make the folder, below that of the sweep; delete those of sweeps that were killed."""
         sweep.mkdir(parents=True, exist_ok=True)
+        delete_left(sweep)
         self.sweep = sweep
         self.process = os.getpid()
-        self.folder = Path(tempfile.mkdtemp(prefix=".sweep-", dir=sweep.absolute()))
+        prefix = f"{PREFIX}{socket.gethostname()}-{self.process}-"
+        self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=sweep.absolute()))
 
     def start(self, number: int, overrides: Sequence[str]) -> None:
-        """Note that a job is running, in this process."""
+        """Record that a job is running, in this process."""
         self.write(
             number,
             JobResult(
@@ -97,10 +67,11 @@ class SweepResults:
         )  # fmt: skip
 
     def end(self, number: int, job_return: JobReturn) -> None:
-        """Note the result of a job."""
+        """Record the result of a job."""
         self.write(number, result_of(job_return))
 
     def write(self, number: int, result: JobResult) -> None:
+        """Write what is known of a job, as one file whatever reads it meanwhile."""
         with written_whole(self.folder / f"{number:06d}.json") as beside:
             beside.write_text(json.dumps(asdict(result)))
 
@@ -116,10 +87,11 @@ class SweepResults:
 
     @property
     def stop_file(self) -> Path:
+        """Return the path of the file with the number of the signal that has ended the sweep."""
         return self.folder / "stopped"
 
     def end_early(self, signum: int) -> None:
-        """Let no further job begin, after a signal."""
+        """Keep further jobs from beginning, after a signal."""
         self.stop_file.write_text(str(signum))
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
@@ -136,7 +108,7 @@ class SweepResults:
         """Print the table and the failed jobs, and write the page.
 
         problem: why the launcher gave up, if it did; the caller prints it. Exits with a status
-        other than 0 where a job failed or the sweep was stopped.
+        other than 0 where a job failed, the page was not written or the sweep was stopped.
         """
         from lightning_rlhf.report.tables import sweep_table  # which imports torch
 
@@ -146,13 +118,14 @@ class SweepResults:
             else found
             for found in self.read().values()
         ]
-        stopped = int(self.stop_file.read_text()) if self.is_stopped else None
-        try:
-            if results:
-                get_console().print(sweep_table([row(result) for result in results]))
-                self.compare(results)
-        except RLHFError as error:
-            print_error(f"no comparison: {error}")
+        stopped = None
+        if self.is_stopped:
+            stopped = int(self.stop_file.read_text())
+        elif any(result.status == STOPPED for result in results):  # by a signal to that job alone
+            stopped = signal.SIGTERM
+        if results:
+            get_console().print(sweep_table([row(result) for result in results]))
+        is_compared = self.has_compared(results)
         failed = [result for result in results if result.status in ("failed", "ended")]
         for result in failed:
             print_line(f"failed: {result.text}: {result.failure}")
@@ -161,12 +134,25 @@ class SweepResults:
         if stopped is not None:
             print_line("stopped; the same command goes on")
             sys.exit(128 + stopped)
-        if failed and problem is None:
+        if problem is None and (failed or not is_compared):
             sys.exit(1)
 
     def delete(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def has_compared(self, results: Sequence[JobResult]) -> bool:
+        """Write the page that compares the jobs; return False where an error prevents it."""
+        try:
+            self.compare(results)
+        except RLHFError as error:
+            print_error(f"no comparison: {error}")
+            return False
+        except Exception as error:  # the failed jobs are still to be listed
+            print(visible(without_secrets(traceback.format_exc())), file=sys.stderr, end="")
+            print_error(f"no comparison: {type(error).__name__}: {without_secrets(str(error))}")
+            return False
+        return True
 
     def compare(self, results: Sequence[JobResult]) -> None:
         """Write the page that compares the jobs, where one of them has begun to train."""
@@ -183,43 +169,15 @@ class SweepResults:
         print_line(f"comparison: {page}")
 
 
-def result_of(job_return: JobReturn) -> JobResult:
-    """Return the result of a job, from what it returned and from its folder."""
-    overrides = [str(word) for word in job_return.overrides or []]
-    failure: str | None = job_return.return_value
-    try:
-        cfg: Any = job_return.cfg
-        stage, folder = job_stage(cfg), job_folder(cfg)
-        result = JobResult(
-            overrides=overrides, folder=str(folder), stage=stage.name, summary=list(stage.summary),
-            command=alone(cfg, overrides),
-        )  # fmt: skip
-        if failure is None:
-            from lightning_rlhf.stages.measured import metrics_of  # which imports torch
-
-            return replace(result, status="done", metrics=dict(metrics_of(folder / FINAL, stage)))
-    except RLHFError as error:
-        failure = failure or str(error)
-        result = JobResult(overrides=overrides)
-    return replace(result, status=STOPPED if failure == STOPPED else "failed", failure=failure)
-
-
-def alone(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return the arguments of the command that runs a job of a sweep alone, in the same folder."""
-    stage = cfg.stage
-    kept = []
-    for override in parse_overrides(overrides):
-        key = override.key_or_group
-        is_read = stage is None or stage_of(override, STAGES) in (None, stage)
-        if key not in DECIDED and not key.startswith(TRIAL) and is_read:
-            kept.append(str(override.input_line))
-    job = [] if cfg.job is None else [f'job="{cfg.job}"']
-    return [*own_configs(), *kept, *job, *(["resume=auto"] if stage is not None else [])]
-
-
-def command_line(result: JobResult) -> str:
-    """Return the command that runs a job alone, as it is typed in a shell."""
-    return f"{program_name()} {shlex.join(result.command)}"
+def delete_left(sweep: Path) -> None:
+    """Delete the folders of results of processes of this machine that have been killed."""
+    for folder in sweep.glob(f"{PREFIX}{socket.gethostname()}-*-*"):
+        try:
+            os.kill(int(folder.name.split("-")[-2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except PermissionError:  # the process of another user
+            continue
 
 
 def row(result: JobResult) -> SweepRow:
@@ -227,8 +185,8 @@ def row(result: JobResult) -> SweepRow:
     from lightning_rlhf.report.tables import SweepRow
 
     shown = {name: result.metrics[name] for name in result.summary if name in result.metrics}
-    words = tuple(word for word in result.overrides if not key_of(word).startswith(TRIAL))
-    return SweepRow(overrides=words, status=result.status, metrics=shown)
+    words = without_trial(result.overrides)
+    return SweepRow(overrides=tuple(words), status=result.status, metrics=shown)
 
 
 def jobs_table(results: Sequence[JobResult]) -> TextTable:

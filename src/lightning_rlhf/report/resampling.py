@@ -7,6 +7,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 RESAMPLES = 200
+"""Number of resamples of the noise of a curve."""
 
 
 def resampled(noise: Float[ndarray, " N"], generator: np.random.Generator) -> Float[ndarray, "R N"]:

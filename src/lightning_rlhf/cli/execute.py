@@ -1,0 +1,111 @@
+"""A job that Hydra has composed: run its stage or its recipe, and say how to go on after a stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_rlhf.cli.overrides import check_stage, refuse_absent_callbacks, refuse_other_stages
+from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.parallel.world import world
+from lightning_rlhf.stages import paths
+
+
+def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
+    """Return how to resume a stopped run; an empty list where there is nothing to resume."""
+    from lightning_rlhf.callbacks.checkpoint_files import numbered
+    from lightning_rlhf.stages.folder.folders import (
+        CHECKPOINTS,
+        FINAL,
+        folder_of,
+        is_unbegun,
+        is_used,
+    )
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
+
+    if in_sweep or cfg.recipe is not None:
+        return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
+    try:
+        settings = read_settings(cfg)
+        folder = folder_of(settings)
+        if not is_used(folder) or (folder / FINAL).is_dir():
+            return []
+        if settings.resume == AUTO:
+            return ["the same command goes on"]
+        if numbered(folder / CHECKPOINTS):
+            return ["resume=true goes on from the last checkpoint"]
+        if is_unbegun(folder) or not settings.definition.trains:
+            return ["the same command starts it over"]
+    except RLHFError:
+        return []
+    every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
+    return [f"it has no checkpoint yet ({every}), resume=auto starts it over"]
+
+
+def refuse_processes(is_several_runs: bool, what: str) -> None:
+    """Raise ConfigError where several processes would each run all jobs of a sweep or a recipe."""
+    if is_several_runs and (place := world()).size > 1:
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} processes, but {what} starts the processes "
+            "of its jobs itself, by trainer.devices; allowed: one stage a command"
+        )
+
+
+def execute(cfg: DictConfig, in_sweep: bool) -> None:
+    """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
+    # As typed: indexing the list would resolve an interpolation.
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
+    if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
+        if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
+            raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
+        refuse_processes(True, "a recipe")
+        from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
+        from lightning_rlhf.stages.settings import folder_names, plain
+
+        folder_names(plain(cfg))
+        folder = recipe_folder(cfg.recipe, paths.RECIPES)
+        recipe = read_recipe(folder)
+        if recipe.program is None:
+            run_recipe(recipe, cfg, overrides)
+        else:
+            from lightning_rlhf.cli.program import run_program  # which imports torch
+
+            run_program(recipe, folder, cfg, overrides)
+        return
+    from lightning_rlhf.stages.registry import stage_names
+    from lightning_rlhf.stages.settings import read_settings
+    from lightning_rlhf.stages.stage import AUTO
+
+    refuse_processes(in_sweep, "a sweep")
+    unresolved: Any = OmegaConf.to_container(cfg)
+    stage, names = (
+        OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False),
+        stage_names(unresolved),
+    )
+    check_stage(stage, unresolved, HydraConfig.get().runtime.config_sources)
+    if not in_sweep and stage in names:
+        refuse_other_stages(stage, overrides, names)
+    refuse_absent_callbacks(overrides)
+    settings = read_settings(cfg)
+    from lightning_rlhf.stages.folder.folders import state_of
+    from lightning_rlhf.stages.start import check_run, run_stage
+
+    if settings.preflight == "only":
+        check_run(settings)
+        return
+    if in_sweep and not settings.overwrite:
+        state = state_of(settings)
+        if state == "done":
+            return
+        resume = (settings.resume or AUTO) if state == "cut off" else False
+        settings = replace(settings, resume=resume, overwrite=state == "outdated")
+    if settings.trainer.processes > 1 and settings.definition.trains and world().size == 1:
+        from lightning_rlhf.cli.processes import run_processes
+
+        run_processes(settings, overrides)
+    else:
+        run_stage(settings)
