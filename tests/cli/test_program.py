@@ -102,6 +102,12 @@ def test_a_wrong_number_is_refused_before_the_program_runs(
     assert not workplace.outputs.exists()
 
 
+def test_a_program_is_swept_though_it_leaves_no_model(workplace: Workplace, recipes: Path) -> None:
+    serve(recipes, 0.0)
+    out = workplace.call("-m", "recipe=small", "ppo.iterations=7,8").succeeded.out
+    assert out.count(" done ") == 2
+
+
 @pytest.mark.parametrize("given", ["ppo.gae_lambda=1", "advantage=rloo", "++ppo.dual_clip=3"])
 def test_what_the_program_does_not_read_is_refused(
     workplace: Workplace, recipes: Path, given: str

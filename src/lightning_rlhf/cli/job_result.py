@@ -67,7 +67,9 @@ def result_of(job_return: JobReturn) -> JobResult:
         if failure is None:
             from lightning_rlhf.stages.measured import metrics_of  # which imports torch
 
-            return replace(result, status="done", metrics=dict(metrics_of(folder / FINAL, stage)))
+            is_program = cfg.stage is None and not (folder / FINAL).is_dir()  # it leaves no final/
+            metrics = {} if is_program else dict(metrics_of(folder / FINAL, stage))
+            return replace(result, status="done", metrics=metrics)
     except (RLHFError, OmegaConfBaseException) as error:
         failure = failure or str(error)
         result = JobResult(overrides=overrides)
