@@ -19,7 +19,7 @@ IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 IN_SWEEP = "LIGHTNING_RLHF_IN_SWEEP"
 """Environment variable set for a process that is a job of a sweep."""
 STOPPED = "stopped"
-"""What a job of a sweep returns that a signal has ended, or kept from beginning."""
+"""Return value of a job of a sweep that a signal has ended, or kept from beginning."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: signal to send to a process when its parent ends."""
 
