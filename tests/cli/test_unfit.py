@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.manifest import MANIFEST
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.stages.reward import text_rewards
 

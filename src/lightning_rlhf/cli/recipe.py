@@ -28,7 +28,8 @@ from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.splits import LOAD
-from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.manifest import MANIFEST
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import print_line

@@ -13,14 +13,9 @@ from peft import PeftModel
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.models.checkpoint import (
-    FROM_CONFIG,
-    Manifest,
-    stands_on_random_weights,
-    tokenizer_hash,
-    versions,
-)
+from lightning_rlhf.models.checkpoint import stands_on_random_weights
 from lightning_rlhf.models.export import write_final
+from lightning_rlhf.models.manifest import FROM_CONFIG, Manifest, tokenizer_hash, versions
 from lightning_rlhf.models.roles import REWARD, SFT, Roles
 from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
 from lightning_rlhf.models.verdict import Verdict

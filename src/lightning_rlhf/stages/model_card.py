@@ -15,8 +15,8 @@ import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.splits import Kind
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Manifest
 from lightning_rlhf.models.config import SFT
+from lightning_rlhf.models.manifest import FROM_CONFIG, Manifest
 from lightning_rlhf.models.weights import is_folder, json_object
 from lightning_rlhf.report.markdown import plain, table
 from lightning_rlhf.stages.measured import StageResult

@@ -11,8 +11,9 @@ from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.io.nearest_path import nearest_path
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
+from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
+from lightning_rlhf.models.manifest import FROM_CONFIG, Manifest
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages import dpo, ppo
 from lightning_rlhf.stages.folder.changes import read_config

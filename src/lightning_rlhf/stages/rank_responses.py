@@ -22,8 +22,8 @@ from lightning_rlhf.data.readers import counts_text
 from lightning_rlhf.data.splits import load_prompts
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.visible import json_line
-from lightning_rlhf.models.checkpoint import versions
 from lightning_rlhf.models.config import SFT
+from lightning_rlhf.models.manifest import versions
 from lightning_rlhf.rewards.prefixes import BEST_JUDGE, JUDGE
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import FINAL, PARENTS, claim, find_parents

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.io.reading import read_text
-from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, read_manifest
+from lightning_rlhf.models.manifest import MANIFEST, Manifest, read_manifest
 from lightning_rlhf.report.run_plots import Curves
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS

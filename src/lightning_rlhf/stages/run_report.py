@@ -13,7 +13,7 @@ from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.checkpoint import Manifest
+from lightning_rlhf.models.manifest import Manifest
 from lightning_rlhf.models.verdict import Verdict as Judgement
 from lightning_rlhf.report.checks import MIN_COUNT
 from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude

@@ -11,7 +11,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from lightning_rlhf.core.errors import ConfigError, HubError, first_line, require
-from lightning_rlhf.models.checkpoint import MANIFEST, Final
+from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.models.manifest import MANIFEST
 from lightning_rlhf.models.weights import ADAPTER, check_weights, json_object
 from lightning_rlhf.stages.model_card import CARD, hub_id, with_name
 

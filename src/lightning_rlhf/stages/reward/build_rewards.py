@@ -18,9 +18,10 @@ from lightning_rlhf.models.build_roles import (
     random_reward,
     warn_of_one_head,
 )
-from lightning_rlhf.models.checkpoint import Final, tokenizer_hash
+from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.flops import reading, role_flops
+from lightning_rlhf.models.manifest import tokenizer_hash
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.rewards.config import (
     ComponentConfig,

@@ -20,10 +20,11 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import pad
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.models.build_roles import load_reward, warn_of_one_head
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find
+from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.classifier_loading import check_classifier, load_classifier, positions
 from lightning_rlhf.models.flops import model_flops, reading, role_flops
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
+from lightning_rlhf.models.manifest import FROM_CONFIG
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.rewards.text import Features, TextModel, TextReward
