@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.core.types import Demonstrations, Record
+from lightning_rlhf.core.record import Record
+from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
 from lightning_rlhf.data.last_batch import last_batch_of, read_last_batch, write_last_batch
 from lightning_rlhf.data.lengths import PreferenceTokens

@@ -26,8 +26,9 @@ from transformers import (
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.record import Record
 from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.core.types import Prompts, Record
+from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import CRITIC, POLICY, REWARD, SFT, VALUE, Roles

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import RewardError, TrainingError
-from lightning_rlhf.core.types import DecodedResponses, Prompts, Record, SampledResponses, Scores
+from lightning_rlhf.core.record import Record
+from lightning_rlhf.core.types import DecodedResponses, Prompts, SampledResponses, Scores
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import IterationBatch, Record
+from lightning_rlhf.core.record import Record
+from lightning_rlhf.core.types import IterationBatch
 from lightning_rlhf.models.roles import POLICY, SFT, Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import EVALUATION

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
+from lightning_rlhf.core.record import Record
 from lightning_rlhf.core.results import PairRows, SFTRows
-from lightning_rlhf.core.types import Record
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.last_batch import Kind, LastBatch, last_batch_of, write_last_batch

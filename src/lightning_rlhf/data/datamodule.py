@@ -17,7 +17,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.types import Record
+from lightning_rlhf.core.record import Record
 from lightning_rlhf.data.schedule import Schedule
 
 

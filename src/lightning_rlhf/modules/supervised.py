@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import SupervisedConfig
-from lightning_rlhf.core.types import Record
+from lightning_rlhf.core.record import Record
 from lightning_rlhf.models.flops import Flops, role_flops
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (

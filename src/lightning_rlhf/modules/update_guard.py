@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import LogitsError, NotFiniteError, PolicyLogitsError
-from lightning_rlhf.core.types import Record
+from lightning_rlhf.core.record import Record
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, distributed, nn
 
 from lightning_rlhf.core.errors import ProcessEndedError, RLHFError
-from lightning_rlhf.core.types import Record
+from lightning_rlhf.core.record import Record
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")

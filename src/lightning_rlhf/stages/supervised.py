@@ -14,7 +14,7 @@ from lightning_rlhf.callbacks.keep_last_batch import KeepLastBatch
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.errors import NotFiniteError, require
-from lightning_rlhf.core.types import Record
+from lightning_rlhf.core.record import Record
 from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.last_batch import Kind

@@ -12,11 +12,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_rlhf.core.record import Record
 from lightning_rlhf.core.types import (
     DecodedResponses,
     Demonstrations,
     Preferences,
-    Record,
     SampledResponses,
 )
 from lightning_rlhf.models.heads import ScalarHead
