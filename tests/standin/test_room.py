@@ -31,7 +31,7 @@ def test_no_copy_of_the_weights_where_it_strains_the_memory(
     """The same responses, by the layers with the adapters beside, and a peak without copies."""
     peaks, found = {}, {}
     for free in (1e9, 1e4):
-        monkeypatch.setattr("lightning_rlhf.models.roles.available_memory", lambda _, f=free: f)
+        monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _, f=free: f)
         module = make_ppo()
         module.roles._kernel_choice = "fast"
         module.to(NAME)
@@ -43,7 +43,7 @@ def test_no_copy_of_the_weights_where_it_strains_the_memory(
                 prompts(4).to(NAME), 1, module.generator(TRAINING, 0)
             )
         peaks[free] = counts.peak - device.bytes_alive
-        assert module.roles.has_room == (free == 1e9)
+        assert module.roles.copies_weights == (free == 1e9)
     mask = found[1e9].mask.cpu()
     assert torch.equal(found[1e4].mask.cpu(), mask)
     assert torch.equal(found[1e4].tokens.cpu()[mask], found[1e9].tokens.cpu()[mask])
@@ -54,8 +54,8 @@ def test_no_copy_of_the_weights_where_it_strains_the_memory(
 
 
 def test_the_cpu_copies_whatever_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rlhf.models.roles.available_memory", lambda _: 0)
-    assert Roles(language_model("qwen3")).has_room
+    monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _: 0)
+    assert Roles(language_model("qwen3")).copies_weights
 
 
 def test_a_new_adapter_leaves_the_random_state_of_devices_alone(device: Device) -> None:
