@@ -195,15 +195,21 @@ def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
-    """The first token is read with the prompt, the last one by nobody; one step is a check."""
+    """The first token is read with the prompt, the last one by nobody; one step is a check.
+
+    The step that is checked is the one that decodes: its weights are copied once.
+    """
     prompts: Prompts = make_prompts([7, 8, 9], [13])
-    with patch.object(
-        DecodeStep, "__call__", autospec=True, side_effect=DecodeStep.__call__
-    ) as step:
+    step_patch, made_patch = (
+        patch.object(DecodeStep, name, autospec=True, side_effect=getattr(DecodeStep, name))
+        for name in ("__call__", "__init__")
+    )
+    with step_patch as step, made_patch as made:
         params = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=(VOCABULARY,))
         sampler = NativeSampler(build("qwen3"), params)
         sampler.sample(prompts, 1, torch.Generator().manual_seed(0))
     assert step.call_count == 4 + 1
+    assert made.call_count == 1
 
 
 def steps(roles: Roles) -> bool:
