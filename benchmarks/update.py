@@ -27,7 +27,7 @@ from lightning_rlhf.core.types import Experience, Prompts
 from lightning_rlhf.kernels import attention, joint_linear, merging, products
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.models import roles
+from lightning_rlhf.models import language_model
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
@@ -163,14 +163,14 @@ def groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
 
 def rollout_groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """Return as `groups` what a rollout is sampled by."""
-    step = partial(patch.object, native, "can_decode", lambda *_: False)
+    step = partial(patch.object, native, "decode_step", lambda *_: None)
     merged = partial(patch.object, merging, "_can_merge", lambda layer: False)
     return {
         FAST: nullcontext,
         "decoding step off": step,
         "merged adapters off": merged,
         "weights in oneDNN's layout off": partial(
-            patch.object, joint_linear, "_can_be_packed", lambda weight: False
+            patch.object, joint_linear, "can_be_packed", lambda weight: False
         ),
         "decoding step and merged adapters off": together(step, merged),
         "preallocated cache off": partial(patch.object, native, "roomy_cache", library_cache),
@@ -190,7 +190,7 @@ def iteration_groups() -> dict[str, Callable[[], Any]]:
         "lengths not rounded up": together(
             *(
                 partial(patch.object, user, "compiles_by_shape", lambda x: False)
-                for user in (native, score, roles)
+                for user in (native, score, language_model)
             )
         ),
     }

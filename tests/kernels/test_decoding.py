@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.kernels import decoding
-from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
+from lightning_rlhf.kernels.decoding import DecodeStep, can_decode, decode_step
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.rollout.cache import roomy_cache
@@ -150,16 +149,20 @@ def test_a_head_that_is_more_than_a_product_is_asked_itself() -> None:
     assert torch.equal(step.head(hidden), roles.head(hidden))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
-    name: str, smallest: int, monkeypatch: pytest.MonkeyPatch
+    name: str, smallest: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rounds in other places. Root mean squares of the distance to fp32."""
+    """Each rounds in other places. Root mean squares of the distance to fp32.
+
+    dtype: of the weights; those in fp32 are rounded by autocast.
+    """
     monkeypatch.setattr("lightning_rlhf.kernels.joint_linear.SMALLEST", smallest)
     roles = build(name)
     exact = stepped(roles, ours=False)
-    roles.causal_lm.bfloat16()
+    roles.causal_lm.to(dtype)
     with torch.no_grad():
         for parameter_name, parameter in roles.named_parameters():
             if "lora_" in parameter_name:  # as they are trained: in fp32, rounded by autocast
@@ -185,20 +188,28 @@ def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -
         return forward(step, tokens, mask, positions + 1)
 
     monkeypatch.setattr(DecodeStep, "__call__", late)
+    model = deep()
     with pytest.warns(UserWarning, match="the fast decoding step gives other hidden states"):
-        assert not decoding._agrees(deep())
+        assert decode_step(model, roomy_cache(model.config, 8)) is None
+    assert decode_step(model, roomy_cache(model.config, 8)) is None  # without a warning
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
-    """The first token is read with the prompt, the last one by nobody; one step is a check."""
+    """The first token is read with the prompt, the last one by nobody; one step is a check.
+
+    The step that is checked is the one that decodes: its weights are copied once.
+    """
     prompts: Prompts = make_prompts([7, 8, 9], [13])
-    with patch.object(
-        DecodeStep, "__call__", autospec=True, side_effect=DecodeStep.__call__
-    ) as step:
+    step_patch, made_patch = (
+        patch.object(DecodeStep, name, autospec=True, side_effect=getattr(DecodeStep, name))
+        for name in ("__call__", "__init__")
+    )
+    with step_patch as step, made_patch as made:
         params = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=(VOCABULARY,))
         sampler = NativeSampler(build("qwen3"), params)
         sampler.sample(prompts, 1, torch.Generator().manual_seed(0))
     assert step.call_count == 4 + 1
+    assert made.call_count == 1
 
 
 def steps(roles: Roles) -> bool:
@@ -213,12 +224,14 @@ def test_what_it_does_not_compute_is_left_to_the_model() -> None:
     assert not steps(build("qwen2", **windows))
 
 
-def test_it_computes_in_the_dtype_of_the_weights() -> None:
+def test_it_computes_in_the_dtype_of_the_weights_or_rounds_fp32_to_that_of_autocast() -> None:
     roles = build("qwen3")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not steps(roles)
+        assert steps(roles)
         roles.causal_lm.bfloat16()
         assert steps(roles)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not steps(roles)
     roles.causal_lm.base_model.layers[1].mlp.down_proj.base_layer.float()
     assert not steps(roles)
 

@@ -243,13 +243,18 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
     assert sum(moments) == sum(role.optimizer for role in found.roles.values()) + steps
 
 
-@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "copied_number"),
+    [(torch.float32, False, 2 * 4), (torch.bfloat16, True, 2), (torch.float32, True, 2)],
+)
 def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
-    dtype: torch.dtype, copies: int
+    dtype: torch.dtype, copied_number: int, *, autocast: bool
 ) -> None:
     """Linear layers of 6.5M numbers, and few rows and tokens: the copies are nearly all.
 
-    They are joined projections, in fp32 made of weights to which the adapters were added.
+    They are joined projections, in fp32 made of weights to which the adapters were added; under
+    autocast they are in bf16, whatever the weights are in.
+    copied_number: bytes of all copies of a number.
     """
     config = Qwen3Config(
         vocab_size=64, hidden_size=256, intermediate_size=1024, num_hidden_layers=8,
@@ -263,13 +268,13 @@ def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
         ppo_config(advantage="rloo", samples_per_prompt=2, **sizes), critic=None, seed=0,
         chat=CHAT, prompts={"train": [{}], "val": [{}]},  # type: ignore[arg-type]
     )  # fmt: skip
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         found = plan_memory(module, data(PromptTokens([1] * PROMPT, 0)), CPU).rollout
         with Peak() as peak:
             peak.sizes |= {x.untyped_storage()._cdata: 0 for x in roles.parameters()}
             module.collector.sampler.sample(same_length(1), 2, torch.Generator().manual_seed(0))
     # Of q 2 heads of 16, of k and v one each, of o two; gate, up and down.
-    copied = copies * dtype.itemsize * 8 * 256 * (32 + 16 + 16 + 32 + 3 * 1024)
+    copied = copied_number * 8 * 256 * (32 + 16 + 16 + 32 + 3 * 1024)
     assert copied <= found.weights < 1.01 * copied
     assert 0.8 < peak.most / found.total < 1.25
 

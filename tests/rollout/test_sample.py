@@ -66,6 +66,27 @@ def test_a_token_of_probability_zero_is_never_chosen(logits: list[float], unifor
     assert logprobs[0, token].exp() > 0
 
 
+@pytest.mark.parametrize("uniform", [0.0, 0.2499, 0.25, 0.2501, 0.49, 0.5, 0.7501, LARGEST])
+def test_a_cumulative_sum_that_falls_and_rises_chooses_no_token_of_probability_zero(
+    uniform: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which adds in another order for every term.
+
+    Four tokens of 1/4, each followed by three of probability 0 at which the sum of a block is 2e-3
+    higher, lower and higher than it is. 16 tokens are four blocks.
+    """
+    logprobs = torch.full((1, 16), -math.inf)
+    logprobs[0, ::4] = math.log(0.25)
+    exact = Tensor.cumsum
+
+    def uneven(x: Tensor, dim: int) -> Tensor:
+        return exact(x, dim) + torch.tensor([0.0, 2e-3, -2e-3, 2e-3, 0.0][: x.shape[dim]])
+
+    monkeypatch.setattr(Tensor, "cumsum", uneven)
+    (token,) = drawn(logprobs, uniform)
+    assert token % 4 == 0
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST])
 def test_rounding_over_a_large_vocabulary_reaches_no_impossible_token(uniform: float) -> None:
     """The fp32 sum of 150,000 probabilities is 1 only to about 1e-5."""

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_rlhf.kernels.decoding import can_decode
+from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
 from lightning_rlhf.kernels.layers import OneDNNLinear, library_class, own_class
 from lightning_rlhf.kernels.merging import merged_adapters
+from lightning_rlhf.models.copies import copied_bytes, copies_fit, linear_layers
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.modules.ppo import TRAINING
 from lightning_rlhf.rollout.cache import roomy_cache
@@ -31,19 +32,21 @@ def test_no_copy_of_the_weights_where_it_strains_the_memory(
     """The same responses, by the layers with the adapters beside, and a peak without copies."""
     peaks, found = {}, {}
     for free in (1e9, 1e4):
-        monkeypatch.setattr("lightning_rlhf.models.roles.available_memory", lambda _, f=free: f)
+        monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _, f=free: f)
         module = make_ppo()
         module.roles._kernel_choice = "fast"
         module.to(NAME)
         context: Any = warnings.catch_warnings()
         if free == 1e4:
             context = pytest.warns(UserWarning, match=r"no copies .* model\.kernels=plain")
-        with context, device.counted() as counts:
+        step = patch.object(DecodeStep, "__init__", autospec=True, side_effect=DecodeStep.__init__)
+        with context, step as made, device.counted() as counts:
             found[free] = module.collector.sampler.sample(
                 prompts(4).to(NAME), 1, module.generator(TRAINING, 0)
             )
         peaks[free] = counts.peak - device.bytes_alive
-        assert module.roles.has_room == (free == 1e9)
+        assert module.roles.copies_weights == (free == 1e9)
+        assert made.call_count == (free == 1e9)
     mask = found[1e9].mask.cpu()
     assert torch.equal(found[1e4].mask.cpu(), mask)
     assert torch.equal(found[1e4].tokens.cpu()[mask], found[1e9].tokens.cpu()[mask])
@@ -53,9 +56,30 @@ def test_no_copy_of_the_weights_where_it_strains_the_memory(
     assert peaks[1e4] < peaks[1e9]
 
 
+def test_a_copy_in_16_bits_has_room_where_those_in_fp32_do_not(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast fp32 weights are copied once, in bf16: in fp32 they take four times as much.
+
+    Of each layer with an adapter there are two copies in fp32; of the output layer one in bf16.
+    """
+    roles = Roles(language_model("qwen3"), "fast")
+    roles.add_adapter(POLICY, LORA)
+    numbers = sum(layer.weight.numel() for layer in linear_layers(roles.causal_lm.base_model))
+    head = roles.causal_lm.get_output_embeddings().weight.numel()
+    roles.to(NAME)
+    assert copied_bytes(roles.causal_lm) == 2 * 4 * numbers
+    monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _: 3 * 4 * numbers)
+    with torch.autocast(NAME, torch.bfloat16):
+        assert copied_bytes(roles.causal_lm) == 2 * (numbers + head)
+        assert copies_fit(roles.causal_lm)
+    with pytest.warns(UserWarning, match="no copies of the weights"):
+        assert not copies_fit(roles.causal_lm)
+
+
 def test_the_cpu_copies_whatever_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rlhf.models.roles.available_memory", lambda _: 0)
-    assert Roles(language_model("qwen3")).has_room
+    monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _: 0)
+    assert Roles(language_model("qwen3")).copies_weights
 
 
 def test_a_new_adapter_leaves_the_random_state_of_devices_alone(device: Device) -> None:

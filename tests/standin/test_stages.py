@@ -111,9 +111,17 @@ def test_ppo_on_linear_attention(make_ppo: Make) -> None:
     close(found.experience, expected.experience, atol=1e-5)
 
 
-def test_unchanged_weights_have_ratio_1_in_16_bits(make_ppo: Make) -> None:
+@pytest.mark.parametrize(
+    ("critic", "rollout", "kernels"),
+    [("head", "native", "fast"), ("adapter", "native", "plain"), ("model", "native", "fast"),
+     ("head", "hf", "plain"), ("adapter", "hf", "fast"), ("model", "hf", "plain")],
+)  # fmt: skip
+def test_unchanged_weights_have_ratio_1_in_16_bits(
+    make_ppo: Make, critic: str, rollout: str, kernels: str
+) -> None:
     """Sampling and update round alike: the log-probabilities of both are of the same weights."""
-    module = make_ppo(**SHORT | PPO["adapter"])
+    module = make_ppo(**SHORT | PPO[critic] | {"rollout": rollout})
+    module.roles._kernel_choice = kernels
     step = trained(module, prompts(4), **on_device("bf16-mixed"))
     assert abs(step.updates[0].ratio_max.item() - 1) < 0.05
     assert step.updates[0].nonfinite.item() == 0

@@ -7,7 +7,6 @@ normalised and rotated together, and residuals are added by the product whose ou
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -15,38 +14,46 @@ import torch
 from jaxtyping import Bool, Float, Int
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from lightning_rlhf.core.errors import first_line
-from lightning_rlhf.kernels.attention import apply_rotary, is_gated, signed_sin
+from lightning_rlhf.kernels.attention import signed_sin
+from lightning_rlhf.kernels.decode_layers import DecodeLayer, Norm
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
 from lightning_rlhf.kernels.joint_linear import JointLinear
-from lightning_rlhf.kernels.layers import LINEAR, is_zero_centred, own_class, weight_and_eps
+from lightning_rlhf.kernels.layers import LINEAR, own_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear, is_plain_lora
 from lightning_rlhf.kernels.patch import rounding, same_logits
+from lightning_rlhf.kernels.products import computing_dtype
 
 
 class DecodeStep:
     """A trunk's forward pass of one token a row, after the tokens in its cache.
 
-    It uses the model's weights at the time of construction.
+    It has the model's weights at the time of construction, in the dtype of the computation: under
+    autocast those in fp32 are rounded once, where the model's own layers round them at every token.
     """
 
-    def __init__(
-        self, causal_lm: PreTrainedModel, cache: DynamicCache, *, in_place: bool = False
-    ) -> None:
-        """Make the step; in_place: keep the states of linear attention in the same memory."""
+    def __init__(self, causal_lm: PreTrainedModel, cache: DynamicCache) -> None:
         trunk = causal_lm.base_model
         self.embed, self.rotary = trunk.embed_tokens, trunk.rotary_emb
-        pairs = zip(trunk.layers, cache.layers, strict=True)
-        self.layers = [_Layer(*pair, in_place=in_place) for pair in pairs]
-        self.norm = _Norm.of(trunk.norm)
+        dtype = computing_dtype(self.embed.weight)
+        self.layers = [
+            DecodeLayer(layer, is_linear=isinstance(of_layer, LinearAttentionLayer), dtype=dtype)
+            for layer, of_layer in zip(trunk.layers, cache.layers, strict=True)
+        ]
+        self.norm = Norm.of(trunk.norm)
         head = causal_lm.get_output_embeddings()
         alike = _is_known(head) and head.weight.dtype == self.embed.weight.dtype
-        self.head = JointLinear(head) if alike else head
+        self.head = JointLinear(head, dtype=dtype) if alike else head
         """Function that returns the logits of hidden states."""
+        self.attach(cache)
+
+    def attach(self, cache: DynamicCache, *, in_place: bool = False) -> None:
+        """Use another cache; in_place: keep the states of linear attention in the same memory."""
+        for layer, of_layer in zip(self.layers, cache.layers, strict=True):
+            layer.attach(of_layer, in_place=in_place)
 
     def __call__(
         self,
@@ -65,13 +72,28 @@ class DecodeStep:
             return self.norm(hidden)
 
 
+def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep | None:
+    """Return a step on the cache; None, with a warning, where it would compute something else."""
+    if not can_decode(causal_lm, cache):
+        return None
+    agreed = causal_lm.base_model.__dict__.setdefault("steps_agree", {})
+    dtype = computing_dtype(causal_lm)
+    if agreed.get(dtype) is False:
+        return None
+    step = DecodeStep(causal_lm, cache)
+    if dtype not in agreed:  # checked once
+        agreed[dtype] = _agrees(causal_lm, step)
+        step.attach(cache)
+    return step if agreed[dtype] else None
+
+
 def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Return whether `DecodeStep` computes what the model does: a patched decoder in one dtype."""
-    trunk, device = causal_lm.base_model, causal_lm.device.type
+    """Return whether a `DecodeStep` knows the model's layers: a patched decoder in one dtype."""
+    trunk = causal_lm.base_model
     if family(causal_lm) is None or own_class(trunk.embed_tokens) is not nn.Embedding:
         return False
     dtype = causal_lm.get_input_embeddings().weight.dtype
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
+    if dtype not in (torch.float32, computing_dtype(causal_lm)):
         return False
     modules = dict(trunk.named_modules()).items()
     linear = [m for name, m in modules if hasattr(m, "in_features") and ".lora_" not in name]
@@ -81,38 +103,34 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
         and causal_lm.config.hidden_act == "silu"
         and all(_is_known_cache(layer) for layer in cache.layers)
         and all(_is_known(layer) and layer.weight.dtype == dtype for layer in linear)
-        and _agrees(causal_lm)
     )
 
 
 @torch.no_grad()
-def _agrees(causal_lm: PreTrainedModel) -> bool:
-    """Return whether a step agrees with the trunk; checked once per model, with a warning."""
+def _agrees(causal_lm: PreTrainedModel, step: DecodeStep) -> bool:
+    """Return whether a step agrees with the trunk, on a cache of its own; else warn."""
     trunk = causal_lm.base_model
-    if not hasattr(trunk, "steps_agree"):
-        tokens = (
-            torch.arange(1, 9, device=causal_lm.device)[None]
-            * 7919
-            % trunk.embed_tokens.num_embeddings
-        )
-        cache, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
-        trunk(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
-        expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
-        try:
-            found = DecodeStep(causal_lm, cache)(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
-        except Exception as error:  # code written for other layers may raise anything
-            fault = f"fails: {first_line(error)}"
-        else:
-            same = same_logits(found, expected, rounding(causal_lm))
-            fault = "" if same else "gives other hidden states"
-        trunk.steps_agree = not fault
-        if fault:
-            warnings.warn(
-                f"sampling is slower, by {causal_lm.config.model_type}'s own layers: the fast "
-                f"decoding step {fault}",
-                stacklevel=2,
-            )
-    return bool(trunk.steps_agree)
+    tokens = (
+        torch.arange(1, 9, device=causal_lm.device)[None] * 7919 % trunk.embed_tokens.num_embeddings
+    )
+    cache, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
+    trunk(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
+    expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+    step.attach(cache)
+    try:
+        found = step(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
+    except Exception as error:  # code written for other layers may raise anything
+        fault = f"fails: {first_line(error)}"
+    else:
+        if same_logits(found, expected, rounding(causal_lm)):
+            return True
+        fault = "gives other hidden states"
+    warnings.warn(
+        f"sampling is slower, by {causal_lm.config.model_type}'s own layers: the fast decoding "
+        f"step {fault}",
+        stacklevel=2,
+    )
+    return False
 
 
 def _is_known_cache(layer: Any) -> bool:
@@ -127,164 +145,3 @@ def _is_known(layer: nn.Module) -> bool:
         return own_class(layer) in LINEAR
     assert isinstance(layer, FusedLoRALinear)
     return own_class(layer.base_layer) in LINEAR and is_plain_lora(layer)
-
-
-class _Layer:
-    """Attention or the delta rule, then a SwiGLU, each with its norm and residual."""
-
-    def __init__(self, layer: Any, cache: Any, *, in_place: bool) -> None:
-        self.before = _Norm.of(layer.input_layernorm)
-        self.after = _Norm.of(layer.post_attention_layernorm)
-        linear = isinstance(cache, LinearAttentionLayer)
-        self.mix = (
-            _DeltaRule(layer.linear_attn, cache, in_place=in_place)
-            if linear
-            else _Attention(layer.self_attn, cache)
-        )
-        self.gate_up = JointLinear(layer.mlp.gate_proj, layer.mlp.up_proj)
-        self.down = JointLinear(layer.mlp.down_proj)
-
-    def __call__(
-        self, hidden: Float[Tensor, "B d"], tables: tuple[Tensor, Tensor], bias: Tensor
-    ) -> Float[Tensor, "B d"]:
-        hidden = self.mix(self.before(hidden), tables, bias, onto=hidden)
-        gate, up = self.gate_up(self.after(hidden)).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), onto=hidden)
-
-
-class _Attention:
-    """Attention of one query a head, gated where the model gates it."""
-
-    def __init__(self, layer: Any, cache: DynamicLayer) -> None:
-        self.cache, self.size, self.scale = cache, layer.head_dim, layer.scaling
-        self.gated = is_gated(layer)
-        self.joint = JointLinear(layer.q_proj, layer.k_proj, layer.v_proj)
-        self.kv = layer.k_proj.out_features // self.size
-        self.q = layer.num_key_value_groups * self.kv
-        self.out = JointLinear(layer.o_proj)
-        self.norm = None
-        if hasattr(layer, "q_norm"):
-            self.norm = _Norm.of(*[layer.q_norm] * self.q, *[layer.k_norm] * self.kv)
-
-    def __call__(
-        self,
-        x: Float[Tensor, "B d"],
-        tables: tuple[Float[Tensor, "B 1 r"], Float[Tensor, "B 1 r"]],
-        bias: Float[Tensor, "B 1 1 S"],
-        onto: Float[Tensor, "B d"],
-    ) -> Float[Tensor, "B d"]:
-        rows, q, kv = len(x), self.q, self.kv
-        heads = self.joint(x).view(rows, -1, self.size)
-        gate = None
-        if self.gated:  # each query is followed by its gate
-            both = heads[:, : 2 * q].view(rows, q, 2, self.size)
-            gate = both[:, :, 1].reshape(rows, -1)
-            heads = torch.cat([both[:, :, 0], heads[:, 2 * q :]], dim=1)
-        qk = heads[:, : q + kv]
-        qk = apply_rotary(qk if self.norm is None else self.norm(qk), *tables)
-        keys, values = self.cache.update(qk[:, q:, None], heads[:, q + kv :, None])
-        queries = qk[:, :q].view(rows, kv, -1, self.size)
-        mixed = _attended(queries, keys, values, bias, self.scale).reshape(rows, -1)
-        return self.out(mixed if gate is None else mixed * gate.sigmoid_(), onto=onto)
-
-
-class _DeltaRule:
-    """The gated delta rule: a state S of each head, of which a key's value is corrected.
-
-        S <- e^g S + k (beta (v - k e^g S)),   o = q S
-
-    Source: Yang et al. 2024, eq. 10, https://arxiv.org/abs/2412.06464
-    """
-
-    def __init__(self, layer: Any, cache: LinearAttentionLayer, *, in_place: bool) -> None:
-        self.cache, self.size, self.in_place = cache, layer.head_k_dim, in_place
-        self.joint = JointLinear(
-            layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
-        )
-        self.kernel = layer.conv1d.weight.squeeze(1).T.contiguous()[:, None]
-        self.bias = layer.conv1d.bias
-        self.k, self.v = layer.num_k_heads, layer.num_v_heads
-        self.widths = [len(self.kernel[0, 0]), layer.value_dim, self.v, self.v]
-        self.rate, self.shift = -layer.A_log.float().exp(), layer.dt_bias
-        self.norm = _Norm(layer.norm.weight.float(), layer.norm.variance_epsilon)
-        self.out = JointLinear(layer.out_proj)
-        scale = torch.tensor([1 / self.size] * self.k + [self.size**-0.5] * self.k).to(self.rate)
-        self.unit = _Norm(scale[:, None].expand(-1, self.size), 1e-6 / self.size)
-        """Keys of length 1, queries of length 1 / sqrt(size)."""
-
-    def __call__(
-        self, x: Float[Tensor, "B d"], tables: Any, bias: Any, onto: Float[Tensor, "B d"]
-    ) -> Float[Tensor, "B d"]:
-        """Compute the layer like `_Attention`; the state replaces positions and mask."""
-        rows = len(x)
-        mixed, z, b, a = self.joint(x).split(self.widths, dim=-1)
-        mixed = self._convolved(mixed)
-        qk, value = mixed.split(
-            [2 * self.k * self.size, mixed.shape[1] - 2 * self.k * self.size], 1
-        )
-        qk = self.unit(qk.view(rows, 2 * self.k, self.size))
-        query, key = (
-            part.repeat_interleave(self.v // self.k, dim=1) for part in qk.chunk(2, dim=1)
-        )
-        decay = (self.rate * F.softplus(a.float() + self.shift)).exp_()
-        state = self.cache.recurrent_states[0].mul_(decay[..., None, None])
-        value = value.view(rows, self.v, -1)
-        known = torch.matmul(key[:, :, None], state).squeeze(2)
-        new = (value - known).mul_(b.float().sigmoid()[..., None])
-        state.addcmul_(key[..., None], new[:, :, None])
-        read = self.norm(torch.matmul(query[:, :, None], state).squeeze(2))
-        return self.out(read.view(rows, -1).mul_(F.silu(z.float())).to(x.dtype), onto=onto)
-
-    def _convolved(self, x: Float[Tensor, "B c"]) -> Float[Tensor, "B c"]:
-        """Convolve in fp32 with the previous tokens, which the cache keeps, oldest first."""
-        window = self.cache.conv_states[0].permute(2, 0, 1)
-        window = torch.cat([window[1:], x[None]])
-        if self.in_place:
-            self.cache.conv_states[0].copy_(window.permute(1, 2, 0))
-        else:
-            self.cache.conv_states[0] = window.permute(1, 2, 0)
-        y = (window * self.kernel).sum(0, dtype=torch.float32)
-        return F.silu(y if self.bias is None else y + self.bias, inplace=True)
-
-
-class _Norm:
-    """w x / sqrt(mean of x^2 + eps)."""
-
-    def __init__(self, weight: Float[Tensor, "*H d"], eps: float) -> None:
-        size = weight.shape[-1]
-        self.weight, self.eps = weight, eps
-        self.scaled = weight.float() * math.sqrt(size)
-        self.least = self.scaled.new_full((), math.sqrt(size * eps))
-
-    @classmethod
-    def of(cls, *norms: Any) -> _Norm:
-        """Return the norm for one norm of the model, or for one norm per head."""
-        weights, eps = zip(*map(weight_and_eps, norms), strict=True)
-        weight = weights[0] if len(norms) == 1 else torch.stack(weights)
-        centred = is_zero_centred(norms[0])
-        return cls(weight if centred else weight.to(norms[0].weight.dtype), eps[0])
-
-    def __call__(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
-        """Normalise; on a CPU as sqrt(d) w x / hypot(|x|, sqrt(d eps)), half the operations."""
-        if x.device.type != "cpu":
-            wide = x.to(self.weight.dtype)
-            return F.rms_norm(wide, x.shape[-1:], eps=self.eps).mul_(self.weight).to(x.dtype)
-        wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide / length.hypot_(self.least)).mul_(self.scaled).to(x.dtype)
-
-
-def _attended(
-    query: Float[Tensor, "B K G s"],
-    key: Float[Tensor, "B K S s"],
-    value: Float[Tensor, "B K S s"],
-    bias: Float[Tensor, "B 1 1 S"],
-    scale: float,
-) -> Float[Tensor, "B K G s"]:
-    """Compute attention; on a CPU by two fp32 products, twice as fast in 16 bits for one query."""
-    if query.device.type != "cpu":
-        bias = bias.to(query.dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    weights = torch.matmul(query.float(), key.float().transpose(2, 3))
-    weights = torch.add(bias, weights, alpha=scale).softmax(-1)
-    return torch.matmul(weights, value.float()).to(query.dtype)

@@ -24,14 +24,17 @@ class JointLinear:
     """W x + sum_i scale_i B_i A_i x + b, of one linear layer or several with the same input.
 
     It is computed as [W, scale_i B_i] [x, A_i x] + b. Memory: a copy of W where there are adapters,
-    several layers or a CPU.
+    several layers, a CPU or another data type.
     """
 
-    def __init__(self, *layers: nn.Linear | LoRALinear) -> None:
+    def __init__(self, *layers: nn.Linear | LoRALinear, dtype: torch.dtype | None = None) -> None:
+        """Make the product in `dtype`; None is that of the weights."""
         bases = [layer.base_layer if isinstance(layer, LoRALinear) else layer for layer in layers]
-        biases = [base.bias for base in bases if base.bias is not None]
-        weight = torch.cat([b.weight for b in bases]) if len(bases) > 1 else bases[0].weight
-        pairs = [_adapters(*pair) for pair in zip(layers, bases, strict=True)]
+        dtype = dtype or bases[0].weight.dtype
+        biases = [base.bias.to(dtype) for base in bases if base.bias is not None]
+        weights = [base.weight.to(dtype) for base in bases]
+        weight = torch.cat(weights) if len(bases) > 1 else weights[0]
+        pairs = [_adapters(*pair, dtype) for pair in zip(layers, bases, strict=True)]
         inward, outward = zip(*pairs, strict=True)
         joint = torch.cat(inward)
         self.inward = _Weight(joint, None) if len(joint) else None
@@ -42,7 +45,8 @@ class JointLinear:
     def __call__(
         self, x: Float[Tensor, "B i"], onto: Float[Tensor, "B o"] | None = None
     ) -> Float[Tensor, "B o"]:
-        """Return the product, added to `onto` where it is given."""
+        """Return the product, added to `onto` where it is given, in the dtype of `onto`."""
+        x = x.to(self.weight.dtype)
         if self.inward is not None:
             x = torch.cat([x, self.inward(x)], dim=1)
         return self.weight(x, onto)
@@ -52,7 +56,7 @@ class _Weight:
     """W x + b with W laid out as the processor reads it fastest."""
 
     def __init__(self, weight: Float[Tensor, "o i"], bias: Float[Tensor, " o"] | None) -> None:
-        self.bias = bias
+        self.bias, self.dtype = bias, weight.dtype
         self.packed = can_be_packed(weight)
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
@@ -64,12 +68,14 @@ class _Weight:
     ) -> Float[Tensor, "B o"]:
         if self.packed:
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        elif onto is None or by_onednn(x, len(self.weight)):
+        elif onto is None or onto.dtype != x.dtype or by_onednn(x, len(self.weight)):
             y = linear(x, self.weight, self.bias)
         else:
             y = torch.addmm(onto, x, self.weight.T)
             return y if self.bias is None else y.add_(self.bias)
-        return y if onto is None else y.add_(onto)
+        if onto is None:
+            return y
+        return y.add_(onto) if y.dtype == onto.dtype else y + onto
 
 
 def can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
@@ -86,15 +92,16 @@ def can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
     return weight.dtype == torch.float32 and SMALLEST <= weight.numel() <= LARGEST
 
 
-def _adapters(layer: nn.Linear | LoRALinear, base: nn.Linear) -> tuple[Tensor, Tensor]:
+def _adapters(
+    layer: nn.Linear | LoRALinear, base: nn.Linear, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return all A_i of a layer, [r, i], and all scale_i B_i, [o, r]; r is 0 where it has none."""
-    weight = base.weight
-    inward = [weight.new_zeros(0, base.in_features)]
-    outward = [weight.new_zeros(base.out_features, 0)]
+    inward = [base.weight.new_zeros(0, base.in_features, dtype=dtype)]
+    outward = [base.weight.new_zeros(base.out_features, 0, dtype=dtype)]
     if isinstance(layer, LoRALinear):
         for name in layer.active_adapters:
             if name in layer.lora_A:
                 a, b = (x.get_submodule(name).weight for x in (layer.lora_A, layer.lora_B))
-                inward.append(a.to(weight))
-                outward.append((layer.scaling[name] * b).to(weight))
+                inward.append(a.to(dtype))
+                outward.append((layer.scaling[name] * b).to(dtype))
     return torch.cat(inward), torch.cat(outward, dim=1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_rlhf.kernels.layers import FastLayer
-from lightning_rlhf.kernels.products import linear, product
+from lightning_rlhf.kernels.products import computing_dtype, linear, product
 
 MERGE_FROM = 2  # ratio of operations saved to those of adding an adapter to W, from which to merge
 
@@ -54,9 +54,7 @@ class FusedLoRALinear(FastLayer, LoRALinear):
 
     def forward(self, x: Float[Tensor, "*n i"], *args: Any, **kwargs: Any) -> Float[Tensor, "*n o"]:
         base = self.base_layer
-        device = x.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        autocast, dtype = torch.is_autocast_enabled(x.device.type), computing_dtype(x)
         adapters = [a for a in self.active_adapters if a in self.lora_A]
         pairs = [(self.lora_A[adapter].weight, self.lora_B[adapter].weight) for adapter in adapters]
         if (

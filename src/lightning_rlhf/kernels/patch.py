@@ -20,6 +20,7 @@ from lightning_rlhf.kernels.decoder import FAMILIES, family, packed_class
 from lightning_rlhf.kernels.layers import LIBRARY, LINEAR, FastLayer, fast_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.packing import Packing
+from lightning_rlhf.kernels.products import computing_dtype
 
 STRUCTURE: Mapping[str, tuple[set[str], set[str]]] = {
     "Model": (
@@ -203,7 +204,7 @@ def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
 def rounding(model: PreTrainedModel) -> float:
     """Return the relative difference of a model's logits between two ways to compute them."""
     config = model.config.get_text_config()
-    return rounding_of(model.dtype, getattr(config, "num_hidden_layers", LAYERS))
+    return rounding_of(computing_dtype(model), getattr(config, "num_hidden_layers", LAYERS))
 
 
 def rounding_of(dtype: torch.dtype, layers: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 ROWS = 64  # multiple of the rows of activations; half of it makes twice as many shapes
 WORTH, FEWEST = 2**23, 4
@@ -62,6 +63,12 @@ def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "
     return linear(b.T, a).T  # of the two, oneDNN is handed a copy of the first
 
 
+def computing_dtype(x: Tensor | PreTrainedModel) -> torch.dtype:
+    """Return the dtype of matrix products with x: that of autocast on its device where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def compiles_by_shape(x: Tensor) -> bool:
     """Return whether oneDNN computes products with x, which it compiles for each shape.
 
@@ -70,7 +77,7 @@ def compiles_by_shape(x: Tensor) -> bool:
     """
     if x.device.type != "cpu":
         return False
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    dtype = computing_dtype(x)
     return dtype.itemsize == 2 or (dtype == torch.float32 and fp32_by_onednn())
 
 

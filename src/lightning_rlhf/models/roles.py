@@ -13,11 +13,9 @@ whether the SFT adapter was merged or is a separate adapter.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from pathlib import Path
 
 import torch
@@ -25,36 +23,24 @@ from jaxtyping import Bool, Float, Int
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.device_memory import available_memory
-from lightning_rlhf.core.masking import from_first_real, picker
-from lightning_rlhf.kernels.decoder import family, rotates_by_length
+from lightning_rlhf.core.masking import from_first_real
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.merging import merged_adapters
-from lightning_rlhf.kernels.packing import Packing, columns_to_add
-from lightning_rlhf.kernels.patch import patch, use_kernels
-from lightning_rlhf.kernels.products import compiles_by_shape
+from lightning_rlhf.kernels.patch import patch
 from lightning_rlhf.models.checkpointing import checkpoint_layers
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.config import CRITIC as CRITIC
 from lightning_rlhf.models.config import POLICY as POLICY
 from lightning_rlhf.models.config import VALUE as VALUE
+from lightning_rlhf.models.language_model import LanguageModel
 from lightning_rlhf.models.output_layer import check_not_adapted, check_output_layer, probe_tokens
 from lightning_rlhf.models.peft_model import with_loaded_adapter, with_new_adapter
 
-COPIES, MOST_COPIED = 2, 0.5
-"""Copies of the trunk's weights that sampling by the fast layers makes: one with the adapters added
-and one of joined projections; and the largest share of the free memory that they may take."""
-MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
-"""Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
-UNWINDOWED = {"full_attention", "linear_attention"}
-"""Kinds of layers that need no mask where no position is padding."""
 
-
-class Roles(nn.Module):
+class Roles(LanguageModel):
     """A causal language model with its adapters and scalar heads.
 
     One role is active at a time: the one last given to `set_role`, or inside `use_role` the one
@@ -63,59 +49,15 @@ class Roles(nn.Module):
 
     def __init__(self, causal_lm: PreTrainedModel, kernels: KernelChoice = "auto") -> None:
         """kernels: which layers compute; with auto the place of the weights decides."""
-        super().__init__()
-        self.model: PreTrainedModel | PeftModel = causal_lm
+        super().__init__(causal_lm, kernels)
         self.heads = nn.ModuleDict()
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
         self.role = BASE
         """Role that is active; `set_role` and `use_role` change it."""
         self._merged = False
-        self._kernel_choice: KernelChoice = kernels
-        self._set_kernels()
         if getattr(causal_lm, "recomputes", False):
             self.recompute_layers()
         check_output_layer(causal_lm)
-
-    @property
-    def causal_lm(self) -> PreTrainedModel:
-        """Return the language model without the adapter wrapper."""
-        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the size of a hidden state."""
-        return int(self.causal_lm.get_output_embeddings().in_features)
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of logits of the output layer."""
-        return int(self.causal_lm.get_output_embeddings().out_features)
-
-    @property
-    def caches(self) -> bool:
-        """Return True if the trunk accepts transformers' key-value cache for incremental decoding.
-
-        Mamba and RWKV have a state of another form, and ignore such a cache.
-        """
-        return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the parameters."""
-        return next(self.parameters()).device
-
-    def _set_kernels(self) -> None:
-        self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
-        """Layers that compute: fast or plain."""
-        self._kernel_device = self.device.type
-        self._has_room: bool | None = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Roles:
-        """Move or cast the weights; torch has no public hook for a module inside another."""
-        super()._apply(fn, recurse)
-        if self.device.type != self._kernel_device:
-            self._set_kernels()
-        return self
 
     def recompute_layers(self) -> None:
         """Recompute the layers for the gradient, in the role that they were computed in."""
@@ -214,86 +156,11 @@ class Roles(nn.Module):
         the device has no room for copies of the weights, the adapters stay beside the weights.
         """
         before, self._merged = self._merged, True
-        copies = self.kernels.kind == "fast" and self.has_room
         try:
-            with merged_adapters(self.model) if copies else nullcontext():
+            with merged_adapters(self.model) if self.copies_weights else nullcontext():
                 yield
         finally:
             self._merged = before
-
-    @property
-    def has_room(self) -> bool:
-        """Return True if copies of the trunk's weights for sampling do not strain the device.
-
-        It is decided by the free memory when it is first asked for on a device, with a warning, so
-        that a run samples by the same layers throughout. A CPU always copies: what a run samples
-        does not depend on what else the machine does.
-        """
-        if self._has_room is None:
-            wanted = COPIES * sum(p.nbytes for p in self.causal_lm.base_model.parameters())
-            free = available_memory(self.device)
-            self._has_room = self.device.type == "cpu" or wanted <= MOST_COPIED * free
-            if not self._has_room:
-                warnings.warn(
-                    f"sampling makes no copies of the weights, which would take {wanted / 1e9:.1f} "
-                    f"of {free / 1e9:.1f} GB that are free, and is slower; model.kernels=plain "
-                    "never makes any",
-                    stacklevel=2,
-                )
-        return self._has_room
-
-    def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
-        """Return the last hidden states of the active role, for rows that start with a real token.
-
-        The model is causal, so padding after the last token needs no mask, and attention without
-        a mask is faster. `from_first_real` converts left-padded rows to this form.
-        """
-        return self.causal_lm.base_model(
-            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False
-        ).last_hidden_state
-
-    def _no_masks(self) -> dict[str, None] | None:
-        """Return the masks of causal attention without padding, as the trunk takes them.
-
-        On a device other than the CPU, None has transformers read the positions from it, to find
-        out whether several sequences share a row. Some trunks take a mask for each kind of layer.
-        """
-        config = self.causal_lm.config
-        kinds = set(getattr(config, "layer_types", None) or [])
-        takes_masks = family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
-        if self.device.type == "cpu" or not (takes_masks and kinds):
-            return None
-        return dict.fromkeys(kinds)
-
-    def hidden_at(
-        self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
-    ) -> Float[Tensor, "M d"]:
-        """Return the hidden states at the positions where `wanted` is True, in row-major order.
-
-        Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
-        positions need. Where `wanted` is on the CPU, the device of the tokens is not waited for.
-        """
-        if self.kernels.kind == "plain":
-            return picker(wanted)(self.hidden(tokens))
-        trunk = self.causal_lm.base_model
-        few_shapes = compiles_by_shape(self.causal_lm.get_input_embeddings().weight)
-        if not rotates_by_length(self.causal_lm):
-            more = columns_to_add(tokens.shape[1], few_shapes=few_shapes)
-            tokens, wanted = (F.pad(x, (0, more)) for x in (tokens, wanted))
-        packing = Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
-        hidden = trunk(
-            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing
-        ).last_hidden_state
-        return hidden[: packing.count]
-
-    @property
-    def head_is_trained(self) -> bool:
-        """Return True if the output layer has trainable parameters."""
-        return any(p.requires_grad for p in self.causal_lm.get_output_embeddings().parameters())
-
-    def head(self, hidden: Float[Tensor, "*n d"]) -> Float[Tensor, "*n V"]:
-        """Return the logits of hidden states."""
-        return self.causal_lm.get_output_embeddings()(hidden)
 
     def rewards(
         self,

@@ -36,7 +36,8 @@ class RoomyLayer(DynamicLayer):
 
     The library's layer makes a new tensor of all tokens at every token. Narrow heads on a CPU do
     so here too, but only every few tokens: a processor that reads head by head prefetches the next
-    head where the gap between them is small, and is then more than twice as fast.
+    head where the gap between them is small, and is then more than twice as fast. Under autocast
+    keys may be in fp32, of which attention reads 16 bits: they are kept in the dtype of the values.
     """
 
     def __init__(self, length: int) -> None:
@@ -49,7 +50,7 @@ class RoomyLayer(DynamicLayer):
         """Append keys and values; return all, [B, heads, tokens so far, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.rooms = [x[:, :, :0] for x in (key_states, value_states)]
+            self.rooms = [x[:, :, :0] for x in (key_states.to(value_states.dtype), value_states)]
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if end > self.rooms[0].shape[2]:

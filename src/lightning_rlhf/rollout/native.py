@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.kernels.decoder import family
-from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
+from lightning_rlhf.kernels.decoding import decode_step
 from lightning_rlhf.kernels.products import compiles_by_shape
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
@@ -68,16 +68,15 @@ class NativeSampler:
             hidden = last_hidden(
                 roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask)
             )
-            copies = can_decode(roles.causal_lm, cache) and roles.has_room
-            step = DecodeStep(roles.causal_lm, cache) if copies else None
+            step = decode_step(roles.causal_lm, cache) if roles.copies_weights else None
             head = step.head if step else roles.head
             if samples_per_prompt > 1:
                 prompt = torch.arange(len(prompts), device=roles.device)
                 prompt = prompt.repeat_interleave(samples_per_prompt)
                 cache.reorder_cache(prompt)
                 hidden = hidden[prompt]
-            if is_static(roles.causal_lm, params, step):
-                return StaticDecoding(roles, params, self.value_head, state, cache).run(
+            if is_static(roles.causal_lm, params, step) and step is not None:
+                return StaticDecoding(step, params, self.value_head, state, cache).run(
                     hidden, uniforms
                 )
             while True:

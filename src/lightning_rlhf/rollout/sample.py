@@ -7,6 +7,7 @@ import math
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def sample(
@@ -27,16 +28,23 @@ def sample(
     whole = size // block
     masses = probability[:, : whole * block].unflatten(1, (whole, block)).sum(-1)
     masses = torch.cat([masses, probability[:, whole * block :].sum(-1, keepdim=True)], dim=1)
-    # A GPU's cumulative sum may fall by a rounding, and may rise over a block of no mass.
-    ends = torch.where(masses > 0, masses.cumsum(-1), 0).cummax(-1).values
+    ends = cumulative(masses)
     target = uniform[:, None] * (1 - 1e-6) * ends[:, -1:]
     chosen = torch.searchsorted(ends, target, right=True).clamp(max=whole)
-    before = torch.where(chosen > 0, ends.gather(1, (chosen - 1).clamp(min=0)), 0)
+    before = F.pad(ends, (1, 0)).gather(1, chosen)
     places = chosen * block + torch.arange(block, device=logits.device)
-    inside = probability.gather(1, places.clamp(max=size - 1)).cumsum(-1)
+    inside = cumulative(probability.gather(1, places.clamp(max=size - 1)))
     rest = (target - before).clamp(min=0).minimum(inside[:, -1:] * (1 - 1e-6))
     token = chosen * block + torch.searchsorted(inside, rest, right=True)
     token = token.clamp(max=size - 1)
     # The sum of blocks is nearer to 1 than the sum by which softmax divided.
     logprob = (probability.gather(1, token) / masses.sum(-1, keepdim=True)).log()
     return token.squeeze(1), logprob.squeeze(1)
+
+
+def cumulative(mass: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
+    """Return the cumulative sum, which is constant where there is no mass, and never falls.
+
+    A GPU's cumulative sum may fall by a rounding, and may rise where there is no mass.
+    """
+    return torch.where(mass > 0, mass.cumsum(-1), 0).cummax(-1).values

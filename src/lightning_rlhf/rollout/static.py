@@ -16,7 +16,6 @@ from lightning_rlhf.core.types import SampledResponses
 from lightning_rlhf.kernels.decoder import rotates_by_length
 from lightning_rlhf.kernels.decoding import DecodeStep
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import make_static
 from lightning_rlhf.rollout.decode_state import ASKED, DecodeState
 from lightning_rlhf.rollout.sample import sample
@@ -39,20 +38,21 @@ class StaticDecoding:
 
     def __init__(
         self,
-        roles: Roles,
+        step: DecodeStep,
         params: SamplingParams,
         value_head: ScalarHead | None,
         state: DecodeState,
         cache: DynamicCache,
     ) -> None:
-        """Take over a batch whose prompts are read; state, cache: changed from here on."""
-        device, self.room = roles.device, state.logprobs.shape[1]
-        self.params, self.value_head, self.state = params, value_head, state
+        """Take over a batch whose prompts are read; step, state, cache: changed from here on."""
+        device, self.room = state.tokens.device, state.logprobs.shape[1]
+        self.step, self.params = step, params
+        self.value_head, self.state = value_head, state
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         """Number of tokens so far, on the device."""
         self.place = self.column + state.width
         make_static(cache, state.width + self.room, self.place)
-        self.step = DecodeStep(roles.causal_lm, cache, in_place=True)
+        step.attach(cache, in_place=True)
         self.end = torch.tensor(list(params.end_token_ids), device=device)
         if value_head is not None:
             state.values = torch.zeros_like(state.logprobs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,9 +15,10 @@ from lightning_rlhf.core.device_memory import available_memory
 from lightning_rlhf.core.logprobs import CHUNK_ELEMENTS
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.io.storage import readable
-from lightning_rlhf.kernels.joint_linear import can_be_packed
+from lightning_rlhf.kernels.products import computing_dtype
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.checkpointing import layers_of
+from lightning_rlhf.models.copies import copied_bytes, linear_layers
 from lightning_rlhf.models.quantization import scale_bytes
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
@@ -176,18 +177,9 @@ def linear_sizes(trunk: nn.Module) -> int:
     return sum(layer.in_features + layer.out_features for layer in linear_layers(trunk))
 
 
-def linear_layers(trunk: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the linear layers of a trunk, without those of adapters."""
-    for name, layer in trunk.named_modules():
-        if isinstance(layer, nn.Linear) and "lora_" not in name:
-            yield layer
-
-
 def bytes_of_number(roles: Roles) -> int:
     """Return the bytes of a number in the computation: of the weights, 2 where autocast is on."""
-    kind = roles.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (dtype or roles.causal_lm.dtype).itemsize
+    return computing_dtype(roles.causal_lm).itemsize
 
 
 def of_rollout(module: PPOModule, longest: int) -> Bytes:
@@ -207,33 +199,11 @@ def of_rollout(module: PPOModule, longest: int) -> Bytes:
     row = tokens * (cache_bytes(text_config, model.dtype) + SAMPLING_BYTES)
     layer = linear_sizes(model.base_model) // text_config.num_hidden_layers
     return Bytes(
-        weights=copied_bytes(roles, number),
+        weights=copied_bytes(model) if roles.copies_weights else 0,
         activations=prompts * longest * layer * number,
         logits=LOGITS_COPIES * 4 * rows * roles.vocab_size,
         cache=rows * (row + state_bytes(text_config)),
     )
-
-
-def copied_bytes(roles: Roles, number: int) -> int:
-    """Return the bytes of the copies of weights from which model.kernels=fast samples.
-
-    They are all linear layers as a step of decoding reads them (`JointLinear`), the output layer if
-    it is packed, and in fp32 those that have adapters once more, with the adapters added.
-
-    number: bytes of a number in the computation; weights of another type are not copied.
-    """
-    if roles.kernels.kind != "fast" or not roles.has_room:
-        return 0
-    model = roles.causal_lm
-    layers, head = [*linear_layers(model.base_model)], model.get_output_embeddings().weight
-    copied = 0
-    if all(layer.weight.itemsize == number for layer in layers):
-        copied = sum(layer.weight.nbytes for layer in layers) + can_be_packed(head) * head.nbytes
-    if number != 4:
-        return copied
-    weights = dict(roles.named_parameters())
-    adapted = {name.partition(".lora_A")[0] for name in weights if ".lora_A." in name}
-    return copied + sum(weights[f"{name}.base_layer.weight"].nbytes for name in adapted)
 
 
 def state_bytes(config: PretrainedConfig) -> int:
