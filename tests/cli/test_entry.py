@@ -222,7 +222,7 @@ def test_a_stop_is_seen_in_the_exit_status(
     ("command", "left", "said"),
     [
         (["stage=sft"], ["config.json", "checkpoints/000004.ckpt"],
-         "stopped; resume=true goes on from the last checkpoint"),
+         "stopped; resume=auto goes on from the checkpoint of step 4"),
         (["stage=sft"], ["config.json"], "stopped; the same command starts it over"),
         (["stage=sft"], ["config.json", "metrics.csv"],
          "stopped; it has no checkpoint yet (sft.checkpoint_every="),

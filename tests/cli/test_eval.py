@@ -138,7 +138,7 @@ def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
     command = [*sources(place)["function"], "data.max_val_rows=null"]
     command += [f"data.preferences.val={SHIPPED / 'preferences_val.jsonl'}"]
     page, numbers, out = evaluate(place, "length", *command)
-    assert "look at the preference pairs: " in out
+    assert "preference pairs to look at: " in out
     assert f"{numbers['about_pairs']}\n" in out
     flags = {f["subject"]: f for f in numbers["findings"] if f["outcome"] == "flag"}
     assert flags["length gap"]["value"] > 0.9

@@ -88,8 +88,8 @@ def test_a_fault_in_the_format_stops_ppo(
     assert float(first.partition("differ by ")[2].split()[0]) > 0.05
     prompt = json.loads((judged.folder / "data" / "preferences_val.jsonl").open().readline())
     said = repr(f"[start][user]{prompt['prompt']}\n[assistant]{prompt['chosen']}[end]")
-    assert there_line == f"  it read there:  {said}"
-    assert here_line.startswith("  it reads here:  ")
+    assert there_line == f"  text of a pair there: {said}"
+    assert here_line.startswith("  text of a pair here:  ")
     assert here in here_line
     assert here not in there_line
     assert difference.startswith("  first difference: at character ")
@@ -100,7 +100,7 @@ def test_a_format_that_fits_is_said_to(judged: Workplace) -> None:
     folder = judged.outputs / "other" / "other" / "rm" / "final"
     outcome = ppo(judged, "fits", folder).succeeded
     assert "differ by 0.000 of their standard deviation (allowed: 0.1)" in outcome.out
-    assert "it read there" not in outcome.out
+    assert "text of a pair there" not in outcome.out
 
 
 def test_bfloat16_is_within_the_tolerance(judged: Workplace) -> None:
@@ -123,7 +123,7 @@ def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str | No
     outcome = ppo(
         judged, "warned", changed(BROKEN["start"][0]), "reward.format_check=warn"
     ).succeeded
-    assert "it reads here:  '[start][start][user]" in outcome.out
+    assert "text of a pair here:  '[start][start][user]" in outcome.out
     assert "first difference: at character 8, " in outcome.out
     assert (judged.stage("ppo", "warned") / "final").is_dir()
 
@@ -142,7 +142,7 @@ def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
         "reward.dtype=bfloat16",
     )  # fmt: skip
     assert lines[0].endswith("(allowed: 1e-06)")
-    assert lines[1].startswith("  it reads: '[start][user]")
+    assert lines[1].startswith("  text of a pair: '[start][user]")
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ class TestClassifiers:
     def test_a_doubled_start_stops_ppo(self, judged: Workplace, tmp_path: Path) -> None:
         command = self.classifier(judged, tmp_path, "{{ bos_token }}" + TEMPLATE)
         lines = stopped(judged, *command, "run=stopped")
-        assert lines[1].startswith("  it reads: '[start][start][user]")
+        assert lines[1].startswith("  text of a pair: '[start][start][user]")
         assert lines[2:] == [
             "  it starts with '[start]' twice",
             "Mend that; or reward.format_check=warn goes on all the same",
@@ -208,7 +208,7 @@ class TestClassifiers:
         command = self.classifier(judged, tmp_path, TEMPLATE)
         outcome = judged.mini(*command, "run=shown").succeeded
         assert "reward model: 4 held-out pairs read through PPO's path" in outcome.out
-        assert "  it reads: '[start][user]" in outcome.out
+        assert "  text of a pair: '[start][user]" in outcome.out
 
     def test_without_pairs_it_says_so(self, judged: Workplace, tmp_path: Path) -> None:
         command = self.classifier(judged, tmp_path, TEMPLATE)

@@ -257,7 +257,7 @@ def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) 
     else:
         assert process.returncode == 128 + signal.SIGTERM
         assert out.count("ending after this step") == 1
-        assert "stopped; resume=true goes on from the last checkpoint" in out
+        assert "stopped; resume=auto goes on from the checkpoint of step " in out
     newest = max(int(path.stem) for path in (folder / "checkpoints").glob("0*.ckpt"))
     outcome = place.mini(
         *LONG, f"run={run}", *parents, "resume=true", "trainer.max_time=00:00:00:01"

@@ -182,7 +182,7 @@ def test_a_signal_saves_the_running_step(
     assert read_run(path)["step"] == found["global_step"] == int(path.stem) > 0
     assert f"checkpoint {int(path.stem)}: " in said
     assert "a second SIG" in said
-    assert said.count("stopped; resume=true goes on from the last checkpoint") == 1
+    assert said.count("stopped; resume=auto goes on from the checkpoint of step ") == 1
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
     assert not target.exists()
     assert not list(folder.rglob("*.tmp"))
     again = [] if what == "checkpoint" else ["resume=true"]
-    assert error.endswith("resume=true goes on from the last checkpoint" if again else
+    assert error.endswith("resume=auto goes on from the checkpoint of step 6" if again else
                           "the same command starts it over")  # fmt: skip
     workplace.mini("stage=sft", *again).succeeded  # noqa: B018
     assert weights(folder) == weights(pipeline.stage("sft"))

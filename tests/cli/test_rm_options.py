@@ -56,7 +56,7 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
     swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
     file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
     out = finished.mini("stage=rm", "job=bad", "data.on_bad_row=skip").succeeded.out
-    (said,) = [line for line in out.splitlines() if line.startswith("look at the preference pairs")]
+    (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
     count = ROWS["preferences_train"] + ROWS["preferences_val"] + 5
     assert f"duplicates of an earlier pair: 3 of {count} pairs" in said
     assert f"contradictions of an earlier pair: 2 of {count} pairs" in said
@@ -67,7 +67,7 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
 def test_ties_that_were_left_out_are_among_them(finished: Workplace) -> None:
     rewrite(pairs(finished), lambda i, row: row | {"rejected": row["chosen"]} if i == 7 else row)
     out = finished.mini("stage=rm", "job=tie", "data.on_bad_row=skip").succeeded.out
-    (said,) = [line for line in out.splitlines() if line.startswith("look at the preference pairs")]
+    (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
     rows = ROWS["preferences_train"] + ROWS["preferences_val"]
     assert f"left out, its two responses being identical: 1 of {rows} rows" in said
     assert "duplicates" not in said

@@ -414,7 +414,7 @@ def test_what_the_trainer_refuses_costs_no_finished_run(
 def test_a_run_ends_with_a_checkpoint_when_its_time_is_over(workplace: Workplace) -> None:
     outcome = workplace.mini("stage=sft", "trainer.max_time=00:00:00:00")
     assert outcome.status == 143
-    assert "resume=true goes on from the last checkpoint" in outcome.out
+    assert "resume=auto goes on from the checkpoint of step " in outcome.out
     assert not (workplace.stage("sft") / "final").exists()
     workplace.mini("stage=sft", "resume=true").succeeded  # noqa: B018
 

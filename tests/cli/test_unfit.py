@@ -22,7 +22,7 @@ UNFIT = {
     "words": f"{NOT_FIT} 1 of 6 checks flagged (better than guessing), 0 not tested.",
     "reasons": ["better than guessing: ranks 50.0% of held-out pairs right"],
 }
-FIT = {"is_unfit": False, "words": "No check speaks against it.", "reasons": []}
+FIT = {"is_unfit": False, "words": "No check found a fault in it.", "reasons": []}
 
 
 def judged(place: Workplace, verdict: dict[str, Any] | None) -> None:
@@ -123,7 +123,7 @@ def test_the_key_may_change_between_two_calls_of_a_run(finished: Workplace) -> N
     judged(finished, FIT)
     command = ppo("changed", *given(finished))
     out = finished.mini(*command).succeeded.out
-    assert "reward head: No check speaks against it.\n" in out
+    assert "reward head: No check found a fault in it.\n" in out
     error = finished.mini(*command, "resume=true", "reward.unfit=warn").error
     assert "configuration" not in error  # it is finished, and not another run
 

@@ -24,8 +24,10 @@ def test_a_run_shorter_than_val_every_validates_at_tenths_and_learns_the_same(
     parents = {"sft": [], "rm": given(finished)[:1], "ppo": given(finished)}[stage]
     command = [f"stage={stage}", "run=short", *parents, f"{stage}.val_every=1000"]
     outcome = finished.mini(*command).succeeded
-    steps = f"{STEPS[stage]} steps, a tenth of them rounded up"
-    said = f"validating every 1 of the {steps}: {stage}.val_every is 1000, more than the run has"
+    said = (
+        f"validating every 1 step, a tenth of the {STEPS[stage]} of the run: {stage}.val_every is "
+        "1000, more than it has"
+    )
     assert said in outcome.out
     short, default = finished.stage(stage, "short"), finished.stage(stage)
     names = [name for name in weights(default) if "fingerprint" not in name]

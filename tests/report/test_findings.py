@@ -48,7 +48,9 @@ def test_a_calibrated_model_that_ignores_length_is_clear() -> None:
     for seed in range(5):
         findings = find(measure(simulated(500, per_token=0.0, seed=seed), SAMPLES), [])
         assert [f.outcome for f in findings] == ["clear"] * 6
-    assert verdict(findings).startswith("No check speaks against it. 0 of 6 checks flagged, 0 not")
+    assert verdict(findings).startswith(
+        "No check found a fault in it. 0 of 6 checks flagged, 0 not"
+    )
 
 
 def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
@@ -232,7 +234,7 @@ def test_broken_pairs_are_flagged_beside_the_reward() -> None:
     # 40 pairs of equally long responses on 40 prompts; then 2 that stand twice, 1 turned round.
     clean = [(f"q{i}", "yes", "not") for i in range(40)]
     assert about_pairs(find_in_pairs(find_problems(pairs_of(*clean), None))) == (
-        "About the pairs: No check speaks against them. 0 of 3 checks flagged, 1 not tested."
+        "About the pairs: No check found a fault in them. 0 of 3 checks flagged, 1 not tested."
     )
     broken = pairs_of(*clean, *clean[:2], ("q5", "not", "yes"), *[("l", "longer", "x")] * 1)
     found = {f.check: f for f in find_in_pairs(find_problems(broken, pairs_of(clean[0])))}

@@ -86,7 +86,7 @@ def test_pairs_that_nobody_scored_before() -> None:
     assert (result.pairs, result.accuracy, result.own_accuracy, result.gap) == (2, 0.5, None, None)
     assert result.lines("a", 0.1) == [
         "reward a: 2 held-out pairs read through PPO's path, 0.50 of them ranked as labelled",
-        "  it reads: '<q>'",
+        "  text of a pair: '<q>'",
         "  it starts twice",
         "  look: it has no end",
     ]
@@ -130,7 +130,7 @@ def test_the_same_text_is_shown_once() -> None:
     assert result.lines("a", 0.25) == [
         "reward a: 1 held-out pairs read through PPO's path, 1.00 of them ranked as labelled, 1.00 "
         "in its own stage; the scores differ by 0.000 of their standard deviation (allowed: 0.25)",
-        "  it reads: '<q>a<r>b<e>'",
+        "  text of a pair: '<q>a<r>b<e>'",
     ]
 
 
@@ -139,8 +139,8 @@ def test_another_text_is_shown_beside_its_own() -> None:
     lines = compare([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", ["odd"]).lines("a", 0.1)
     assert "differ by 1.414 of" in lines[0]
     assert lines[1:] == [
-        "  it read there:  '<q>a<r>b<e>'",
-        "  it reads here:  '<q>a\\n<r>b<e>'",
+        "  text of a pair there: '<q>a<r>b<e>'",
+        "  text of a pair here:  '<q>a\\n<r>b<e>'",
         "  first difference: at character 4, '<q>a<r>b<e>' there, '<q>a\\n<r>b<e>' here",
         "  odd",
     ]

@@ -16,7 +16,7 @@ from lightning_rlhf.stages import paths
 
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """Return how to resume a stopped run; an empty list where there is nothing to resume."""
-    from lightning_rlhf.callbacks.checkpoint_files import numbered
+    from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
     from lightning_rlhf.stages.folder.folders import (
         CHECKPOINTS,
         FINAL,
@@ -36,8 +36,8 @@ def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
             return []
         if settings.resume == AUTO:
             return ["the same command goes on"]
-        if numbered(folder / CHECKPOINTS):
-            return ["resume=true goes on from the last checkpoint"]
+        if saved := numbered(folder / CHECKPOINTS):
+            return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
         if is_unbegun(folder) or not settings.definition.trains:
             return ["the same command starts it over"]
     except RLHFError:

@@ -60,7 +60,7 @@ def about_pairs(findings: Sequence[Finding]) -> str:
     elif all(finding.outcome == "not tested" for finding in findings):
         words = "Too few to be judged."
     else:
-        words = "No check speaks against them."
+        words = "No check found a fault in them."
     return f"About the pairs: {words} {_counts(findings)}."
 
 
@@ -89,7 +89,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     elif flags:
         words = "Fit with reservations: PPO will look for the weak spots below."
     else:
-        words = "No check speaks against it."
+        words = "No check found a fault in it."
     return f"{words} {_counts(findings)}."
 
 

@@ -101,17 +101,17 @@ class FormatResult:
         if self.gap is None:
             first = f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}"
             more = (*self.problems, *(f"look: {doubt}" for doubt in self.doubts))
-            return [first, f"  it reads: {self.rendered!r}", *(f"  {line}" for line in more)]
+            return [first, f"  text of a pair: {self.rendered!r}", *(f"  {line}" for line in more)]
         first = (
             f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}, "
             f"{self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} of "
             f"their standard deviation (allowed: {tolerance:g})"
         )
-        shown = [f"  it reads: {self.rendered!r}"]
+        shown = [f"  text of a pair: {self.rendered!r}"]
         if self.rendered != self.own_rendered:
             shown = [
-                f"  it read there:  {self.own_rendered!r}",
-                f"  it reads here:  {self.rendered!r}",
+                f"  text of a pair there: {self.own_rendered!r}",
+                f"  text of a pair here:  {self.rendered!r}",
                 f"  first difference: {first_difference(str(self.own_rendered), self.rendered)}",
             ]
         return [first, *shown, *(f"  {problem}" for problem in self.problems)]

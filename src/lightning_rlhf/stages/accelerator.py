@@ -92,5 +92,6 @@ def print_device(settings: Settings) -> None:
     elif torch.version.cuda is None and driver_has_gpu():
         note = f"; torch {torch.__version__} is built without CUDA and cannot use the GPU"
     size = world().size
-    processes = f" in {size} processes" if size > 1 else ""
+    threads = f" of {counted(torch.get_num_threads(), 'thread')} each" if name == "the CPU" else ""
+    processes = f" in {size} processes{threads}" if size > 1 else ""
     print_line(f"computing on {name}{processes}, {settings.trainer.precision}{note}")

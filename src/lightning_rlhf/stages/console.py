@@ -75,7 +75,7 @@ def print_problems(problems: Problems) -> None:
     found = [problem.line for problem in problems.counted if problem.count]
     found += [problems.length.line] if problems.length.one_sided else []
     if found:
-        print_line(f"look at the preference pairs: {'; '.join(found)}", "yellow")
+        print_line(f"preference pairs to look at: {'; '.join(found)}", "yellow")
 
 
 def print_evaluation(metrics: Mapping[str, float]) -> None:

@@ -30,6 +30,7 @@ from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.figures import draw_curves
@@ -147,8 +148,8 @@ def rhythm(settings: Settings, steps: int) -> StageConfig:
     val_every = config.validation_interval(steps)
     if val_every != config.val_every:
         print_line(
-            f"validating every {val_every} of the {steps} steps, a tenth of them rounded up: "
-            f"{settings.stage}.val_every is {config.val_every}, more than the run has"
+            f"validating every {counted(val_every, 'step')}, a tenth of the {steps} of the run: "
+            f"{settings.stage}.val_every is {config.val_every}, more than it has"
         )
     return replace(config, val_every=val_every)
 
