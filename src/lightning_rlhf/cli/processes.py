@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stopped
+from lightning_rlhf.callbacks.stop import SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.recipe_steps import quoted
@@ -47,16 +47,30 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
     words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
     failures = launch(settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words])
-    killed = {rank: -status for rank, status in failures.items() if status < 0}
-    for rank, number in sorted(killed.items()):
-        if number != signal.SIGTERM:  # which the launcher sends to those that are left
-            raise RLHFError(
-                f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
-                f"others with it; resume=auto goes on in {folder_of(settings)}"
-            )
+    if (killed := killed_process(failures)) is not None:
+        rank, number = killed
+        raise RLHFError(
+            f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
+            f"others with it; resume=auto goes on in {folder_of(settings)}"
+        )
     if failures:
         sys.exit(max(failures.values()))
     assert (folder_of(settings) / FINAL).is_dir()
+
+
+def killed_process(failures: Mapping[int, int]) -> tuple[int, int] | None:
+    """Return rank and signal of the process that a signal ended; None where none was.
+
+    The launcher sends SIGTERM to those that are left when another one has ended: it counts only if
+    no process ended in another way.
+
+    failures: rank -> exit status, or below 0 a signal's number.
+    """
+    killed = [(rank, -status) for rank, status in sorted(failures.items()) if status < 0]
+    others = [one for one in killed if one[1] != signal.SIGTERM]
+    if not others and len(killed) < len(failures):
+        return None
+    return next(iter(others or killed), None)
 
 
 def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
@@ -70,11 +84,13 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    stop = Stop()
+
     def receive(signum: int, frame: FrameType | None) -> None:
-        for number in heard:  # a second one ends this process, and the others with it
-            signal.signal(number, signal.SIG_DFL)
-        os.write(2, SAID.format(signal.Signals(signum).name).encode())
-        raise SignalException(f"received signal {signum}", signal.Signals(signum))
+        is_second = stop.signal is not None
+        stop.receive(signum, frame)  # a second one ends this process, and the others with it
+        if not is_second:
+            raise SignalException(f"received signal {signum}", signal.Signals(signum))
 
     config = LaunchConfig(
         min_nodes=1,
