@@ -107,6 +107,7 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, ProcessFailure]:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the name of this machine may have no address
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
         signals_to_handle="SIGHUP,SIGQUIT",
