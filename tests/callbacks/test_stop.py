@@ -40,3 +40,29 @@ def test_one_process_prints_a_signal(
     stop.receive(signal.SIGTERM, None)
     assert stop.signal == signal.SIGTERM
     assert capfd.readouterr().err.count("ending after this step") == lines
+
+
+def test_a_signal_that_is_repeated_at_once_is_the_first_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Linux sends a process the signal for its parent's end once for each thread of the parent.
+
+    At the first of them the parent may still be there. The process prints the line then at another.
+    """
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append(signum))
+    monkeypatch.setenv(IN_LAUNCHER, str(os.getppid()))
+    before = signal.getsignal(signal.SIGTERM)
+    stop = Stop()
+    stop.receive(signal.SIGTERM, None)
+    monkeypatch.setenv(IN_LAUNCHER, str(NOBODY))
+    for _ in range(3):
+        stop.receive(signal.SIGTERM, None)
+    assert not sent
+    assert capfd.readouterr().err.count("ending after this step") == 1
+    stop.time -= 1
+    try:
+        stop.receive(signal.SIGTERM, None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert sent == [signal.SIGTERM]

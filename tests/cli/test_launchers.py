@@ -131,6 +131,50 @@ def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
     assert not list(workplace.outputs.rglob(".sweep-*"))
 
 
+SLURM = {
+    # Starts the job at once, with the variables of Slurm.
+    "sbatch": r"""
+cp "$1" "$0.script"
+SLURM_JOB_ID=7 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=here \
+    bash "$1" > /dev/null 2>&1 &
+echo Submitted batch job 7
+""",
+    "srun": """
+while [[ $1 == -* || $1 == *.out || $1 == *.err ]]; do shift; done
+SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"
+""",
+    "sacct": "echo 'JobID|State|NodeList'",
+}
+"""Programs of Slurm that run the jobs on this machine."""
+
+
+def test_slurm_jobs_have_a_gpu_for_each_process(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way of a job: submitted, started by srun, failed, and its result read."""
+    for name, script in SLURM.items():
+        program = tmp_path / "slurm" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'slurm'}:{os.environ['PATH']}")
+    outcome = workplace.sweep(
+        "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "trainer.devices=2",
+        "stage=ppo", "ppo.kl_coef=choice(-1)",
+    )  # fmt: skip
+    assert outcome.status == 1
+    asked = (tmp_path / "slurm" / "sbatch.script").read_text()
+    for option in (
+        "gpus-per-node=2", "nodes=1", "ntasks-per-node=1", "partition=gpu", "signal=USR2@180",
+        "time=720",
+    ):  # fmt: skip
+        assert f"#SBATCH --{option}\n" in asked
+    (failed,) = workplace.outputs.rglob("failed.txt")
+    assert failed.parent.parent.name == "kl_coef=-1"
+    assert "ppo.kl_coef is -1" in failed.read_text()
+    assert outcome.out.count("  alone: ") == 1
+
+
 def test_a_launcher_that_is_not_installed_is_named(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lightning_rlhf.cli import processes
+from lightning_rlhf.cli.processes import killed_process
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.stages import launch, replica, run
+from lightning_rlhf.parallel.group import join_group
+from lightning_rlhf.parallel.world import World
+from lightning_rlhf.stages import console, launch, replica, run
 from lightning_rlhf.stages.stage import Settings
 
 from ..processes import SRUN, forked
@@ -226,6 +232,77 @@ def test_other_numbers_of_processes_are_refused(
             monkeypatch.setenv(name, str(value))
     words = MINI if "recipe=quickstart" not in overrides else ()
     assert expected in place.call(*words, *overrides, "run=refused").error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sft.lrr=1"], "sft.lrr is not a known key; did you mean sft.lr?"),
+        (["sft.lr=-1"], "sft.lr is -1; allowed: a number"),
+        (["data.demonstrations.train=no.jsonl"], "data file no.jsonl does not exist"),
+    ],
+)
+def test_an_error_that_all_processes_meet_is_printed_once(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    """With one status in all, of which the others come last, since the launcher ends all then."""
+    monkeypatch.setattr(console, "PATIENCE_S", 0.1)
+    outcome = in_processes(workplace, 2, "stage=sft", *words, folder=workplace.folder)
+    assert message in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ({}, None),
+        ({0: 1, 1: -signal.SIGTERM}, None),  # process 0 has printed why
+        ({0: -signal.SIGTERM, 1: -signal.SIGKILL}, (1, signal.SIGKILL)),
+        ({0: 1, 1: -signal.SIGKILL}, (1, signal.SIGKILL)),
+        ({0: -signal.SIGTERM, 1: -signal.SIGTERM}, (0, signal.SIGTERM)),  # before the training
+    ],
+)
+def test_the_process_that_a_signal_has_ended(
+    failures: dict[int, int], expected: tuple[int, int] | None
+) -> None:
+    assert killed_process(failures) == expected
+
+
+def test_a_job_of_a_sweep_is_marked_with_the_error_of_its_processes(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the file that torchrun's launcher reads. The process itself has printed the error."""
+    file = tmp_path / "error.json"
+
+    def launch(size: int, command: list[str]) -> dict[int, ProcessFailure]:
+        with monkeypatch.context() as patch:
+            patch.setenv(console.ERROR_FILE, str(file))
+            console.print_error("no such model")
+        ended = ProcessFailure(1, 8, -signal.SIGTERM, "none")
+        return {1: ended, 0: ProcessFailure(0, 7, 1, str(file))}
+
+    monkeypatch.setattr(processes, "launch", launch)
+    outcome = workplace.sweep("stage=sft", "trainer.devices=2", "seed=choice(1)")
+    assert outcome.status == 1
+    assert outcome.err.count("error: no such model") == 1
+    (failed,) = workplace.outputs.rglob("failed.txt")
+    assert failed.read_text() == "no such model\n"
+
+
+def test_processes_that_do_not_meet_say_where(tmp_path: Path) -> None:
+    """The first of two, whose port is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+
+        def join() -> None:
+            os.environ["MASTER_PORT"] = port
+            cpu, limit = torch.device("cpu"), timedelta(seconds=10)
+            join_group(World(0, 2), cpu, "gloo", "env://", limit)
+
+        (error,) = forked(1, join, tmp_path)
+    assert isinstance(error, ConfigError)
+    assert f"process 0 of 2 cannot meet the others at 127.0.0.1:{port} (" in str(error)
 
 
 LONG = ("stage=ppo", "ppo.iterations=200", "ppo.val_every=200", "ppo.checkpoint_every=2",

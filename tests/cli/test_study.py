@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import optuna
 import pytest
 from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
 from optuna.trial import TrialState
 
 from lightning_rlhf.cli import study
@@ -160,6 +163,42 @@ def test_a_failed_trial_that_was_run_alone_since_is_complete(
         results = run(tmp_path, Jobs(), 3)
         assert sorted(r.status for r in results.values()) == ["done"] * 3
         assert read(tmp_path).best_value == 7
+
+
+def test_a_second_command_on_a_study_leaves_its_running_trials_alone(tmp_path: Path) -> None:
+    class Meanwhile(Jobs):
+        def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
+            with pytest.raises(ConfigError, match="another command runs trials of the study 'ppo'"):
+                other.run(Jobs(), lambda batch: None)
+            return super().launch(job_overrides, initial_job_idx)
+
+    options = {
+        "metric": METRIC, "direction": "maximize", "n_trials": 2, "n_jobs": 1, "params": {},
+        "storage": str(tmp_path / "study.log"), "study_name": "ppo", "pruner": None,
+        "sampler": {"_target_": "optuna.samplers.RandomSampler", "seed": 0},
+    }  # fmt: skip
+    other = Trials(StudyConfig(**options), SPACE)
+    results = run(tmp_path, Meanwhile(), 2)
+    assert [r.status for r in results.values()] == ["done"] * 2
+    assert [t.state for t in read(tmp_path).trials] == [TrialState.COMPLETE] * 2
+    assert not [*tmp_path.glob("*.lock")]
+    with sweep(tmp_path):
+        other.run(Jobs(), lambda batch: None)
+
+
+def test_a_job_reads_the_address_of_a_database_from_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a password, which the job's command line and its config.json are not to have."""
+    monkeypatch.setenv(study.STORAGE, "")
+    jobs, address = Jobs(), f"sqlite:///{tmp_path}/study.db?timeout=10"
+    results = run(tmp_path, jobs, 1, storage=address)
+    (values,) = jobs.launched
+    assert values[f"{TRIAL}.storage"] == f'"${{oc.env:{study.STORAGE}}}"'
+    assert os.environ[study.STORAGE] == address
+    assert "timeout" not in str(results)
+    node = OmegaConf.create({"storage": json.loads(values[f"{TRIAL}.storage"])})
+    assert node.storage == address
 
 
 @pytest.mark.parametrize(

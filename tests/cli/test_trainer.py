@@ -20,7 +20,7 @@ from lightning_rlhf.cli.processes import run_processes
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.stages import accelerator, trainer_section
 from lightning_rlhf.stages.accelerator import check_accelerator, check_devices, print_device
-from lightning_rlhf.stages.objects import own_arguments, own_callbacks
+from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
@@ -118,6 +118,13 @@ def test_what_is_given_stands_beside_auto() -> None:
     resolved = resolve_auto({"trainer": given, "model": {"from_config": None, "dtype": "float32"}})
     assert resolved["trainer"]["precision"] == "bf16-mixed"
     assert resolved["trainer"]["weights_dtype"] == "float32"
+
+
+def test_one_process_in_a_batch_script_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose variables have the tasks of the whole job, which srun has not started."""
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_JOB_NAME", "sweep")
+    check_trainer(read_trainer(CPU), {})
 
 
 def test_monitors_a_profiler_and_a_logger_of_ones_own(

@@ -11,12 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import optuna
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, distributed, nn
 
+from lightning_rlhf.callbacks.checkpoints import trained as batches_of
 from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
+from lightning_rlhf.callbacks.trial import PRUNED, TrialReport, open_storage
 from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
 from lightning_rlhf.core.types import Experience, Rollout
 from lightning_rlhf.modules.dpo import DPOModule
@@ -335,3 +338,35 @@ def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:
     for _, joined, largest in found:
         assert_same(joined, batch)
         assert largest == 3
+
+
+class Pruner(optuna.pruners.BasePruner):
+    """A pruner that ends every trial at its first report."""
+
+    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        return True
+
+
+def test_a_trial_that_is_pruned_ends_in_all_processes(tmp_path: Path) -> None:
+    """After the first of two evaluations, which the first process alone measures and reports."""
+    file = str(tmp_path / "study.log")
+    study = optuna.create_study(storage=open_storage(file), study_name="s", direction="minimize")
+    number, batch = study.ask().number, demonstrations()
+
+    class Measures(Callback):
+        def on_validation_epoch_end(self, trainer, pl_module) -> None:
+            pl_module.log("eval/loss", 1.0)
+
+    def work(replicas: Replicas) -> int:
+        trial = TrialReport(
+            storage=file, study_name="s", number=number, metric="eval/loss", pruner=Pruner()
+        )
+        module = SFTModule(sft_roles("qwen3"), sft_config(), replicas)
+        measures = [Measures()] if replicas.is_first else []
+        callbacks = [*measures, SharedMetrics(replicas), trial]
+        return batches_of(fit(module, [batch] * 4, callbacks, [batch], every=2))
+
+    assert replicated(2, work, tmp_path) == [2, 2]
+    (trial,) = study.trials
+    assert trial.intermediate_values == {2: 1.0}
+    assert trial.user_attrs == {PRUNED: 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAID = "\nending after this step, with a checkpoint; a second {} ends at once\n"
 """Message printed at the first signal."""
+REPEATED_S = 0.5
+"""Seconds in which a further signal counts as the first one, repeated: Linux may send the signal
+for the end of a parent once for each of the parent's threads."""
 
 
 class Stopped(SystemExit):
@@ -36,16 +40,23 @@ class Stop:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The signal received; None before the first one."""
+        self.time = 0.0
+        """Time at which it was received, in seconds of a monotonic clock."""
+        self.is_said = False
+        """True if the message was printed."""
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """Store the signal, or end the process if a signal was received before."""
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self.time = signal.Signals(signum), now
+        elif now - self.time > REPEATED_S:
             get_console().show_cursor()
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        self.signal = signal.Signals(signum)
         is_passed_on = os.environ.get(IN_LAUNCHER) == str(os.getppid())  # by who has printed it
-        if world().is_first and not is_passed_on:
+        if world().is_first and not is_passed_on and not self.is_said:
+            self.is_said = True
             # A handler may interrupt a print, and Python's streams refuse a print within a print.
             os.write(2, SAID.format(self.signal.name).encode())
 

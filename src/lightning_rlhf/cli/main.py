@@ -45,10 +45,10 @@ from lightning_rlhf.cli.secrecy import (
     without_secrets,
 )
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
-from lightning_rlhf.core.errors import RewardError, RLHFError, StorageError
+from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.visible import visible
-from lightning_rlhf.parallel.world import IN_LAUNCHER, world
+from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.process import IN_RECIPE, STOPPED, end_with, is_job
@@ -72,8 +72,11 @@ CHECK = "check"
 def main() -> None:
     """Run train.py or the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    leave_run()
     if IN_LAUNCHER in os.environ:
         end_with(int(os.environ[IN_LAUNCHER]))
+    elif world().launcher == "torchrun":
+        end_with(os.getppid())
     if not world().is_first:
         silence()
     words = sys.argv[1:]
@@ -198,7 +201,8 @@ def compose(cfg: DictConfig) -> str | None:
         is_cut_off = isinstance(error, RewardError | StorageError)
         hint = resume_hint(cfg, in_sweep) if is_cut_off else []
         message = shown(str(error))
-        print_error("; ".join([message, *hint]))
+        if not isinstance(error, PrintedError):
+            print_error("; ".join([message, *hint]))
         if in_sweep:
             message = sweep.mark_failed(cfg, message)
         if not from_sweep:

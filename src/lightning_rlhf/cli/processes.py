@@ -7,18 +7,22 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stopped
+from lightning_rlhf.callbacks.stop import SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.recipe_steps import quoted
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of
 from lightning_rlhf.stages.process import IN_RECIPE
 from lightning_rlhf.stages.stage import Settings
+
+if TYPE_CHECKING:  # torch
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 DECIDED = ("job", "resume", "overwrite")
 """Keys whose values were decided in this process."""
@@ -31,8 +35,8 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
 
     overrides: overrides of the job.
 
-    Raises: Stopped where a signal ended it, RLHFError where a process was killed, and SystemExit
-        where a process failed, after its message.
+    Raises: Stopped where a signal ended it, RLHFError where a process was killed, PrintedError
+        where one failed with a message, and SystemExit where one failed otherwise.
     """
     if settings.trainer.num_nodes > 1:
         raise ConfigError(
@@ -47,22 +51,40 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
     words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
     failures = launch(settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words])
-    killed = {rank: -status for rank, status in failures.items() if status < 0}
-    for rank, number in sorted(killed.items()):
-        if number != signal.SIGTERM:  # which the launcher sends to those that are left
-            raise RLHFError(
-                f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
-                f"others with it; resume=auto goes on in {folder_of(settings)}"
-            )
+    statuses = {rank: failure.exitcode for rank, failure in failures.items()}
+    if (killed := killed_process(statuses)) is not None:
+        rank, number = killed
+        raise RLHFError(
+            f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
+            f"others with it; resume=auto goes on in {folder_of(settings)}"
+        )
+    for failure in failures.values():
+        if "timestamp" in failure.error_file_data:  # which `print_error` has left
+            raise PrintedError(failure.message)
     if failures:
-        sys.exit(max(failures.values()))
+        sys.exit(max(statuses.values()))
     assert (folder_of(settings) / FINAL).is_dir()
 
 
-def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
-    """Run `python command` in several processes; return rank -> status of those that failed.
+def killed_process(failures: Mapping[int, int]) -> tuple[int, int] | None:
+    """Return rank and signal of the process that a signal ended; None where none was.
 
-    A status below 0 is a signal's number.
+    The launcher sends SIGTERM to those that are left when another one has ended: it counts only if
+    no process ended in another way.
+
+    failures: rank -> exit status, or below 0 a signal's number.
+    """
+    killed = [(rank, -status) for rank, status in sorted(failures.items()) if status < 0]
+    others = [one for one in killed if one[1] != signal.SIGTERM]
+    if not others and len(killed) < len(failures):
+        return None
+    return next(iter(others or killed), None)
+
+
+def launch(processes: int, command: Sequence[str]) -> dict[int, ProcessFailure]:
+    """Run `python command` in several processes; return rank -> failure of those that failed.
+
+    An exit status below 0 is a signal's number.
 
     Raises: Stopped where a signal came to this process, after the processes have ended.
     """
@@ -70,11 +92,13 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    stop = Stop()
+
     def receive(signum: int, frame: FrameType | None) -> None:
-        for number in heard:  # a second one ends this process, and the others with it
-            signal.signal(number, signal.SIG_DFL)
-        os.write(2, SAID.format(signal.Signals(signum).name).encode())
-        raise SignalException(f"received signal {signum}", signal.Signals(signum))
+        is_second = stop.signal is not None
+        stop.receive(signum, frame)  # a second one ends this process, and the others with it
+        if not is_second:
+            raise SignalException(f"received signal {signum}", signal.Signals(signum))
 
     config = LaunchConfig(
         min_nodes=1,
@@ -83,6 +107,7 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the name of this machine may have no address
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
         signals_to_handle="SIGHUP,SIGQUIT",
@@ -95,7 +120,7 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return dict(error.failures)
     except SignalException as error:
         raise Stopped(error.sigval) from error
     finally:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from urllib.parse import quote
 
 import optuna
+from filelock import Timeout
 from hydra.plugins.launcher import Launcher
 from optuna.distributions import check_distribution_compatibility
 from optuna.trial import FrozenTrial, TrialState
@@ -22,6 +26,7 @@ from lightning_rlhf.cli.sweep import NEUTRAL, TRIAL
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.cli.sweep_results import SweepResults
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.io.lock import locked
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import FINAL
@@ -32,6 +37,9 @@ from lightning_rlhf.stages.registry import STAGES
 Batch = Sequence[Sequence[str]]
 FIXED, RESULT = "overrides", "result"
 """Name under which a study stores its fixed overrides, and a trial the result of its job."""
+STORAGE = "LIGHTNING_RLHF_STORAGE"
+"""Environment variable from which the jobs read the address of a database, which may hold a
+password: it stands in no command line and no file of a run."""
 
 
 class Trials:
@@ -56,9 +64,10 @@ class Trials:
                 "key, as 'ppo.kl_coef=tag(log,interval(0.01,0.5))' or seed=1,2,3"
             )
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.storage = str(Path(config.storage).absolute())
-        if "://" in config.storage:
-            self.storage = config.storage
+        self.is_database = "://" in config.storage
+        self.storage = config.storage
+        if not self.is_database:
+            self.storage = str(Path(config.storage).absolute())
         self.name = f"{config.study_name!r} in {without_secrets(self.storage)}"
         self.file = open_storage(self.storage)
         self.study = optuna.create_study(
@@ -104,9 +113,37 @@ class Trials:
         Trials that an earlier command began are the first ones; finished ones are not repeated.
 
         validate: raises an error where jobs cannot be composed.
+
+        Raises ConfigError where another command runs trials of the study.
         """
         results = SweepHook.results
         assert results is not None
+        with self.held(results.sweep):
+            self.run_trials(results, launcher, validate)
+        self.print_best()
+
+    @contextmanager
+    def held(self, sweep: Path) -> Iterator[None]:
+        """Lock the study against other commands inside, which would take its running trials.
+
+        The lock is a file beside that of the study, for a database in the folder `sweep`.
+        """
+        place = sweep / "database" if self.is_database else Path(self.storage)
+        file = place.with_name(f".{place.name}.{quote(self.config.study_name, safe='')}.lock")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(file))
+            except Timeout:
+                raise ConfigError(
+                    f"another command runs trials of the study {self.name}, and holds {file}; "
+                    f"allowed: one at a time, with {KEY}.n_jobs and a launcher for several trials"
+                ) from None
+            yield
+
+    def run_trials(
+        self, results: SweepResults, launcher: Launcher, validate: Callable[[Batch], None]
+    ) -> None:
+        """Run the trials as `run` does, with the study locked."""
         left = [t.number for t in self.study.trials if not t.state.is_finished()]
         for finished in self.finished():
             results.write(len(results.read()), finished)
@@ -126,7 +163,6 @@ class Trials:
             launcher.launch(jobs, initial_job_idx=begun)
             for job, number in enumerate(numbers, start=begun):
                 self.tell(number, results, job)
-        self.print_best()
 
     def finished(self) -> Iterator[JobResult]:
         """Yield the results of finished trials.
@@ -165,8 +201,11 @@ class Trials:
 
     def reporting(self, number: int) -> list[str]:
         """Return the overrides by which the job of a trial reports to the study."""
+        storage = self.storage
+        if self.is_database:
+            os.environ[STORAGE], storage = storage, f"${{oc.env:{STORAGE}}}"
         values = {
-            "_target_": "lightning_rlhf.callbacks.trial.TrialReport", "storage": self.storage,
+            "_target_": "lightning_rlhf.callbacks.trial.TrialReport", "storage": storage,
             "study_name": self.config.study_name, "number": number, "metric": self.config.metric,
             "pruner": dict(self.config.pruner or {}),
         }  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
 from torch import distributed
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_rlhf.core.errors import ConfigError, first_line
 from lightning_rlhf.parallel.replicas import Replicas, current
 from lightning_rlhf.parallel.world import World
 
@@ -28,11 +30,20 @@ def join_group(
         backend: backend of torch.distributed.
         method: address at which the processes meet, an `init_method` of torch.distributed.
         timeout: longest time that a process waits for the others.
+
+    Raises ConfigError where the processes do not meet, as where the port is taken.
     """
-    store, rank, size = next(rendezvous(method, place.rank, place.size))
-    distributed.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timeout
-    )
+    try:
+        store, rank, size = next(rendezvous(method, place.rank, place.size))
+        distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout
+        )
+    except distributed.DistError as error:
+        raise ConfigError(
+            f"process {place.rank} of {place.size} cannot meet the others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({first_line(error)}); "
+            "allowed: MASTER_ADDR, a machine that all reach, and MASTER_PORT, a free port of it"
+        ) from error
     _stores.append(store)
     return current(device)
 

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -135,6 +136,9 @@ def build_trainer(
     is_alone = world().size == 1
     if not is_alone:
         rest["strategy"] = strategy()
+    elif not any(isinstance(own, ClusterEnvironment) for own in own_plugins):
+        # Lightning would count the tasks of the whole job in a batch script of Slurm.
+        plugins = [*plugins, LightningEnvironment()]
     try:
         cls: Any = get_class(target)
         require(issubclass(cls, L.Trainer), "trainer._target_", target, "lightning.Trainer, or a "

@@ -67,10 +67,15 @@ def errors_of_all(replicas: Replicas) -> Iterator[None]:
 
 
 def raise_message(signum: int, frame: FrameType | None) -> None:
-    """Raise the error that another process has left; without one, end as SIGTERM does."""
+    """Raise the error that another process has left; without one, end as SIGTERM does.
+
+    Where the command was killed that would say why, this process does.
+    """
     if (message := message_left()) is not None:
         raise RLHFError(message)
     signal.signal(signum, signal.SIG_DFL)
+    if IN_LAUNCHER in os.environ and os.environ[IN_LAUNCHER] != str(os.getppid()):
+        os.write(2, b"error: the command that started this process has ended\n")
     os.kill(os.getpid(), signum)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.checkpoint_files import (
@@ -21,6 +21,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.io.lock import locked
 from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.io.storage import make_folder
 from lightning_rlhf.stages.console import print_line
@@ -47,30 +48,26 @@ from lightning_rlhf.stages.stage import Settings
 def held(settings: Settings, folder: Path) -> Iterator[None]:
     """Lock `folder` against other processes inside; the system frees it when this process ends.
 
-    The lock is a file in the folder, so that all paths to the folder share it. Only a killed
-    process leaves the file behind, unlocked.
+    The lock is a file in the folder, so that all paths to the folder share it.
     Raises ConfigError where another process holds it, or where the folder cannot be written.
     """
     check_writable(settings.outputs, folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = FileLock(folder / LOCK, timeout=0)
     try:
-        try:
-            make_folder(folder)
-            lock.acquire()
-        except Timeout:
-            raise ConfigError(
-                f"{folder} is being written by another process, which holds {folder / LOCK}. Wait "
-                f"until it ends, or give {name_beside(settings)} to write beside it"
-            ) from None
-        except OSError as error:
-            raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
-        try:
+        with ExitStack() as stack:
+            try:
+                make_folder(folder)
+                stack.enter_context(locked(folder / LOCK))
+            except Timeout:
+                raise ConfigError(
+                    f"{folder} is being written by another process, which holds {folder / LOCK}. "
+                    f"Wait until it ends, or give {name_beside(settings)} to write beside it"
+                ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"outputs={settings.outputs}: {error.strerror}: {folder}"
+                ) from error
             yield
-        finally:
-            # Removed before the release, by the holder alone: another process finds it gone.
-            (folder / LOCK).unlink(missing_ok=True)
-            lock.release()
     finally:
         for path in made:
             with suppress(OSError):  # not empty: it holds a run
