@@ -229,3 +229,11 @@ def test_what_compiles_needs_fast_layers() -> None:
         )
     with pytest.raises(ConfigError, match=r"model\.kernels.*quick.*auto.*fast.*plain"):
         build_config(from_config={"model_type": "qwen3"}, tokenizer="t", kernels="quick")
+
+
+def test_autocast_rounds_whatever_the_weights_are_in() -> None:
+    """4 layers: 1e-4 in fp32, 3e-2 in 16 bits."""
+    model = build_model("qwen3", num_hidden_layers=4)
+    assert patch.rounding(model) == 1e-4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert patch.rounding(model) == 3e-2
