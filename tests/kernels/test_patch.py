@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.kernels import decoding, patch
+from lightning_rlhf.kernels import decode_layers, patch
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer, compile_layers
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import choose
@@ -190,8 +190,8 @@ def test_a_step_that_computes_something_else_is_left_out_with_a_warning(
         return NativeSampler(roles, PARAMS).sample(prompts, 1, generator).tokens
 
     expected = sample(Roles(build_model("qwen3"), "plain"))
-    attended = decoding._attended
-    monkeypatch.setattr(decoding, "_attended", lambda *args: 2 * attended(*args))
+    attended = decode_layers._attended
+    monkeypatch.setattr(decode_layers, "_attended", lambda *args: 2 * attended(*args))
     roles = Roles(build_model("qwen3"))
     with pytest.warns(UserWarning, match="sampling is slower.* gives other hidden states"):
         found = sample(roles)
@@ -229,3 +229,11 @@ def test_what_compiles_needs_fast_layers() -> None:
         )
     with pytest.raises(ConfigError, match=r"model\.kernels.*quick.*auto.*fast.*plain"):
         build_config(from_config={"model_type": "qwen3"}, tokenizer="t", kernels="quick")
+
+
+def test_autocast_rounds_whatever_the_weights_are_in() -> None:
+    """4 layers: 1e-4 in fp32, 3e-2 in 16 bits."""
+    model = build_model("qwen3", num_hidden_layers=4)
+    assert patch.rounding(model) == 1e-4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert patch.rounding(model) == 3e-2

@@ -32,3 +32,12 @@ def test_it_holds_all_tokens_of_the_rows_that_are_left(
         assert layer.get_seq_length() == end
         places.add(found[0].data_ptr())
     assert len(places) == moves
+
+
+def test_keys_in_fp32_are_kept_as_the_values_are_whose_dtype_attention_reads() -> None:
+    layer, keys = RoomyLayer(4), torch.randn(2, 3, 4, 8)
+    values = torch.randn(2, 3, 4, 8).bfloat16()
+    for start, end in [(0, 3), (3, 4)]:
+        found = layer.update(keys[:, :, start:end], values[:, :, start:end])
+        assert torch.equal(found[0], keys[:, :, :end].bfloat16())
+        assert torch.equal(found[1], values[:, :, :end])

@@ -54,7 +54,7 @@ class RoomyLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if end > self.rooms[0].shape[2]:
-            moved = [self._room(x, len(x), end) for x in (key_states, value_states)]
+            moved = [self._room(room, len(room), end) for room in self.rooms]
             for new, room in zip(moved, self.rooms, strict=True):
                 new[:, :, :start] = room[:, :, :start]
             self.rooms = moved
