@@ -245,10 +245,20 @@ def test_other_numbers_of_processes_are_refused(
 def test_an_error_that_all_processes_meet_is_printed_once(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
-    """With one status in all, of which the others come last, since the launcher ends all then."""
-    monkeypatch.setattr(console, "PATIENCE_S", 0.1)
+    """With one status in all: the others wait, and are ended by the launcher meanwhile."""
+    monkeypatch.setattr(console.time, "sleep", lambda seconds: sys.exit(1))
     outcome = in_processes(workplace, 2, "stage=sft", *words, folder=workplace.folder)
     assert message in outcome.error
+
+
+def test_an_error_of_one_process_is_printed_where_the_launcher_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(console, "PATIENCE_S", 0.01)
+    console.print_error("GPU 1 is busy")
+    assert capsys.readouterr().err == "error: GPU 1 is busy\n"
 
 
 @pytest.mark.parametrize(

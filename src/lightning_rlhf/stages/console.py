@@ -55,13 +55,12 @@ PATIENCE_S = 10
 def print_error(message: str) -> None:
     """Print the reason why the command ends, in one line on standard error.
 
-    Processes that torchrun or srun started on one machine meet the same error. The first prints it,
-    and the others wait, since the launcher ends all processes when one has ended. It also leaves
-    the message for torchrun's launcher, whose form is that of `ProcessFailure`.
+    An error that all processes of a machine meet is printed by the first, while the others wait
+    until the launcher ends them. A process that is not ended has met an error of its own. The
+    message is also left for torchrun's launcher, in the form of `ProcessFailure`.
     """
     if world().local_rank:
         time.sleep(PATIENCE_S)
-        return
     if ERROR_FILE in os.environ:
         left = {"message": message, "timestamp": int(time.time())}
         Path(os.environ[ERROR_FILE]).write_text(json.dumps(left))
