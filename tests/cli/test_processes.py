@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.parallel.world import World
 from lightning_rlhf.stages import launch, replica, run
 from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.start import check_processes
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -211,7 +213,6 @@ def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_end
         (2, ["stage=ppo", "trainer.devices=3"], "torchrun has started 2 processes; allowed: equal"),
         (2, ["stage=ppo", "trainer.devices=2", "ppo.samples_per_prompt=8"],
          "ppo.rollout_batch_size is 8, which is 1 prompts for 2 processes; allowed: at least 16"),
-        (2, ["stage=eval", "trainer.devices=2"], "stage=eval computes in one; allowed: one"),
         (2, ["recipe=quickstart"], "torchrun has started 2 processes, but a recipe starts"),
         (1, ["stage=sft", "trainer.num_nodes=2"], "started on each machine by torchrun or srun"),
         (1, ["stage=sft", "trainer.devices=0"], "trainer.devices is 0; allowed: a whole"),
@@ -226,6 +227,15 @@ def test_other_numbers_of_processes_are_refused(
             monkeypatch.setenv(name, str(value))
     words = MINI if "recipe=quickstart" not in overrides else ()
     assert expected in place.call(*words, *overrides, "run=refused").error
+
+
+def test_an_own_stage_that_does_not_divide_its_work_is_refused() -> None:
+    settings: Any = SimpleNamespace(
+        stage="own", config=None, trainer=SimpleNamespace(processes=2, devices=2, num_nodes=1),
+        definition=SimpleNamespace(trains=False, runs_in_processes=False),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="stage=own computes in one; allowed: one process"):
+        check_processes(settings, World(size=2, launcher="torchrun"))
 
 
 LONG = ("stage=ppo", "ppo.iterations=200", "ppo.val_every=200", "ppo.checkpoint_every=2",

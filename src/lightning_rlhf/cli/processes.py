@@ -46,23 +46,30 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     words = [word for word in overrides if key_of(word) not in DECIDED]
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
     words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
-    failures = launch(settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words])
+    trains = settings.definition.trains
+    failures = launch(
+        settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words],
+        SAID if trains else "",
+    )  # fmt: skip
+    folder = folder_of(settings)
+    goes_on = f"resume=auto goes on in {folder}" if trains else "the same command starts it over"
     killed = {rank: -status for rank, status in failures.items() if status < 0}
     for rank, number in sorted(killed.items()):
         if number != signal.SIGTERM:  # which the launcher sends to those that are left
             raise RLHFError(
                 f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
-                f"others with it; resume=auto goes on in {folder_of(settings)}"
+                f"others with it; {goes_on}"
             )
     if failures:
         sys.exit(max(failures.values()))
-    assert (folder_of(settings) / FINAL).is_dir()
+    assert (folder / FINAL).is_dir()
 
 
-def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
+def launch(processes: int, command: Sequence[str], said: str) -> dict[int, int]:
     """Run `python command` in several processes; return rank -> status of those that failed.
 
     A status below 0 is a signal's number.
+    said: message to print at the first signal, with a place for its name.
 
     Raises: Stopped where a signal came to this process, after the processes have ended.
     """
@@ -73,7 +80,7 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
     def receive(signum: int, frame: FrameType | None) -> None:
         for number in heard:  # a second one ends this process, and the others with it
             signal.signal(number, signal.SIG_DFL)
-        os.write(2, SAID.format(signal.Signals(signum).name).encode())
+        os.write(2, said.format(signal.Signals(signum).name).encode())
         raise SignalException(f"received signal {signum}", signal.Signals(signum))
 
     config = LaunchConfig(
