@@ -333,8 +333,8 @@ def main() -> None:
         f"of {MICROBATCH} rows. PPO: {workload.episodes} responses, critic on the policy's trunk, "
         f"{EPOCHS} updates an iteration. sft: 32 demonstrations a step; rm and dpo: 16 pairs. LoRA "
         "of rank 16 but for full weights. rank: 32 responses, 16 at a time; eval_policy: 16 "
-        "sampled and 8 greedy responses of policy and SFT model each, 8 at a time; loading is not timed. "
-        "Processes have one thread each, and exchange by gloo. "
+        "sampled and 8 greedy responses of policy and SFT model each, 8 at a time; loading is not "
+        "timed. Processes have one thread each, and exchange by gloo. "
         "Medians with the smallest and the largest; the set-ups compute a step in turn.",
         table(found),
     )
