@@ -1,4 +1,4 @@
-"""Compare two processes with one process of one and of two threads, for all stages that train.
+"""Compare two processes with one process of one and of two threads, for stages of the package.
 
     .venv/bin/python benchmarks/processes.py [--quick]
 
@@ -13,8 +13,10 @@ import os
 import socket
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -27,16 +29,22 @@ from common import ROOT, Setting, calm, markdown_table
 from lightning_rlhf.callbacks.metrics import DPOMetrics, PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.types import Demonstrations, Preferences
+from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
+from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, SFT, Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.parallel.group import join_group
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.parallel.world import world
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.stages.policy_answers import Task, answer, numbers_of, sample_responses
+from lightning_rlhf.stages.policy_scores import Scorer
 from lightning_rlhf.stages.strategy import strategy
 from machine import Clock, middle, options, write
 from workloads import LONGEST, SHORTEST, Workload, build_model, low_tokens, parameters, prompts_of
@@ -50,6 +58,8 @@ STAGES: dict[str, Callable[[], L.Callback]] = {
     "ppo": PPOMetrics,
 }  # fmt: skip
 """Stage -> callback that measures its steps, as a run has it."""
+RESPONSES = {"rank": (4, 8, 16), "eval_policy": (8, 2, 8)}
+"""Stage that does not train -> prompts, responses sampled to each, and responses at a time."""
 EPOCHS, MICROBATCH = 2, 8
 """Passes of PPO over its responses, each one update; rows of a micro-batch in all stages."""
 LORA = LoRASettings(r=16, alpha=32, target_modules="all-linear")
@@ -123,6 +133,50 @@ def section(stage: str, kind: Callable[..., Any]) -> Any:
     return kind(**keys | {"final": "last"})
 
 
+def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], object]:
+    """Return a function that samples, scores and gathers the responses of a stage.
+
+    In rank they are those of the policy; in eval_policy those of policy and SFT model, sampled and
+    greedy.
+    """
+    prompts, count, at_once = RESPONSES[stage]
+    batch = prompts_of(replace(workload, episodes=prompts))
+    chat = SimpleNamespace(
+        end_token_ids=(workload.vocabulary + 1,), pad_token_id=0, stop_at=lambda texts: None,
+        decode_response=lambda tokens: "",
+    )  # fmt: skip
+    ready = SimpleNamespace(
+        settings=SimpleNamespace(stage=stage, seed=0), chat=chat, replicas=replicas,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    config = SimpleNamespace(
+        samples_per_prompt=count, batch_size=at_once, temperature=1.0, stop_strings=(),
+        max_response_tokens=workload.response,
+    )  # fmt: skip
+    tokens = real_tokens(batch.tokens, batch.mask)
+    task: Any = Task(
+        ready=ready, config=config,  # type: ignore[arg-type]
+        prompts=[PromptTokens(row, number) for number, row in enumerate(tokens)],
+        rows=[{"prompt": ""}] * prompts, references=(), sources={},
+    )  # fmt: skip
+    roles = Roles(build_model(workload).eval().requires_grad_(False))
+    roles.add_adapter(POLICY, LORA)
+    reward = Reward.of(lambda d: low_tokens(d.rollout.tokens, d.rollout.response_mask))
+    rows = MicrobatchSize("batch_size", at_once)
+    scorer = Scorer(task=task, roles=roles, reward=reward, judge=None, microbatch=rows)
+
+    def work() -> object:
+        if stage == "rank":
+            parts = sample_responses(task, "policy", roles, POLICY, 1.0, count)
+        else:
+            answers = [answer(task, role, roles, role) for role in (POLICY, REFERENCE)]
+            given = [part for found in answers for part in found.rollouts.values()]
+            parts = [part for some in given for part in some]
+        return replicas.merged(numbers_of(parts), scorer.samples(parts))
+
+    return work
+
+
 def texts(workload: Workload, rows: int, seed: int) -> tuple[torch.Tensor, ...]:
     """Return tokens, lengths and numbers of prompt tokens of texts of uneven length."""
     generator = torch.Generator().manual_seed(seed)
@@ -160,7 +214,7 @@ def compute(
     stage: str, workload: Workload, steps: int, threads: int, place: Mapping[str, str],
     parent: Connection,
 ) -> None:  # fmt: skip
-    """Train for some steps as one process of a set-up; place: environment of the process."""
+    """Compute some steps as one process of a set-up; place: environment of the process."""
     os.environ |= place
     calm()
     torch.set_num_threads(threads)
@@ -170,6 +224,14 @@ def compute(
         replicas = join_group(world(), torch.device("cpu"), "gloo", "env://", limit)
         together = {"strategy": strategy()}
     torch.manual_seed(0)
+    if stage in RESPONSES:
+        work = respond(stage, workload, replicas)
+        for _ in range(steps):
+            parent.recv()
+            started = Clock.read()
+            work()
+            parent.send((Clock.read() - started, 0.0))
+        os._exit(0)
     module, batch = build(stage, workload, replicas)
     callbacks = [STAGES[stage]()] if replicas.is_first else []
     callbacks += [SharedMetrics(replicas)] if replicas.size > 1 else []
@@ -223,7 +285,7 @@ def in_turn(stage: str, workload: Workload, repeats: int) -> dict[str, dict[str,
 def measure(workload: Workload, repeats: int) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return row of the table -> set-up -> seconds."""
     found = {}
-    for stage in STAGES:
+    for stage in (*STAGES, *RESPONSES):
         found[stage] = in_turn(stage, workload, repeats)
         print(
             stage, {name: middle(parts["step"]) for name, parts in found[stage].items()}, flush=True
@@ -237,7 +299,7 @@ def table(found: Mapping[str, Any]) -> str:
         parts = (
             {"an iteration": "step", "its updates": "update"}
             if stage == "ppo"
-            else {"a step": "step"}
+            else {"all responses" if stage in RESPONSES else "a step": "step"}
         )
         for what, part in parts.items():
             seconds = {name: setups[name][part] for name in SETUPS}
@@ -270,7 +332,9 @@ def main() -> None:
         f"{SHORTEST} to {LONGEST} tokens, responses of at most {workload.response}; micro-batches "
         f"of {MICROBATCH} rows. PPO: {workload.episodes} responses, critic on the policy's trunk, "
         f"{EPOCHS} updates an iteration. sft: 32 demonstrations a step; rm and dpo: 16 pairs. LoRA "
-        "of rank 16 but for full weights. Processes have one thread each, and exchange by gloo. "
+        "of rank 16 but for full weights. rank: 32 responses, 16 at a time; eval_policy: 16 "
+        "sampled and 8 greedy responses of policy and SFT model each, 8 at a time; loading is not "
+        "timed. Processes have one thread each, and exchange by gloo. "
         "Medians with the smallest and the largest; the set-ups compute a step in turn.",
         table(found),
     )

@@ -26,6 +26,7 @@ from lightning_rlhf.parallel.group import join_group
 from lightning_rlhf.parallel.world import World
 from lightning_rlhf.stages import console, launch, replica, run
 from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.start import check_processes
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -217,7 +218,6 @@ def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_end
         (2, ["stage=ppo", "trainer.devices=3"], "torchrun has started 2 processes; allowed: equal"),
         (2, ["stage=ppo", "trainer.devices=2", "ppo.samples_per_prompt=8"],
          "ppo.rollout_batch_size is 8, which is 1 prompts for 2 processes; allowed: at least 16"),
-        (2, ["stage=eval", "trainer.devices=2"], "stage=eval computes in one; allowed: one"),
         (2, ["recipe=quickstart"], "torchrun has started 2 processes, but a recipe starts"),
         (1, ["stage=sft", "trainer.num_nodes=2"], "started on each machine by torchrun or srun"),
         (1, ["stage=sft", "trainer.devices=0"], "trainer.devices is 0; allowed: a whole"),
@@ -283,7 +283,7 @@ def test_a_job_of_a_sweep_is_marked_with_the_error_of_its_processes(
     """By the file that torchrun's launcher reads. The process itself has printed the error."""
     file = tmp_path / "error.json"
 
-    def launch(size: int, command: list[str]) -> dict[int, ProcessFailure]:
+    def launch(size: int, command: list[str], said: str) -> dict[int, ProcessFailure]:
         with monkeypatch.context() as patch:
             patch.setenv(console.ERROR_FILE, str(file))
             console.print_error("no such model")
@@ -313,6 +313,15 @@ def test_processes_that_do_not_meet_say_where(tmp_path: Path) -> None:
         (error,) = forked(1, join, tmp_path)
     assert isinstance(error, ConfigError)
     assert f"process 0 of 2 cannot meet the others at 127.0.0.1:{port} (" in str(error)
+
+
+def test_an_own_stage_that_does_not_divide_its_work_is_refused() -> None:
+    settings: Any = SimpleNamespace(
+        stage="own", config=None, trainer=SimpleNamespace(processes=2, devices=2, num_nodes=1),
+        definition=SimpleNamespace(trains=False, runs_in_processes=False),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="stage=own computes in one; allowed: one process"):
+        check_processes(settings, World(size=2, launcher="torchrun"))
 
 
 LONG = ("stage=ppo", "ppo.iterations=200", "ppo.val_every=200", "ppo.checkpoint_every=2",

@@ -11,8 +11,10 @@ from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
+from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.rollout.annotate import annotate
 from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference, sample_rewards
+from lightning_rlhf.rollout.dealt import deal
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 
@@ -22,7 +24,7 @@ PARAMS = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=[1
 def sampled(roles: Roles, prompts: Prompts) -> list[SampledResponses]:
     return sample_reference(
         roles,
-        prompts.split(4),
+        deal([(part, 1) for part in prompts.split(4)], ONE, divides=False),
         PARAMS,
         torch.Generator().manual_seed(3),
     )

@@ -37,7 +37,9 @@ class Stopped(SystemExit):
 class Stop:
     """The first signal received in a run, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: str = SAID) -> None:
+        """Begin without a signal; said: message printed at the first, with a place for its name."""
+        self.said = said
         self.signal: signal.Signals | None = None
         """The signal received; None before the first one."""
         self.time = 0.0
@@ -58,7 +60,7 @@ class Stop:
         if world().is_first and not is_passed_on and not self.is_said:
             self.is_said = True
             # A handler may interrupt a print, and Python's streams refuse a print within a print.
-            os.write(2, SAID.format(self.signal.name).encode())
+            os.write(2, self.said.format(self.signal.name).encode())
 
     def obey(self, replicas: Replicas | None = None) -> None:
         """Raise Stopped if a signal was received, here or in another process of the run."""

@@ -103,7 +103,8 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             return
         resume = (settings.resume or AUTO) if state == "cut off" else False
         settings = replace(settings, resume=resume, overwrite=state == "outdated")
-    if settings.trainer.processes > 1 and settings.definition.trains and world().size == 1:
+    starts_here = settings.trainer.processes > 1 and world().size == 1
+    if starts_here and settings.definition.runs_in_processes:
         from lightning_rlhf.cli.processes import run_processes
 
         run_processes(settings, overrides)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lightning_rlhf.callbacks.stop import SIGNALS, Stop, Stopped
+from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.recipe_steps import quoted
@@ -50,20 +50,27 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     words = [word for word in overrides if key_of(word) not in DECIDED]
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
     words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
-    failures = launch(settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words])
+    trains, folder = settings.definition.trains, folder_of(settings)
+    failures = launch(
+        settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words],
+        SAID if trains else "",
+    )  # fmt: skip
     statuses = {rank: failure.exitcode for rank, failure in failures.items()}
     if (killed := killed_process(statuses)) is not None:
         rank, number = killed
+        goes_on = (
+            f"resume=auto goes on in {folder}" if trains else "the same command starts it over"
+        )
         raise RLHFError(
             f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
-            f"others with it; resume=auto goes on in {folder_of(settings)}"
+            f"others with it; {goes_on}"
         )
     for failure in failures.values():
         if "timestamp" in failure.error_file_data:  # which `print_error` has left
             raise PrintedError(failure.message)
     if failures:
         sys.exit(max(statuses.values()))
-    assert (folder_of(settings) / FINAL).is_dir()
+    assert (folder / FINAL).is_dir()
 
 
 def killed_process(failures: Mapping[int, int]) -> tuple[int, int] | None:
@@ -81,10 +88,11 @@ def killed_process(failures: Mapping[int, int]) -> tuple[int, int] | None:
     return next(iter(others or killed), None)
 
 
-def launch(processes: int, command: Sequence[str]) -> dict[int, ProcessFailure]:
+def launch(processes: int, command: Sequence[str], said: str) -> dict[int, ProcessFailure]:
     """Run `python command` in several processes; return rank -> failure of those that failed.
 
     An exit status below 0 is a signal's number.
+    said: message to print at the first signal, with a place for its name.
 
     Raises: Stopped where a signal came to this process, after the processes have ended.
     """
@@ -92,7 +100,7 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, ProcessFailure]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    stop = Stop()
+    stop = Stop(said)
 
     def receive(signum: int, frame: FrameType | None) -> None:
         is_second = stop.signal is not None

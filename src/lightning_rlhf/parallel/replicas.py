@@ -72,6 +72,15 @@ class Replicas:
         """
         return work(rows)
 
+    def merged(self, numbers: Int[Tensor, " M"], items: Iterable[T]) -> list[T]:
+        """Return the items of all processes as one list, in the order of their numbers.
+
+        numbers: number of each item of this process.
+        """
+        mine = list(zip(numbers.tolist(), items, strict=True))
+        pairs = [pair for part in self.gather(lambda: mine) for pair in part]
+        return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
+
     def sum(self, tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
         """Return the sum of a tensor over the processes."""
         return tensor

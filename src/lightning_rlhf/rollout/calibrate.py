@@ -9,25 +9,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.core.types import SampledResponses
 from lightning_rlhf.models.roles import REFERENCE, Roles
+from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.rollout.dealt import DealtBatch, sample_mine
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 
 
 def sample_reference(
-    roles: Roles, batches: Iterable[Prompts], params: SamplingParams, generator: torch.Generator
+    roles: Roles,
+    batches: Iterable[DealtBatch],
+    params: SamplingParams,
+    generator: torch.Generator,
+    replicas: Replicas = ONE,
 ) -> list[SampledResponses]:
-    """Return responses of the SFT model, on the CPU.
+    """Return the batches of responses of the SFT model that all processes sample, on the CPU.
 
+    batches: batches of prompts, none of which is divided.
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
     sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
     with roles.use_role(REFERENCE):
-        return [
-            sampler.sample(prompts.to(roles.device), 1, generator).to("cpu") for prompts in batches
+        mine = [
+            (int(numbers[0]), sampled.to("cpu"))
+            for numbers, sampled in sample_mine(sampler, batches, generator)
         ]
+    return replicas.merged(torch.tensor([first for first, _ in mine]), [part for _, part in mine])
 
 
 @torch.no_grad()

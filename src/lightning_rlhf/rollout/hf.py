@@ -32,6 +32,10 @@ class HFSampler:
         self.roles = roles
         self.params = params
 
+    def draw(self, responses: int, generator: torch.Generator) -> int:
+        """Return the seed of a batch, whatever its number of responses."""
+        return int(torch.randint(2**62, (), generator=generator))
+
     @torch.no_grad()
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
@@ -45,7 +49,7 @@ class HFSampler:
         models_own = model.generation_config
         devices = [] if roles.device.type == "cpu" else [roles.device]
         with torch.random.fork_rng(devices, device_type=roles.device.type):
-            torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+            torch.manual_seed(self.draw(len(prompts), generator))
             # The model's own settings would fill in those that are not set here.
             model.generation_config = _generation_config(params)
             try:

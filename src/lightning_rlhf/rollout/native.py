@@ -38,6 +38,10 @@ class NativeSampler:
         self.params = params
         self.value_head = value_head
 
+    def draw(self, responses: int, generator: torch.Generator) -> Float[Tensor, "B T"]:
+        """Return the random numbers of a batch of so many responses, on the CPU."""
+        return torch.rand(responses, self.params.max_response_tokens, generator=generator)
+
     @torch.no_grad()
     def sample(
         self,
@@ -58,7 +62,7 @@ class NativeSampler:
         batch, room = state.logprobs.shape
         asked = 1 if roles.device.type == "cpu" else ASKED
         total = batch if share is None else share.total * samples_per_prompt
-        uniforms = torch.rand(total, room, generator=generator)
+        uniforms = self.draw(total, generator)
         if share is not None:
             uniforms = uniforms[share.responses(samples_per_prompt).cpu()]
         uniforms = uniforms.to(state.logprobs)

@@ -30,4 +30,5 @@ STAGE = Stage(
     summary=("eval/reward_mean", "eval/reward_gain", "eval/win_rate", "eval/kl", "eval/perplexity"),
     hands_over="report",
     numbers="evaluation.json",
+    divides=True,
 )

@@ -28,5 +28,6 @@ STAGE = Stage(
     reads_reward=True,
     summary=("fitness/accuracy", "fitness/length_gap", "fitness/flags"),
     hands_over="report",
+    divides=True,
 )
 ALIAS = replace(STAGE, name="eval")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from lightning_rlhf.stages.policy_answers import (
     fitting,
     free,
     load_policy,
+    numbers_of,
     sample_responses,
 )
 from lightning_rlhf.stages.policy_scores import Scorer
@@ -81,6 +83,8 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         if differing is not None:
             print_line(differing, "yellow")
     found = answered(task, policies, light, judge)
+    if not ready.replicas.is_first:
+        sys.exit()
     return hand_over_report(task, report(task, found))
 
 
@@ -101,10 +105,17 @@ def answered(
     scorer = Scorer.load(task, light, judge)
     answers = {SFT: answer(task, SFT, scorer.roles, REFERENCE), **answers}
     with Working("scoring the responses"):
+        mine = {
+            name: {d: list(scorer.samples(given.rollouts[d])) for d in DECODINGS}
+            for name, given in answers.items()
+        }
+        merged = task.ready.replicas.merged
         found = [
             PolicySamples(
                 name=name,
-                samples={d: list(scorer.samples(given.rollouts[d])) for d in DECODINGS},
+                samples={
+                    d: merged(numbers_of(given.rollouts[d]), mine[name][d]) for d in DECODINGS
+                },
                 perplexity=given.perplexity,
             )
             for name, given in answers.items()
@@ -121,11 +132,11 @@ def best_of_sft(scorer: Scorer, n: int, sft: PolicySamples) -> PolicySamples:
     """
     task = scorer.task
     count = task.config.samples_per_prompt
-    rollouts = sample_responses(
+    parts = sample_responses(
         task, f"{SFT}, best of {n}", scorer.roles, REFERENCE, task.config.temperature, n * count
     )
     with Working("scoring the responses"):
-        samples = list(scorer.samples(rollouts))
+        samples = task.ready.replicas.merged(numbers_of(parts), scorer.samples(parts))
     return PolicySamples(
         name=f"best of {n}",
         samples={"sampled": best_of(samples, n, count), "greedy": sft.samples["greedy"]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,7 @@ from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import EvalConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
 from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.data.problems import find_problems
@@ -25,6 +27,7 @@ from lightning_rlhf.data.splits import load_preferences, sample
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
 from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.report.fitness_page import Written
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward
@@ -70,19 +73,20 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     roles.to(ready.device)
     check_formats(ready, reward)
 
-    rollouts = sft_samples(ready, roles, prompts, config.samples, config)
+    rollouts = sft_samples(ready, roles, prompts, config.samples, config, ready.replicas)
     texts = [prompt_row(pair.prompt) for pair in pairs]
     decoded = [
         decode_responses(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts
     ]
     with Working("scoring SFT samples", config.samples) as working:
         shown = working.track(decoded, lambda some: len(some.responses))
-        parts = torch.cat([reward(some) for some in shown])
+        parts = torch.cat([divided(reward, some, ready.replicas) for some in shown])
     moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
     def paid(decoded: DecodedResponses) -> Float[Tensor, " B"]:
         """Return scores as PPO gets them at its start; running moments are of the SFT samples."""
-        return paid_sum(reward(decoded), reward.terms, moments)
+        found = divided(reward, decoded, ready.replicas)
+        return paid_sum(found, reward.terms, moments)
 
     scores = paid_sum(parts, reward.terms, moments).cpu()
     with TemporaryDirectory() as beside:
@@ -102,7 +106,16 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
             device=ready.device,
             seed=settings.seed,
         )
+        if not ready.replicas.is_first:
+            sys.exit()
         return hand_over_fitness(ready, Path(beside), page, numbers)
+
+
+def divided(reward: Reward, decoded: DecodedResponses, replicas: Replicas) -> Float[Tensor, "B K"]:
+    """Return the components of all responses, of which each process scores a share."""
+    mine = replicas.share(by_length(decoded.rollout.mask))
+    parts = reward(decoded.select(mine)).tolist() if len(mine) else []
+    return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
 
 
 def hand_over_fitness(

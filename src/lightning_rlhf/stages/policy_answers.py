@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import ResponsesConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.text_metrics import perplexity
-from lightning_rlhf.core.types import Rollout
+from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, Tokenised
 from lightning_rlhf.data.readers import Rows
@@ -30,6 +32,7 @@ from lightning_rlhf.models.build_roles import (
 from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT, Roles
 from lightning_rlhf.report.comparison import Decoding
 from lightning_rlhf.rollout.annotate import annotate, predict
+from lightning_rlhf.rollout.dealt import DealtBatch, count_mine, deal, sample_mine
 from lightning_rlhf.rollout.decoded import as_responses
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
@@ -38,6 +41,8 @@ from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.policies import Kept, Source
 
+Part = tuple[Int[Tensor, " B"], Rollout]
+"""Responses, on the CPU, and their numbers among the responses of all processes."""
 R = TypeVar("R", Demonstration, Prompt)
 E = TypeVar("E")
 GREEDY = 1e-6
@@ -61,9 +66,10 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """The responses of a policy, on the CPU."""
+    """The responses of a policy, and what it predicts for the demonstrations."""
 
-    rollouts: Mapping[Decoding, Sequence[Rollout]]
+    rollouts: Mapping[Decoding, Sequence[Part]]
+    """Responses of each decoding that this process sampled."""
     perplexity: float | None
     """Perplexity of the held-out demonstrations; None without any."""
 
@@ -139,15 +145,19 @@ def answer(task: Task, name: str, roles: Roles, role: str) -> Answers:
 @torch.no_grad()
 def sample_responses(
     task: Task, name: str, roles: Roles, role: str, temperature: float, count: int
-) -> list[Rollout]:
-    """Return batches of `count` responses of a policy to each prompt, on the CPU.
+) -> list[Part]:
+    """Return batches of `count` responses of a policy to each prompt, those of this process.
 
     name: name of the policy in messages; role: role that is the policy.
     Raises LogitsError where it cannot be sampled from; TrainingError where the memory runs out.
     """
-    with roles.use_role(role), Working(f"sampling from {name}", len(task.prompts) * count) as work:
+    batches = deal(
+        batches_of(task, count), task.ready.replicas, divides=issubclass(kind(roles), NativeSampler)
+    )
+    with roles.use_role(role), Working(f"sampling from {name}", count_mine(batches)) as work:
         try:
-            return list(work.track(responses(task, roles, temperature, count), len))
+            found = responses(task, roles, temperature, batches)
+            return list(work.track(found, lambda part: len(part[1])))
         except LogitsError as error:
             raise LogitsError(f"policy {name}") from error
         except torch.OutOfMemoryError as error:
@@ -158,8 +168,31 @@ def sample_responses(
             ) from error
 
 
-def responses(task: Task, roles: Roles, temperature: float, count: int) -> Iterator[Rollout]:
-    """Yield batches of `count` responses of the active role to each prompt, on the CPU.
+def numbers_of(parts: Sequence[Part]) -> Int[Tensor, " M"]:
+    """Return the numbers of all responses of some parts."""
+    return torch.cat([torch.arange(0), *(numbers for numbers, _ in parts)])
+
+
+def kind(roles: Roles) -> type[NativeSampler | HFSampler]:
+    """Return the sampler of a model."""
+    return NativeSampler if roles.caches else HFSampler
+
+
+def batches_of(task: Task, count: int) -> Iterator[tuple[Prompts, int]]:
+    """Yield batches of prompts, each with a number of responses, of `count` to each prompt."""
+    config = task.config
+    size = max(1, config.batch_size // count)
+    for start in range(0, len(task.prompts), size):
+        some = task.prompts[start : start + size]
+        prompts = collate_prompts(some, task.ready.chat.pad_token_id)
+        for made in range(0, count, config.batch_size):
+            yield prompts, min(config.batch_size, count - made)
+
+
+def responses(
+    task: Task, roles: Roles, temperature: float, batches: Sequence[DealtBatch]
+) -> Iterator[Part]:
+    """Yield the responses of the active role that this process samples.
 
     The random numbers depend on the seed alone. Log-probabilities are those at
     `config.temperature`, whatever the temperature of sampling.
@@ -171,24 +204,20 @@ def responses(task: Task, roles: Roles, temperature: float, count: int) -> Itera
         end_token_ids=ready.chat.end_token_ids,
         stop=ready.chat.stop_at(config.stop_strings),
     )
-    sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
+    sampler = kind(roles)(roles, params)
     generator = torch.Generator().manual_seed(ready.settings.seed)
-    size = max(1, config.batch_size // count)
     rows = MicrobatchSize(f"{ready.settings.stage}.batch_size", config.batch_size)
-    for start in range(0, len(task.prompts), size):
-        some = task.prompts[start : start + size]
-        prompts = collate_prompts(some, ready.chat.pad_token_id).to(ready.device)
-        for made in range(0, count, config.batch_size):
-            sampled = sampler.sample(prompts, min(config.batch_size, count - made), generator)
-            yield annotate(
-                sampled,
-                roles,
-                None,
-                is_exact=sampler.is_exact and temperature == config.temperature,
-                temperature=config.temperature,
-                policy_rows=rows,
-                batch_size=config.batch_size,
-            ).to("cpu")
+    for numbers, sampled in sample_mine(sampler, batches, generator):
+        rollout = annotate(
+            sampled,
+            roles,
+            None,
+            is_exact=sampler.is_exact and temperature == config.temperature,
+            temperature=config.temperature,
+            policy_rows=rows,
+            batch_size=config.batch_size,
+        )
+        yield numbers, rollout.to("cpu")
 
 
 @torch.no_grad()
@@ -196,16 +225,19 @@ def loss(task: Task, roles: Roles, role: str) -> float:
     """Return a role's mean loss over the response tokens of the demonstrations, in nats.
 
     - sum over responses and their tokens of log p(token) / number of those tokens
+
+    Each process computes some batches of demonstrations.
     """
-    total, tokens = 0.0, 0
+    replicas, found = task.ready.replicas, []
     rows = MicrobatchSize(f"{task.ready.settings.stage}.batch_size", task.config.batch_size)
-    for start in range(0, len(task.references), rows.rows):
-        some = task.references[start : start + rows.rows]
+    starts = torch.arange(0, len(task.references), task.config.batch_size)[replicas.rows]
+    for start in starts.tolist():
+        some = task.references[start : start + task.config.batch_size]
         batch = as_responses(
             [e.prompt for e in some], [e.response for e in some], task.ready.chat.pad_token_id
         ).to(task.ready.device)
         with roles.use_role(role):
             logprobs, _ = rows.fitting(partial(predict, batch, roles, None, 1.0))
-        total += float(logprobs.cpu().double().sum())
-        tokens += int(batch.response_mask.sum())
-    return -total / tokens
+        found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
+    sums, tokens = zip(*replicas.merged(starts, found), strict=True)
+    return -sum(sums) / sum(tokens)

@@ -9,12 +9,11 @@ from typing import Any
 from lightning_rlhf.callbacks.evaluation import Judge, evaluated
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.results import EvaluationResult
-from lightning_rlhf.core.types import Rollout
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.score import score
-from lightning_rlhf.stages.policy_answers import Task, load_policy
+from lightning_rlhf.stages.policy_answers import Part, Task, load_policy
 from lightning_rlhf.stages.reward.build_rewards import build_reward
 from lightning_rlhf.stages.reward.reward_formats import check_formats
 
@@ -45,11 +44,11 @@ class Scorer:
         check_formats(task.ready, reward)
         return cls(task=task, roles=roles, reward=reward, judge=judge, microbatch=microbatch)
 
-    def samples(self, rollouts: Iterable[Rollout]) -> Iterator[dict[str, Any]]:
-        """Yield one sample a response, as `evaluated` returns them."""
+    def samples(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """Yield one sample a response that this process sampled, as `evaluated` returns them."""
         ready = self.task.ready
         names = [term.name for term in self.reward.terms]
-        for rollout in rollouts:
+        for _, rollout in parts:
             decoded = decode_responses(rollout.to(ready.device), self.task.rows, ready.chat)
             scores = score(
                 self.roles,

@@ -43,4 +43,5 @@ STAGE = Stage(
     summary=("rank/reward_mean", "rank/best_reward", "rank/pairs"),
     hands_over="report",
     numbers="rank.json",
+    divides=True,
 )

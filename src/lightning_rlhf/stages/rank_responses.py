@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +30,14 @@ from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import FINAL, PARENTS, claim, find_parents
 from lightning_rlhf.stages.launch import identity, make_ready
 from lightning_rlhf.stages.policies import responder
-from lightning_rlhf.stages.policy_answers import Task, fitting, free, load_policy, sample_responses
+from lightning_rlhf.stages.policy_answers import (
+    Task,
+    fitting,
+    free,
+    load_policy,
+    numbers_of,
+    sample_responses,
+)
 from lightning_rlhf.stages.policy_scores import Scorer
 from lightning_rlhf.stages.reward.build_rewards import light_sources
 from lightning_rlhf.stages.run_report import leave_report
@@ -62,17 +70,17 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
         f"{counted(len(task.prompts), 'prompt')}"
     )
     roles, role = load_policy(task, policy if policy is not None else parents.get(SFT))
-    rollouts = sample_responses(
-        task, name, roles, role, config.temperature, config.samples_per_prompt
-    )
+    parts = sample_responses(task, name, roles, role, config.temperature, config.samples_per_prompt)
     del roles
     free()
     scorer = Scorer.load(task, light, judge)
-    with Working("scoring the responses", len(task.prompts) * config.samples_per_prompt) as working:
-        samples = [
-            sample | {"messages": task.rows[sample["index"]]["messages"]}
-            for sample in working.track(scorer.samples(rollouts), lambda _: 1)
-        ]
+    numbers = numbers_of(parts)
+    with Working("scoring the responses", len(numbers)) as working:
+        mine = working.track(scorer.samples(parts))
+        merged = ready.replicas.merged(numbers, mine)
+    if not ready.replicas.is_first:
+        sys.exit()
+    samples = [sample | {"messages": task.rows[sample["index"]]["messages"]} for sample in merged]
     ranked = rank(
         samples,
         pairs=config.pairs,

@@ -148,6 +148,9 @@ class Stage:
     metric."""
     length: str = "epochs"
     """Key of the section that sets the length of a run."""
+    divides: bool = False
+    """True if the processes of a stage that does not train divide its work; the first one writes
+    its files, and `run` ends the others."""
     export: Callable[[Settings, Any, Any], Path] | None = None
     """(settings, their `config`, a `folder.ending.Export`) -> path of the folder that was made from
     a checkpoint."""
@@ -169,6 +172,11 @@ class Stage:
     def trains(self) -> bool:
         """Return whether the stage has optimizer steps, and so checkpoints."""
         return issubclass(self.config, StageConfig)
+
+    @property
+    def runs_in_processes(self) -> bool:
+        """Return whether the stage computes in as many processes as trainer.devices says."""
+        return self.trains or self.divides
 
     @property
     def unread(self) -> tuple[str, ...]:

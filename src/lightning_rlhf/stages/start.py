@@ -67,7 +67,7 @@ def check_processes(settings: Settings, place: World) -> None:
     """
     trainer, stage = settings.trainer, settings.stage
     if place.size == 1 and not settings.definition.trains:
-        return  # it computes in one process, whatever trainer.devices is
+        return  # it can compute in one process, whatever trainer.devices is
     if place.size != trainer.processes:
         found = f"{place.size} processes" if place.size > 1 else "one process"
         raise ConfigError(
@@ -76,7 +76,7 @@ def check_processes(settings: Settings, place: World) -> None:
         )
     if place.size == 1:
         return
-    if not settings.definition.trains:
+    if not settings.definition.runs_in_processes:
         raise ConfigError(
             f"{place.launcher} has started {place.size} processes, but stage={stage} computes in "
             "one; allowed: one process"

@@ -26,6 +26,7 @@ from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.models.build_roles import check_positions, check_room, refuse_positions
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.report.fitness import measure_fitness
 from lightning_rlhf.report.fitness_page import Written, write_fitness
 from lightning_rlhf.report.glossary import metrics
@@ -35,6 +36,7 @@ from lightning_rlhf.rewards.format_check import COUNT, KnownPair
 from lightning_rlhf.rewards.probes import make_probes
 from lightning_rlhf.rewards.weighted import Source
 from lightning_rlhf.rollout.calibrate import sample_reference, sample_rewards
+from lightning_rlhf.rollout.dealt import count_mine, deal
 from lightning_rlhf.rollout.decoded import score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.stages.console import print_line
@@ -196,25 +198,29 @@ def sft_samples(
     prompts: Sequence[Sequence[int]],
     count: int,
     config: RMConfig | EvalConfig,
+    replicas: Replicas = ONE,
 ) -> list[SampledResponses]:
     """Sample `count` responses of the SFT model to prompts in random order; return them on CPU.
 
+    replicas: processes that divide the batches; all return all responses.
     Warns where one is longer, with its prompt, than the model was made for.
     """
     settings, chat = ready.settings, ready.chat
     batches = drawn_prompts(
         prompts, count, config.batch_size, pad_id=chat.pad_token_id, seed=settings.seed
     )
-    with Working("sampling from the SFT model", count) as working:
+    dealt = deal(((batch, 1) for batch in batches), replicas, divides=False)
+    with Working("sampling from the SFT model", count_mine(dealt)) as working:
         samples = sample_reference(
             roles,
-            working.track(batches, lambda batch: len(batch.tokens)),
+            working.track(dealt, lambda batch: len(batch.mine)),
             SamplingParams(
                 max_response_tokens=settings.data.max_response_tokens,
                 temperature=config.temperature,
                 end_token_ids=chat.end_token_ids,
             ),
             torch.Generator().manual_seed(settings.seed),
+            replicas,
         )
     longest = max(int(rollout.mask.sum(dim=1).max()) for rollout in samples)
     what = f"the longest of {count} responses of the SFT model, with its prompt,"

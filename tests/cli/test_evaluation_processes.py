@@ -1,0 +1,204 @@
+"""The stages that do not train, in several processes: the files, scores and metrics of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..processes import forked
+from .conftest import MINI, Outcome, Workplace, given, tree
+from .test_pipeline import start, wait_for
+from .test_processes import children, in_processes
+
+ROUNDING = 1e-5
+"""Difference that the order of sums makes in a score or a metric, relative to it or to 1."""
+ASKED = """
+import os
+
+def note(name, lines):
+    with open(os.environ["ASKED"] + name, "a") as file:
+        file.writelines(line.replace("\\n", " ") + "\\n" for line in lines)
+
+def score(prompts, responses):
+    note("reward", [f"{p}|{r}" for p, r in zip(prompts, responses)])
+    return [float(len(r)) for r in responses]
+
+def judge(row, response, ended):
+    note("judge", [f"{row['prompt']}|{response}"])
+    return {"gold": float(len(response))}
+"""
+RANK = (
+    "stage=rank", "rank.samples_per_prompt=4", "rank.batch_size=8", "rank.max_prompts=7",
+    "rank.stop_strings=[e,a,o]", "rank.accept_above=10",
+)  # fmt: skip
+POLICY = (
+    "stage=eval_policy", "eval_policy.samples_per_prompt=2", "eval_policy.batch_size=3",
+    "eval_policy.best_of=3", "data.demonstrations.val=data/sft_val.jsonl",
+)  # fmt: skip
+REWARD = ("stage=eval", "eval.samples=20", "eval.batch_size=8")
+OWN = ("reward=function", "reward.path=data/asked.py:score")
+JUDGED = ("data.judge=data/asked.py:judge",)
+
+
+@pytest.fixture(scope="module")
+def place(pipeline: Workplace) -> Workplace:
+    (pipeline.folder / "data" / "asked.py").write_text(ASKED)
+    return pipeline
+
+
+def run(place: Workplace, name: str, size: int, words: Sequence[str], folder: Path) -> Outcome:
+    """`python train.py words run=name` in so many processes."""
+    words = (*words, f"run={name}{size}", given(place)[0])
+    if size == 1:
+        return place.mini(*words).succeeded
+    return in_processes(place, size, *words, folder=folder).succeeded
+
+
+def assert_close(found: Any, expected: Any, where: str) -> None:
+    """Equal JSON, but for rounding, the name of the run and its settings."""
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            if key not in ("title", "config", "versions"):
+                assert_close(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for number, value in enumerate(expected):
+            assert_close(found[number], value, f"{where}[{number}]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING), where
+    else:
+        assert found == expected, where
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    """The same files with the same JSON; one row of metrics."""
+    assert tree(found).keys() == tree(expected).keys()
+    for file in [*expected.glob("final/*.json"), *expected.glob("final/*.jsonl")]:
+        for number, (one, other) in enumerate(
+            zip(*(documents(folder / "final" / file.name) for folder in (found, expected)),
+                strict=True)
+        ):  # fmt: skip
+            assert_close(one, other, f"{file.name}:{number + 1}")
+
+
+def documents(file: Path) -> list[Any]:
+    text = file.read_text()
+    return [json.loads(part) for part in (text.splitlines() if file.suffix == ".jsonl" else [text])]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sizes"),
+    [
+        ("ranked", (*RANK, *OWN, *JUDGED), (2,)),
+        ("judged", (*POLICY, *OWN, *JUDGED), (3,)),
+        ("fit", (*REWARD, *OWN), (3,)),
+    ],
+)
+def test_processes_leave_the_files_of_one_and_ask_once(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+    words: Sequence[str], sizes: Sequence[int],
+) -> None:  # fmt: skip
+    """Reward and judge are asked once a response; the first process alone prints and writes."""
+    policy = place.stage("ppo") / "final"
+    words = (*words, *{
+        "ranked": [f"rank.policy={policy}"], "judged": [f"eval_policy.policies=[{policy}]"],
+    }.get(name, []))  # fmt: skip
+    asked, printed = {}, {}
+    for size in (1, *sizes):
+        monkeypatch.setenv("ASKED", f"{tmp_path}/{size}_")
+        printed[size] = run(place, name, size, words, tmp_path).out
+        asked[size] = {
+            file.name.split("_")[1]: sorted(file.read_text().splitlines())
+            for file in tmp_path.glob(f"{size}_*")
+            if file.suffix != ".pt"
+        }
+    stage = words[0].removeprefix("stage=")
+    for size in sizes:
+        assert asked[size] == asked[1]
+        assert f"in {size} processes" in printed[size]
+        assert_same_files(place.stage(stage, f"{name}{size}"), place.stage(stage, f"{name}1"))
+
+
+def test_fewer_prompts_than_processes_and_another_number_of_them(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was ended starts over, in any number of processes, and leaves the same files."""
+    monkeypatch.setenv("ASKED", f"{tmp_path}/")
+    words = (*RANK, *OWN, "rank.max_prompts=1", "rank.policy=null")
+    run(place, "few", 1, words, tmp_path)
+    expected, folder = place.stage("rank", "few1"), place.stage("rank", "few3")
+    shutil.copytree(expected, folder)
+    shutil.rmtree(folder / "final")
+    run(place, "few", 3, words, tmp_path)
+    assert_same_files(folder, expected)
+
+
+class Ended(Exception):
+    """The outcome of a process that has ended, so that the others lose the connection to it."""
+
+
+def test_an_error_in_one_process_ends_all_in_one_line(place: Workplace, tmp_path: Path) -> None:
+    (place.folder / "data" / "fails.py").write_text(
+        "import os\n"
+        "def score(prompts, responses):\n"
+        "    return [float('nan' if os.environ['RANK'] == '1' else 1) for r in responses]\n"
+    )
+
+    def work() -> None:
+        raise Ended(
+            place.call(
+                *MINI, *RANK, "run=fails", "trainer.devices=2", "reward=function",
+                "reward.path=data/fails.py:score", given(place)[0],
+            )
+        )  # fmt: skip
+
+    first, second = (error.args[0] for error in forked(2, work, tmp_path))
+    assert first.error.startswith("process 1: reward 'function' gave nan for the response")
+    assert (second.status, second.out, second.err) == (1, "", "")
+    assert not place.stage("rank", "fails").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_to_one_process_or_to_the_command_ends_all(
+    place: Workplace, how: signal.Signals
+) -> None:
+    ready = place.folder / f"ready_{how.name}"
+    (place.folder / "data" / "waits.py").write_text(
+        "import pathlib, time\n"
+        "def score(prompts, responses):\n"
+        f"    pathlib.Path({str(ready)!r}).touch()\n"
+        "    time.sleep(120)\n"
+    )
+    process = start(
+        place, *MINI, *RANK, f"run=ends_{how.name}", "trainer.devices=2", "reward=function",
+        "reward.path=data/waits.py:score", given(place)[0],
+    )  # fmt: skip
+    wait_for(ready, process)
+    found = children(process.pid)
+    ended = time.monotonic()
+    if how == signal.SIGKILL:
+        os.kill(found[1], how)
+    else:
+        process.send_signal(how)
+    out = process.communicate(timeout=60)[0]
+    assert time.monotonic() - ended < 30
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found.values())
+    if how == signal.SIGKILL:
+        assert (
+            "error: process 1 of the run was ended by SIGKILL, and the others with it; the " in out
+        )
+        assert process.returncode == 1
+    else:
+        assert "ending after this step" not in out
+        assert "stopped" in out
+        assert process.returncode == 128 + signal.SIGTERM
