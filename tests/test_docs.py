@@ -38,6 +38,8 @@ from lightning_rlhf.stages.reward_section import REWARDS as REWARD_KINDS
 from lightning_rlhf.stages.reward_section import SUM
 from lightning_rlhf.stages.settings import read_settings
 
+from .composing import parsed_files as parsed_files
+
 HOME = Path(__file__).parents[1]
 INDEX = HOME / "docs" / "README.md"
 PAGES = [

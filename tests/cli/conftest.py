@@ -7,7 +7,6 @@ user would give presets of his own.
 from __future__ import annotations
 
 import contextlib
-import copy
 import csv
 import hashlib
 import io
@@ -25,7 +24,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
@@ -36,7 +34,10 @@ from lightning_rlhf.cli.main import main
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.stages.paths import HOME, RECIPES
 
-PRESETS = Path(__file__).parent / "presets"
+from ..composing import PRESETS
+from ..composing import compositions as compositions
+from ..composing import parsed_files as parsed_files
+
 MINI = ("--config-dir", str(PRESETS), "model=mini", "data=small", "preflight=off")
 """Words of every call. The preflight has tests of its own, and so short a run does without it."""
 SHIPPED = RECIPES / "quickstart" / "data"
@@ -168,25 +169,6 @@ CONSOLE = [str(Path(sys.executable).with_name("lightning-rlhf"))]
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _files_of_conf_are_parsed_once() -> Iterator[None]:
-    """Hydra reads each of some fifty files twice a command, by a parser written in Python."""
-    parse, parsed = yaml.load, dict[str, Any]()
-
-    def load(source: Any, Loader: Any) -> Any:
-        if Loader.__name__ != "OmegaConfLoader" or not hasattr(source, "read"):
-            return parse(source, Loader=Loader)
-        start = source.tell()
-        text = source.read()
-        if text not in parsed:
-            source.seek(start)  # for the name of the file in the message of an error
-            parsed[text] = parse(source, Loader=Loader)
-        return copy.deepcopy(parsed[text])
-
-    with patch.object(yaml, "load", load):
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -229,20 +229,19 @@ def test_another_run_is_another_folder(done: Kitchen) -> None:
     [("sft", "sft_train", ["rm", "ppo"]), ("rm", "preferences_train", ["ppo"])],
 )
 def test_what_stands_on_a_stage_that_was_run_again_is_done_again(
-    kitchen: Kitchen, again: str, data: str, stale: list[str]
+    done: Kitchen, again: str, data: str, stale: list[str]
 ) -> None:
     """With a row less and so with other weights, in the same folder and configuration."""
-    kitchen.cook().succeeded  # noqa: B018
-    before = {stage: weights(kitchen.folder(stage)) for stage in STAGES}
-    file = kitchen.place.folder / "data" / f"{data}.jsonl"
+    before = {stage: weights(done.folder(stage)) for stage in STAGES}
+    file = done.place.folder / "data" / f"{data}.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
-    kitchen.place.mini(f"stage={again}", "seed=3", "overwrite=true").succeeded  # noqa: B018
-    kitchen.cook().succeeded  # noqa: B018
-    assert kitchen.ran == stale
-    changed = {stage for stage in STAGES if weights(kitchen.folder(stage)) != before[stage]}
+    done.place.mini(f"stage={again}", "seed=3", "overwrite=true").succeeded  # noqa: B018
+    done.cook().succeeded  # noqa: B018
+    assert done.ran == stale
+    changed = {stage for stage in STAGES if weights(done.folder(stage)) != before[stage]}
     assert changed == {again, *stale}
-    kitchen.cook().succeeded  # noqa: B018
-    assert kitchen.ran == []
+    done.cook().succeeded  # noqa: B018
+    assert done.ran == []
 
 
 def test_numbers_name_a_run_and_a_job(kitchen: Kitchen) -> None:

@@ -27,6 +27,8 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.cli.main import main
 
+from ..composing import parsed_files as parsed_files
+
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 VOCABULARY = 1757
 """The tokenizer's 1756, and the one more that transformers' tokenizer of Qwen3.5 gives it."""

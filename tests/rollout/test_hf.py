@@ -26,6 +26,7 @@ def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
     """Sampled and annotated."""
     generator = changes.pop("generator", None) or torch.Generator().manual_seed(3)
     samples_per_prompt = changes.pop("samples_per_prompt", 1)
+    rows = changes.pop("rows", 2)
     settings: dict[str, Any] = {
         "max_response_tokens": 24,
         "temperature": 0.7,
@@ -36,8 +37,8 @@ def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
         sampled = HFSampler(roles, params).sample(prompts, samples_per_prompt, generator)
         assert sampled.logprobs is None
         return annotate(
-            sampled, roles, Critic(roles, POLICY), is_exact=True,
-            temperature=params.temperature, policy_rows=MicrobatchSize("rows", 2), batch_size=2,
+            sampled, roles, Critic(roles, POLICY), is_exact=True, temperature=params.temperature,
+            policy_rows=MicrobatchSize("rows", rows), batch_size=rows,
         )  # fmt: skip
 
 
@@ -50,8 +51,9 @@ def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
     roles.causal_lm.generation_config.repetition_penalty = 3.0
     n = 4000
     rollout = roll_out(
-        roles, make_prompts([7, 8, 9]).repeat(n), max_response_tokens=1, temperature=temperature
-    )
+        roles, make_prompts([7, 8, 9]).repeat(n),
+        max_response_tokens=1, temperature=temperature, rows=500,
+    )  # fmt: skip
     with torch.no_grad(), roles.use_role(POLICY):
         hidden = roles.hidden(torch.tensor([[7, 8, 9]]))[0, -1]
         p = torch.softmax(roles.head(hidden) / temperature, dim=-1)
