@@ -114,18 +114,22 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_stage_and_model_composes_with_all_else(stage: str, model: str) -> None:
-    others = [DATA, *(options(group) for group in ("reward", "trainer", "logger"))]
-    rounds = max(len(names) for names in others)
-    for i in range(rounds):
-        data, reward, trainer, logger = (names[i % len(names)] for names in others)
-        cfg = composed(f"stage={stage}", *model_overrides(model), f"data={data}",
-                       *given(reward), f"trainer={trainer}", f"logger={logger}")  # fmt: skip
-        settings = read_settings(cfg)
-        assert settings.stage == stage
-        assert settings.model.name == ("other" if model == "hub" else model)
-        assert settings.tree["reward"]["kind"] == KINDS.get(reward, reward)
-        assert settings.trainer.accelerator == trainer or trainer == "auto"
-        assert settings.logger.kind == logger
+    """Each with every option of the other groups, which are dealt out in turn."""
+    turn = STAGES.index(stage) + MODELS.index(model)
+    groups = {"data": DATA} | {group: options(group) for group in ("reward", "trainer", "logger")}
+    assert max(len(names) for names in groups.values()) <= min(len(STAGES), len(MODELS))
+    data, reward, trainer = (
+        groups[g][turn % len(groups[g])] for g in ("data", "reward", "trainer")
+    )
+    logger = groups["logger"][turn // len(groups["trainer"]) % len(groups["logger"])]
+    cfg = composed(f"stage={stage}", *model_overrides(model), f"data={data}",
+                   *given(reward), f"trainer={trainer}", f"logger={logger}")  # fmt: skip
+    settings = read_settings(cfg)
+    assert settings.stage == stage
+    assert settings.model.name == ("other" if model == "hub" else model)
+    assert settings.tree["reward"]["kind"] == KINDS.get(reward, reward)
+    assert settings.trainer.accelerator == trainer or trainer == "auto"
+    assert settings.logger.kind == logger
 
 
 @pytest.mark.parametrize("advantage", options("advantage"))
@@ -174,8 +178,9 @@ def test_a_list_of_texts_arrives_as_a_tuple() -> None:
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> None:
     """In a stage that reads no reward and in one that does; the others: the test above."""
-    groups = [DATA, options("reward"), options("logger")]
-    for data, reward, logger in itertools.product(*groups):
+    loggers = options("logger")
+    for turn, (data, reward) in enumerate(itertools.product(DATA, options("reward"))):
+        logger = loggers[turn % len(loggers)]
         settings = read_settings(
             composed(f"stage={stage}", f"data={data}", *given(reward), f"logger={logger}")
         )
