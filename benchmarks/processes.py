@@ -49,7 +49,7 @@ from lightning_rlhf.stages.strategy import strategy
 from machine import Clock, middle, options, write
 from workloads import LONGEST, SHORTEST, Workload, build_model, low_tokens, parameters, prompts_of
 
-MODEL = Workload(vocabulary=8192, hidden=512, layers=8, intermediate=1376, episodes=32, response=32)
+MODEL = Workload(vocabulary=8192, hidden=512, layers=8, intermediate=1376, episodes=64, response=32)
 QUICK = Workload(vocabulary=512, hidden=64, layers=2, intermediate=160, episodes=8, response=8)
 SETUPS = {"one process": (1, 1), "two processes": (2, 1), "two threads": (1, 2)}
 """Set-up -> number of processes, and of threads of each."""
@@ -58,10 +58,11 @@ STAGES: dict[str, Callable[[], L.Callback]] = {
     "ppo": PPOMetrics,
 }  # fmt: skip
 """Stage -> callback that measures its steps, as a run has it."""
-RESPONSES = {"rank": (4, 8, 16), "eval_policy": (8, 2, 8)}
+RESPONSES = {"rank": (16, 4, 32), "eval_policy": (16, 1, 8)}
 """Stage that does not train -> prompts, responses sampled to each, and responses at a time."""
-EPOCHS, MICROBATCH = 2, 8
-"""Passes of PPO over its responses, each one update; rows of a micro-batch in all stages."""
+EPOCHS, MINIBATCHES, MICROBATCH = 2, 2, 8
+"""Passes of PPO over its responses, half of the default; updates of a pass; rows of a micro-batch
+in all stages."""
 LORA = LoRASettings(r=16, alpha=32, target_modules="all-linear")
 BATCHES = {"sft": 32, "sft, full weights": 32, "rm": 16, "dpo": 16}
 """Stage -> demonstrations or pairs of an optimizer step."""
@@ -102,7 +103,7 @@ def build(stage: str, workload: Workload, replicas: Replicas) -> tuple[L.Lightni
         setting = Setting(
             iterations=1, episodes=workload.episodes, response_tokens=workload.response,
             end_token=workload.vocabulary + 1, score=low_tokens, lr=1e-5, epochs=EPOCHS,
-            minibatches=1,
+            minibatches=MINIBATCHES,
         )  # fmt: skip
         ppo = ours.build(model, setting, workload.critic)
         ppo.guard.microbatch.rows = MICROBATCH
@@ -321,7 +322,7 @@ def ratio(one: Sequence[float], other: Sequence[float]) -> str:
 def main() -> None:
     args = options(str(__doc__))
     workload = QUICK if args.quick else MODEL
-    found = measure(workload, 2 if args.quick else 7)
+    found = measure(workload, 2 if args.quick else 5)
     write(
         args,
         "processes",
@@ -331,10 +332,10 @@ def main() -> None:
         f"hidden size {workload.hidden}, vocabulary {workload.vocabulary}) in fp32, prompts of "
         f"{SHORTEST} to {LONGEST} tokens, responses of at most {workload.response}; micro-batches "
         f"of {MICROBATCH} rows. PPO: {workload.episodes} responses, critic on the policy's trunk, "
-        f"{EPOCHS} updates an iteration. sft: 32 demonstrations a step; rm and dpo: 16 pairs. LoRA "
-        "of rank 16 but for full weights. rank: 32 responses, 16 at a time; eval_policy: 16 "
-        "sampled and 8 greedy responses of policy and SFT model each, 8 at a time; loading is not "
-        "timed. Processes have one thread each, and exchange by gloo. "
+        f"{EPOCHS * MINIBATCHES} updates an iteration. sft: 32 demonstrations a step; rm and dpo: "
+        "16 pairs. LoRA of rank 16 but for full weights. rank: 64 responses, 32 at a time; "
+        "eval_policy: 16 sampled and 16 greedy responses of policy and SFT model, 8 at a time; "
+        "loading is not timed. Processes have one thread each, and exchange by gloo. "
         "Medians with the smallest and the largest; the set-ups compute a step in turn.",
         table(found),
     )
