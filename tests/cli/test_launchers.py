@@ -19,7 +19,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import overrides, sweep_process
+from lightning_rlhf.cli import plugins, sweep_process
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import set_group
 from lightning_rlhf.cli.sweep_hook import ignore_presets
@@ -172,13 +172,14 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
     (failed,) = workplace.outputs.rglob("failed.txt")
     assert failed.parent.parent.name == "kl_coef=-1"
     assert "ppo.kl_coef is -1" in failed.read_text()
-    assert outcome.out.count("  alone: ") == 1
+    assert "#0 failed: ppo.kl_coef=-1; ppo.kl_coef is -1" in outcome.out
+    assert "  alone: " not in outcome.out  # which would be refused again
 
 
 def test_a_launcher_that_is_not_installed_is_named(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(overrides.PLUGINS, "hydra/launcher=joblib", "not_installed")
+    monkeypatch.setitem(plugins.PLUGINS, "hydra/launcher=joblib", "not_installed")
     error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
     assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
 
