@@ -136,6 +136,8 @@ class Trials:
         results.goal = self.config.metric, DIRECTIONS[self.config.direction]
         with self.held(results.sweep):
             self.run_trials(results, launcher, validate)
+        if SweepHook.progress is not None:
+            SweepHook.progress.stop()
         self.print_best()
 
     @contextmanager

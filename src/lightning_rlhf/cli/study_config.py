@@ -66,7 +66,9 @@ def check_metric(name: str, cfg: DictConfig) -> None:
     if cfg.stage is None or cfg.callbacks or not name.startswith("eval/"):
         return
     try:
-        settings = read_settings(cfg)
+        settings = read_settings(
+            OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        )
     except ConfigError:  # each job reports it, unless what is chosen mends it
         return
     if settings.definition.trains:

@@ -36,10 +36,9 @@ class SweepProgress(threading.Thread):
 
     def stop(self) -> None:
         """Print what is left, and end."""
-        if not self.ended.is_set():
-            self.ended.set()
-            self.join()
-            self.print_new()
+        self.ended.set()
+        self.join()
+        self.print_new()
 
     def print_new(self) -> None:
         """Print a line for each job of this command that has begun or ended since the last call."""

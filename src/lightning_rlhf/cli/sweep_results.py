@@ -36,8 +36,6 @@ from lightning_rlhf.io.visible import visible
 from lightning_rlhf.stages.console import print_error, print_line
 from lightning_rlhf.stages.process import STOPPED
 
-WIDEST = 10_000
-"""Width of the table in characters where it is printed to a file or a pipe."""
 PREFIX = ".sweep-"
 """Start of the name of a folder of results; the host and the number of its process follow."""
 
@@ -118,7 +116,7 @@ class SweepResults:
         problem: why the launcher gave up, if it did; the caller prints it. Exits with a status
         other than 0 where a job failed, the page was not written or the sweep was stopped.
         """
-        from lightning_rlhf.report.tables import sweep_table  # which imports torch
+        from lightning_rlhf.report.tables import WIDEST, sweep_table  # which imports torch
 
         results = [
             replace(found, status="ended", failure=problem or "it ended without a result")
@@ -135,9 +133,10 @@ class SweepResults:
             results.sort(key=partial(rank, self.goal), reverse=True)
         if results:
             console = get_console()
-            if not console.is_terminal:  # where no width is too large
+            if not console.is_terminal:
                 console = Console(width=WIDEST)
-            console.print(sweep_table([row(result) for result in results]))
+            table = sweep_table([row(result) for result in results], console.width)
+            console.print(table, crop=False)
         is_compared = self.has_compared(results)
         failed = [result for result in results if result.status in ("failed", "ended")]
         for result in failed:

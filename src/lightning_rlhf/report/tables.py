@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -36,6 +37,8 @@ LABELS: Mapping[str, str] = {
 ABSENT = "-"
 DIGITS = 6
 """Number of characters of a metric in the table of a sweep: -1.234, 12.345."""
+WIDEST = 10_000
+"""Characters of a line of the table of a sweep in a file or a pipe."""
 LONGEST = 40
 """Number of characters up to which an override of a job stays in one line of the table."""
 
@@ -129,16 +132,18 @@ def spread(items: Sequence[Any], n: int) -> list[Any]:
     return [items[i * len(items) // n] for i in range(n)]
 
 
-def sweep_table(rows: Sequence[SweepRow]) -> Table:
+def sweep_table(rows: Sequence[SweepRow], width: int = WIDEST) -> Table:
     """Return a table with one row per job and a column for every metric that some job has.
 
-    The overrides that all jobs share are in the title. Lines break between overrides, within one
-    only where it is longer than LONGEST.
+    The overrides that all jobs share are in the title.
+
+    width: characters of a line; in a shorter one than the table needs, the cells of overrides break
+    between these, and within one only where it is longer than LONGEST.
     """
     shared = shared_overrides([row.overrides for row in rows])
     table = Table(title=Text(visible_line(" ".join(["Sweep", *shared]))), title_justify="left")
     widths = [len(word) for row in rows for word in row.overrides if word not in shared]
-    table.add_column("overrides", overflow="fold", min_width=min(max(widths, default=0), LONGEST))
+    table.add_column("overrides", overflow="fold", min_width=min(max(widths, default=9), LONGEST))
     table.add_column("status", no_wrap=True)
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     for name in names:
@@ -148,6 +153,8 @@ def sweep_table(rows: Sequence[SweepRow]) -> Table:
         own = " ".join(override for override in row.overrides if override not in shared)
         numbers = [f"{row.metrics[n]:z.3f}" if n in row.metrics else ABSENT for n in names]
         table.add_row(Text(visible_line(own)), Text(row.status), *numbers)
+    if Console(width=WIDEST).measure(table).maximum > width:
+        table.columns[0].width = table.columns[0].min_width
     return table
 
 
