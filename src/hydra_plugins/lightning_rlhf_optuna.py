@@ -32,9 +32,14 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the trials of the study that are left."""
+        from lightning_rlhf.cli.overrides import parse_overrides
         from lightning_rlhf.cli.study import Trials
-        from lightning_rlhf.cli.study_config import read_study_config
+        from lightning_rlhf.cli.study_config import check_metric, read_study_config
 
         assert self.launcher is not None
-        trials = Trials(read_study_config(self.options), arguments)
+        study = read_study_config(self.options)
+        fixed = [str(o.input_line) for o in parse_overrides(arguments) if not o.is_sweep_override()]
+        loader = self.hydra_context.config_loader
+        check_metric(study.metric, loader.load_sweep_config(self.config, fixed))
+        trials = Trials(study, arguments)
         trials.run(self.launcher, self.validate_batch_is_legal)

@@ -19,11 +19,12 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import overrides, sweep_process
+from lightning_rlhf.cli import plugins, sweep_process
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import set_group
 from lightning_rlhf.cli.sweep_hook import ignore_presets
 from lightning_rlhf.cli.sweep_process import run_job
+from lightning_rlhf.parallel.world import SRUN
 from lightning_rlhf.stages.paths import CONF
 
 from .conftest import Workplace
@@ -126,6 +127,9 @@ def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
         assert "starts from an SFT model" in (folder / "failed.txt").read_text()
         assert "starts from an SFT model" in folder.with_name("ppo.log").read_text()
         assert f'job="{folder.parent.name}"' in outcome.out
+        begins = f"begins: ppo.{folder.parent.name}; its output is in "
+        assert outcome.out.count(begins) == 1
+        assert outcome.out.count(f"failed: ppo.{folder.parent.name}; stage=ppo starts from") == 1
     assert outcome.out.count("  alone: ") == len(jobs)
     assert "validated against" not in outcome.err
     assert not list(workplace.outputs.rglob(".sweep-*"))
@@ -172,15 +176,42 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
     (failed,) = workplace.outputs.rglob("failed.txt")
     assert failed.parent.parent.name == "kl_coef=-1"
     assert "ppo.kl_coef is -1" in failed.read_text()
-    assert outcome.out.count("  alone: ") == 1
+    assert "#0 failed: ppo.kl_coef=-1; ppo.kl_coef is -1" in outcome.out
+    assert "  alone: " not in outcome.out  # which would be refused again
 
 
 def test_a_launcher_that_is_not_installed_is_named(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(overrides.PLUGINS, "hydra/launcher=joblib", "not_installed")
+    monkeypatch.setitem(plugins.PLUGINS, "hydra/launcher=joblib", "not_installed")
     error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
     assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
+
+
+def test_slurm_that_is_not_there_is_named(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(workplace.folder))
+    error = workplace.sweep("hydra/launcher=submitit_slurm", "stage=sft", "seed=1,2").error
+    assert "hydra/launcher=submitit_slurm needs Slurm, and there is no srun" in error
+    assert "allowed: " in error
+
+
+def test_a_launcher_without_a_sweep_is_warned_of(workplace: Workplace) -> None:
+    words = "hydra/launcher=joblib", "stage=sft", "sft.lr=-1"
+    warning = "warning: hydra/launcher=joblib is for sweeps and is not used without -m"
+    assert warning in workplace.mini(*words).out
+    assert warning not in workplace.mini(*words, "--cfg", "hydra").out
+
+
+def test_a_sweep_in_several_processes_is_refused_and_leaves_nothing(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in zip(SRUN, ("0", "2", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    error = workplace.sweep("stage=ppo", "seed=1,2").error
+    assert "srun has started 2 processes, but a sweep starts the processes of its jobs" in error
+    assert not workplace.outputs.exists()
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ def chosen(jobs: Jobs) -> list[tuple[str, str]]:
     return [(values["ppo.kl_coef"], values["seed"]) for values in jobs.launched]
 
 
-def test_trials_are_in_their_intervals_and_their_results_in_the_study(tmp_path: Path) -> None:
+def test_trials_are_in_their_intervals_and_their_results_in_the_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     jobs = Jobs()
     results = run(tmp_path, jobs, 4, n_jobs=3)
     assert [r.status for r in results.values()] == ["done"] * 4
@@ -113,6 +115,11 @@ def test_trials_are_in_their_intervals_and_their_results_in_the_study(tmp_path: 
     found = read(tmp_path)
     assert [t.state for t in found.trials] == [TrialState.COMPLETE] * 4
     assert found.best_value == max(float(values["ppo.kl_coef"]) for values in jobs.launched)
+    best = max(jobs.launched, key=lambda values: float(values["ppo.kl_coef"]))
+    words = f"ppo.kl_coef={best['ppo.kl_coef']} seed={best['seed']}"
+    number = jobs.launched.index(best)
+    assert f"best trial: {words}: {METRIC} " in (out := capsys.readouterr().out)
+    assert out.endswith(f"; r/{number}\n")
 
 
 def test_the_same_command_goes_on_and_repeats_no_finished_trial(tmp_path: Path) -> None:
@@ -206,6 +213,8 @@ def test_a_job_reads_the_address_of_a_database_from_its_environment(
     [
         (["ppo.kl_coef=0.1"], "nothing to choose"),
         ([*SPACE[:2], "ppo.rollout_batch_size=16"], "has trials of ppo.rollout_batch_size=8, not"),
+        ([*SPACE, "ppo.gamma=0.99"], "has trials without ppo.gamma=0.99; allowed"),
+        (SPACE[:2], "has trials of ppo.rollout_batch_size=8; allowed"),
     ],
 )
 def test_a_study_that_is_none_or_another_is_refused(
@@ -261,6 +270,16 @@ def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path)
 def test_a_metric_that_no_job_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"hydra.sweeper.metric is 'eval/x'; allowed: {METRIC}"):
         run(tmp_path, Jobs(), 1, metric="eval/x")
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_before_a_trial(workplace: Workplace) -> None:
+    outcome = workplace.sweep(
+        "hydra/sweeper=optuna", "stage=sft", "seed=1,2", "hydra.sweeper.metric=eval/foo"
+    )
+    assert (
+        outcome.error == "hydra.sweeper.metric is 'eval/foo'; allowed: eval/loss, eval/perplexity"
+    )
+    assert not (workplace.outputs / "default" / "study.log").exists()
 
 
 def test_a_trial_that_is_behind_is_pruned_and_is_no_error(workplace: Workplace) -> None:

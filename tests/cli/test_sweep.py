@@ -94,11 +94,18 @@ def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -
     assert "failed" not in text
     page = (swept[0].outputs / "default" / "compare.html").read_text()
     assert all(f"<td>kl_coef={value}" in page for value in ("0.02", "0.5"))
+    assert "Highest eval/reward_mean: " in page
+    assert [file.read_text() for file in (swept[0].outputs / "default").glob("compare_*.html")] == [
+        page
+    ]
 
 
 def test_hydra_s_lines_are_indented_and_show_what_a_terminal_would_obey() -> None:
     record = logging.LogRecord("hydra", logging.INFO, "", 0, "\t#%d : run=\x1b[31m", (3,), None)
     assert VisibleFormatter("%(message)s").format(record) == "        #3 : run=\\x1b[31m"
+    trial = '#6 : ppo.kl_coef=0.1 callbacks.trial.storage="/a b" callbacks.trial.number=6'
+    record = logging.LogRecord("hydra", logging.INFO, "", 0, trial, (), None)
+    assert VisibleFormatter("%(message)s").format(record) == "#6 : ppo.kl_coef=0.1"
 
 
 def test_jobs_differ_only_where_they_should(clean_sweep: Workplace) -> None:

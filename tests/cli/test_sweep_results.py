@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.cli.job_result import JobResult, result_of
 from lightning_rlhf.cli.sweep import job_folder, job_stage
+from lightning_rlhf.cli.sweep_page import is_own_run, jobs_table
+from lightning_rlhf.cli.sweep_progress import SweepProgress
 from lightning_rlhf.cli.sweep_results import SweepResults
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages import compare
@@ -99,3 +101,71 @@ def test_a_job_without_a_folder_keeps_its_reason() -> None:
     found.return_value = "outputs is None; allowed: a folder"
     result = result_of(found)
     assert (result.status, result.failure) == ("failed", "outputs is None; allowed: a folder")
+
+
+def test_a_line_for_each_job_that_begins_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None for those of an earlier command, and none twice."""
+    results = SweepResults(tmp_path)
+    progress = SweepProgress(results, ["ppo.kl_coef"])
+    words = ["stage=ppo", "ppo.kl_coef=0.1"]
+    results.write(0, JobResult(overrides=words, status="done", folder="r/a/ppo"))
+    results.start(1, words)  # its folder is not known yet
+    progress.print_new()
+    assert capsys.readouterr().out == ""
+    results.start(1, words, "r/b/ppo")
+    progress.print_new()
+    progress.print_new()
+    assert capsys.readouterr().out == "#1 begins: ppo.kl_coef=0.1; its output is in r/b/ppo.log\n"
+    metrics = {"eval/reward_mean": 0.5, "eval/loss": 1.0}
+    done = JobResult(overrides=words, status="done", folder="r/b/ppo", metrics=metrics,
+                     summary=["eval/reward_mean"])  # fmt: skip
+    results.write_own(1, done)
+    results.write_own(2, JobResult(overrides=words, status="failed", failure="no; see r/c/ppo.log"))
+    progress.print_new()
+    progress.print_new()
+    assert capsys.readouterr().out.splitlines() == [
+        "#1 ended: ppo.kl_coef=0.1; reward_mean 0.500; its output is in r/b/ppo.log",
+        "#2 failed: ppo.kl_coef=0.1; no; see r/c/ppo.log",
+    ]
+
+
+def test_the_trials_of_a_study_are_in_the_order_of_its_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Off a terminal no line of the table is broken, however long."""
+    results = SweepResults(tmp_path)
+    results.goal = "eval/loss", "min"
+    for number, (status, loss) in enumerate([("done", 2.0), ("pruned", 0.5), ("done", 1.0)]):
+        words = [f"data.sft={'x' * 200}{number}", f"seed={number}"]
+        metrics = {"eval/loss": loss}
+        results.write(
+            number, JobResult(overrides=words, status=status, metrics=metrics, summary=[*metrics])
+        )
+    assert end(results) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "seed=" in line]
+    assert [line.split("seed=")[1][0] for line in lines] == ["2", "0", "1"]
+
+
+def test_the_jobs_on_the_page_name_the_best_one() -> None:
+    words = ["stage=ppo", "ppo.kl_coef=0.1"], ["stage=ppo", "ppo.kl_coef=-1"]
+    done = JobResult(overrides=words[0], status="done", metrics={"eval/reward_mean": 0.5})
+    failed = JobResult(overrides=words[1], status="failed", failure="ppo.kl_coef is -1")
+    goal = "eval/reward_mean", "max"
+    found = jobs_table([done, failed], goal)
+    assert found.rows == [
+        ["ppo.kl_coef=0.1", "done", "", ""],
+        ["ppo.kl_coef=-1", "failed", "ppo.kl_coef is -1", ""],
+    ]
+    assert found.note == "Highest eval/reward_mean: 0.5, ppo.kl_coef=0.1."
+    assert jobs_table([done], goal).heading == ["job", "status"]
+
+
+def test_a_finished_run_in_the_folder_of_a_failed_job_is_another_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    failed = JobResult(overrides=[], status="failed")
+    assert is_own_run(failed, tmp_path)
+    (tmp_path / "final").mkdir()
+    assert not is_own_run(failed, tmp_path)
+    assert is_own_run(JobResult(overrides=[], status="done"), tmp_path)

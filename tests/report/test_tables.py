@@ -17,8 +17,8 @@ from lightning_rlhf.report.tables import (
 )
 
 
-def shown(renderable: RenderableType) -> str:
-    console = Console(width=120, file=io.StringIO(), record=True)
+def shown(renderable: RenderableType, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
     console.print(renderable)
     return console.export_text()
 
@@ -101,3 +101,13 @@ def test_a_failed_job_has_its_line_in_the_sweep() -> None:
         ["ppo.kl_coef=0.1", "finished", "1.000", "2.000"],
         ["ppo.kl_coef=[0]", "failed", "-", "-"],
     ]
+
+
+def test_a_narrow_table_of_a_sweep_breaks_between_overrides_alone() -> None:
+    names = ["reward_mean", "kl", "response_tokens", "response_perplexity", "judge/gold"]
+    metrics = {f"eval/{name}": -1.0 for name in names}
+    words = ("ppo.lr=5.846e-05", "ppo.kl_coef=0.08559")
+    rows = [SweepRow(words, "done", metrics), SweepRow((words[0],), "stopped", {})]
+    text = shown(sweep_table(rows, 80), 80)
+    assert all(text.count(word) == 1 for word in (*words, "stopped"))
+    assert text.count("-1.000") == len(names)

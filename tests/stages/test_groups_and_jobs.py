@@ -23,6 +23,16 @@ def test_a_second_run_of_a_seed_is_not_counted_as_another_seed(
     assert [[one.name for one in group.runs] for group in groups] == [["a", "b"], ["c"]]
 
 
+def test_a_group_of_seeds_has_the_name_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: int) -> Any:
+        name = f"r/m/seed={seed}/ppo"
+        return SimpleNamespace(name=name, definition=None, tree={"seed": seed}, curves={})
+
+    monkeypatch.setattr("lightning_rlhf.stages.compare.end_metrics", lambda run: {})
+    assert [group.label for group in grouped([run(7), run(8)])] == ["r/m/ppo"]
+    assert [group.label for group in grouped([run(7), run(7)])] == ["r/m/seed=7/ppo"] * 2
+
+
 def test_a_model_is_of_the_job_or_of_one_around_it_or_of_the_run(tmp_path: Path) -> None:
     settings: Any = SimpleNamespace(
         outputs=tmp_path, run="r", model=SimpleNamespace(name="m"), job="kl=0.1/round1"

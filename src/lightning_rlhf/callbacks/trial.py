@@ -62,7 +62,7 @@ class TrialReport(Callback):
         if not is_evaluation(trainer) or trained(trainer) == 0:
             return
         metrics: dict[str, Any] = dict(trainer.callback_metrics)
-        require_metrics("callbacks.trial.metric", [(self.metric, "max")], metrics)
+        require_metrics("hydra.sweeper.metric", [(self.metric, "max")], metrics)
         is_pruned = False
         if trainer.is_global_zero:
             trial, step = self.trial(), trained(trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -12,6 +12,9 @@ from lightning_rlhf.cli.overrides import check_stage, refuse_absent_callbacks, r
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages import paths
+
+if TYPE_CHECKING:
+    from lightning_rlhf.stages.stage import Settings
 
 
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
@@ -55,10 +58,31 @@ def refuse_processes(is_several_runs: bool, what: str) -> None:
         )
 
 
+def stage_settings(cfg: DictConfig, in_sweep: bool) -> Settings:
+    """Return the checked settings of a stage. Raises ConfigError naming a key or an override."""
+    from lightning_rlhf.stages.registry import stage_names
+    from lightning_rlhf.stages.settings import read_settings
+
+    overrides = given_overrides()
+    unresolved: Any = OmegaConf.to_container(cfg)
+    stage = OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False)
+    names = stage_names(unresolved)
+    check_stage(stage, unresolved, HydraConfig.get().runtime.config_sources)
+    if not in_sweep and stage in names:
+        refuse_other_stages(stage, overrides, names)
+    refuse_absent_callbacks(overrides)
+    return read_settings(cfg)
+
+
+def given_overrides() -> list[str]:
+    """Return the overrides of the job as typed; indexing the list resolves an interpolation."""
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
+    return overrides
+
+
 def execute(cfg: DictConfig, in_sweep: bool) -> None:
     """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
-    # As typed: indexing the list would resolve an interpolation.
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
+    overrides = given_overrides()
     if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
         if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
@@ -76,22 +100,9 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
 
             run_program(recipe, folder, cfg, overrides)
         return
-    from lightning_rlhf.stages.registry import stage_names
-    from lightning_rlhf.stages.settings import read_settings
-    from lightning_rlhf.stages.stage import AUTO
-
-    refuse_processes(in_sweep, "a sweep")
-    unresolved: Any = OmegaConf.to_container(cfg)
-    stage, names = (
-        OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False),
-        stage_names(unresolved),
-    )
-    check_stage(stage, unresolved, HydraConfig.get().runtime.config_sources)
-    if not in_sweep and stage in names:
-        refuse_other_stages(stage, overrides, names)
-    refuse_absent_callbacks(overrides)
-    settings = read_settings(cfg)
+    settings = stage_settings(cfg, in_sweep)
     from lightning_rlhf.stages.folder.folders import state_of
+    from lightning_rlhf.stages.stage import AUTO
     from lightning_rlhf.stages.start import check_run, run_stage
 
     if settings.preflight == "only":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn
@@ -15,10 +16,11 @@ from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import parse_overrides, stage_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.sweep import job_folder, job_stage, without_trial
-from lightning_rlhf.core.errors import RLHFError, require
+from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.process import STOPPED
 from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.settings import read_settings
 
 DECIDED = ("job", "resume", "overwrite")
 """Keys that the command of a single job sets itself."""
@@ -41,9 +43,10 @@ class JobResult:
     summary: Sequence[str] = ()
     """Names of the metrics that the table shows."""
     command: Sequence[str] = ()
-    """Arguments of the command that runs the job alone."""
+    """Arguments of the command that runs the job alone; none where that refuses the configuration
+    of the job, or where it is not known."""
     process: int = 0
-    """Number of the process in which the job runs."""
+    """Number of the process in which the job runs; 0 for a job of an earlier command."""
     host: str = ""
 
     @property
@@ -62,7 +65,7 @@ def result_of(job_return: JobReturn) -> JobResult:
         stage, folder = job_stage(cfg), job_folder(cfg)
         result = JobResult(
             overrides=overrides, folder=str(folder), stage=stage.name, summary=list(stage.summary),
-            command=alone(cfg, overrides),
+            command=[] if is_refused(cfg) else alone(cfg, overrides),
         )  # fmt: skip
         if failure is None:
             from lightning_rlhf.stages.measured import metrics_of  # which imports torch
@@ -74,6 +77,22 @@ def result_of(job_return: JobReturn) -> JobResult:
         failure = failure or str(error)
         result = JobResult(overrides=overrides)
     return replace(result, status=STOPPED if failure == STOPPED else "failed", failure=failure)
+
+
+def is_refused(cfg: DictConfig) -> bool:
+    """Return whether the configuration of a job has a value that is not allowed."""
+    if cfg.stage is None:
+        return False
+    try:
+        read_settings(cfg)
+    except ConfigError:
+        return True
+    return False
+
+
+def log_of(folder: Path) -> Path:
+    """Return the file of the output of a job in a process of its own, beside its folder."""
+    return folder.with_name(f"{folder.name}.log")
 
 
 def alone(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:

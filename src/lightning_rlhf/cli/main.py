@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.execute import execute, resume_hint
+from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint, stage_settings
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     ONLY_CHECKS,
@@ -32,11 +32,11 @@ from lightning_rlhf.cli.overrides import (
     completed_stages,
     options_last,
     parse_arguments,
-    refuse_absent_plugins,
     refuse_group_stage,
     refuse_mistyped,
     refuse_several_checks,
 )
+from lightning_rlhf.cli.plugins import check_plugins, is_sweep
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
@@ -96,7 +96,8 @@ def main() -> None:
         given = parse_arguments(words)
         refuse_secrets(given)
         refuse_several_checks(given)
-        refuse_absent_plugins(given.overrides)
+        check_plugins(given)
+        refuse_processes(is_sweep(given), "a sweep")
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
@@ -183,14 +184,17 @@ def compose(cfg: DictConfig) -> str | None:
         if from_sweep and SweepHook.is_apart:
             from lightning_rlhf.cli.sweep_process import run_job
 
+            if cfg.recipe is None:
+                stage_settings(cfg, in_sweep)  # what it refuses needs no process
             return run_job(cfg, list(HydraConfig.get().overrides.task))
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
-        if IN_RECIPE not in os.environ:
+        is_apart = from_sweep and SweepHook.is_apart  # the sweep prints it, once
+        if IN_RECIPE not in os.environ and not is_apart:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
-        if from_sweep and SweepHook.is_apart and SweepHook.results is not None:
+        if is_apart and SweepHook.results is not None:
             if SweepHook.results.process == os.getpid():  # a signal to another ends its job alone
                 SweepHook.results.end_early(signum)
             return STOPPED

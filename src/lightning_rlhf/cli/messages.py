@@ -20,7 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lightning_rlhf.cli.overrides import GROUPS, parse_overrides
+from lightning_rlhf.cli.overrides import GROUPS, TRIAL, parse_overrides
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.io.visible import visible
@@ -37,11 +37,12 @@ LONGEST = 400
 class VisibleFormatter(logging.Formatter):
     """Formatter that escapes control characters in the overrides that Hydra logs in a sweep.
 
-    Tabs, with which Hydra indents its lines, become spaces.
+    Tabs, with which Hydra indents its lines, become spaces. The overrides with which a trial
+    reports to its study, the last ones of its job, are left out.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record).expandtabs())
+        return visible(super().format(record).expandtabs().partition(f" {TRIAL}.")[0])
 
 
 def program_name() -> str:

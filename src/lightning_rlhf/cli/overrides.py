@@ -7,7 +7,6 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,23 +35,8 @@ ALIKE = 0.7
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
 
-PLUGINS = {
-    "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
-    "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
-    "hydra/launcher=submitit_slurm": "hydra_plugins.hydra_submitit_launcher",
-    "hydra/sweeper=optuna": "optuna",
-}
-"""Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
-
-
-def refuse_absent_plugins(words: Sequence[str]) -> None:
-    """Raise ConfigError where a sweep needs a package that is not installed."""
-    for word in words:
-        if word in PLUGINS and find_spec(PLUGINS[word]) is None:
-            raise ConfigError(
-                f"{word} needs {PLUGINS[word]}, which is not installed; "
-                "pip install 'lightning-rlhf[sweeps]'"
-            )
+TRIAL = "callbacks.trial"
+"""Key of the callback with which a trial of a study reports; it is no part of a job's name."""
 
 
 def refuse_mistyped(first: Sequence[str], commands: Collection[str]) -> None:

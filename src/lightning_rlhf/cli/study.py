@@ -21,8 +21,15 @@ from lightning_rlhf.callbacks.trial import PRUNED, open_storage, trial_of
 from lightning_rlhf.cli.job_result import JobResult
 from lightning_rlhf.cli.overrides import key_of, parse_overrides
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.cli.study_config import KEY, StudyConfig, seeded, shortened, space_of
-from lightning_rlhf.cli.sweep import NEUTRAL, TRIAL
+from lightning_rlhf.cli.study_config import (
+    DIRECTIONS,
+    KEY,
+    StudyConfig,
+    seeded,
+    shortened,
+    space_of,
+)
+from lightning_rlhf.cli.sweep import NEUTRAL, ODD, TRIAL, folder_name
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.cli.sweep_results import SweepResults
 from lightning_rlhf.core.errors import ConfigError
@@ -82,15 +89,22 @@ class Trials:
         """Raise ConfigError where the trials of the study had other values for what is fixed."""
         now = sorted(word for word in self.fixed if key_of(word) not in NEUTRAL)
         now += [f"{KEY}.{key}={getattr(self.config, key)}" for key in ("metric", "direction")]
-        was = self.study.user_attrs.get(FIXED, now)
+        was = self.study.user_attrs.get(FIXED, now) if self.study.trials else now
         if was != now:
             old, new = (
-                " ".join(word for word in one if word not in other) or "the default"
+                " ".join(word for word in one if word not in other)
                 for one, other in ((was, now), (now, was))
             )
+            of = (
+                f"of {old}, not of {new}"
+                if old and new
+                else f"of {old}"
+                if old
+                else f"without {new}"
+            )
             raise ConfigError(
-                f"the study {self.name} has trials of {old}, not "
-                f"of {new}; allowed: the same values, or {KEY}.study_name=NAME for another study"
+                f"the study {self.name} has trials {of}; allowed: the same values, or "
+                f"{KEY}.study_name=NAME for another study"
             )
         self.study.set_user_attr(FIXED, now)
 
@@ -118,8 +132,12 @@ class Trials:
         """
         results = SweepHook.results
         assert results is not None
+        results.name = folder_name(self.config.study_name, ODD)
+        results.goal = self.config.metric, DIRECTIONS[self.config.direction]
         with self.held(results.sweep):
             self.run_trials(results, launcher, validate)
+        if SweepHook.progress is not None:
+            SweepHook.progress.stop()
         self.print_best()
 
     @contextmanager
@@ -246,5 +264,5 @@ class Trials:
         """Print the best trial, if one is complete."""
         if self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             best = self.study.best_trial
-            words = " ".join(f"{key}={value}" for key, value in best.params.items())
-            print_line(f"best trial: {words}: {self.config.metric} {best.value:.4g}")
+            words, folder = " ".join(self.chosen(best.number)), best.user_attrs[RESULT]["folder"]
+            print_line(f"best trial: {words}: {self.config.metric} {best.value:.4g}; {folder}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import optuna
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -18,10 +18,15 @@ from optuna.distributions import (
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
+from lightning_rlhf.stages.final import metric_of
+from lightning_rlhf.stages.settings import read_settings
 
 KEY = "hydra.sweeper"
+DIRECTIONS: Mapping[str, Mode] = {"maximize": "max", "minimize": "min"}
+"""Direction in the words of Optuna -> that in which a metric is better."""
 DIGITS = 4
 """Number of significant digits of a chosen number."""
 
@@ -50,6 +55,24 @@ def read_study_config(options: Mapping[str, Any]) -> StudyConfig:
     """Return the checked section. Raises ConfigError naming a key."""
     plain: Any = OmegaConf.to_container(OmegaConf.create(dict(options)), resolve=True)
     return build(StudyConfig, plain, KEY)
+
+
+def check_metric(name: str, cfg: DictConfig) -> None:
+    """Raise ConfigError where the evaluations of the stage do not measure the metric of a study.
+
+    cfg: the configuration of a job without what is chosen for it. What a callback of the user's own
+    measures, or the end of a run, is not known before.
+    """
+    if cfg.stage is None or cfg.callbacks or not name.startswith("eval/"):
+        return
+    try:
+        settings = read_settings(
+            OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        )
+    except ConfigError:  # each job reports it, unless what is chosen mends it
+        return
+    if settings.definition.trains:
+        metric_of(settings, KEY, name, "max")
 
 
 def shortened(value: object) -> object:

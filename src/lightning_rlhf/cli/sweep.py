@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf.cli.overrides import key_of, parse_overrides
+from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides
 from lightning_rlhf.cli.recipe import read_recipe, recipe_folder
 from lightning_rlhf.cli.recipe_steps import split_step
 from lightning_rlhf.core.errors import ConfigError, RLHFError
@@ -33,8 +33,6 @@ LONGEST = 120
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
 """Patterns of the characters that are not allowed in the name of a job's folder."""
 NEUTRAL = ("resume", "overwrite", "debug", "logger", "callbacks", "trainer")
-TRIAL = "callbacks.trial"
-"""Key of the callback with which a trial of a study reports; it is no part of a job's name."""
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import warnings
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.types import TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
+    from lightning_rlhf.cli.sweep_progress import SweepProgress
     from lightning_rlhf.cli.sweep_results import SweepResults
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -37,6 +39,8 @@ class SweepHook(Callback):
     """Results of the sweep that runs in this process, or that the job of this process is of."""
     is_apart: ClassVar[bool] = False
     """True if each job runs in a process of its own."""
+    progress: ClassVar[SweepProgress | None] = None
+    """Thread that prints when jobs in processes of their own begin and end."""
     before: ClassVar[dict[int, Any]] = {}
     """Handlers of the signals that end a sweep, from before it."""
 
@@ -51,16 +55,22 @@ class SweepHook(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         # Imported here, since it takes seconds.
         from lightning_rlhf.cli.sweep import varied_keys
+        from lightning_rlhf.cli.sweep_progress import SweepProgress
         from lightning_rlhf.cli.sweep_results import SweepResults
 
         try:
-            results = SweepResults(Path(config.hydra.sweep.dir))
+            words: Any = OmegaConf.to_container(config.hydra.overrides.task)  # as typed
+            results = SweepResults(Path(config.hydra.sweep.dir), words)
         except OSError:  # the sweeper, which writes into the same folder, reports it
             return
         is_apart = config.hydra.launcher.get("_target_") != BASIC
         self._shared = varied_keys(config), results, is_apart
         self._share()
         if is_apart:
+            # Their lines count the jobs of each batch from 0; these are by the numbers of the jobs.
+            logging.getLogger("hydra_plugins").setLevel(logging.WARNING)
+            SweepHook.progress = SweepProgress(results, SweepHook.varied)
+            SweepHook.progress.start()
             for signum in (signal.SIGTERM, signal.SIGINT):
                 SweepHook.before[signum] = signal.signal(signum, results.stop)
 
@@ -86,6 +96,8 @@ class SweepHook(Callback):
 
         problem: why its launcher or sweeper gave up; None where it came to its end.
         """
+        if cls.progress is not None:
+            cls.progress.stop()
         if cls.results is not None:
             cls.results.show(problem)
 
@@ -94,9 +106,12 @@ class SweepHook(Callback):
         """Forget the sweep of this process."""
         for signum, handler in cls.before.items():
             signal.signal(signum, handler)
+        if cls.progress is not None:
+            cls.progress.stop()
         if cls.results is not None:
             cls.results.delete()
         cls.before, cls.varied, cls.results, cls.is_apart = {}, (), None, False
+        cls.progress = None
 
     def _share(self) -> None:
         """Make what the jobs of the sweep have in common known to this process."""

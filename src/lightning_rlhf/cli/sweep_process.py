@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.job_result import log_of
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.sweep import job_folder, mark_failed
@@ -35,7 +37,9 @@ def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     folder = job_folder(cfg)
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder / FAILED).unlink(missing_ok=True)
-    log = folder.parent / f"{folder.name}.log"
+    log = log_of(folder)
+    if SweepHook.results is not None:
+        SweepHook.results.start(HydraConfig.get().job.num, overrides, str(folder))
     words = [word for word in overrides if key_of(word) != "job"]
     words += [] if cfg.job is None else [f'job="{cfg.job}"']
     command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words]

@@ -17,29 +17,25 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from hydra.core.utils import JobReturn
 from rich import get_console
+from rich.console import Console
 
 from lightning_rlhf.cli.job_result import JobResult, command_line, result_of
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.cli.sweep import without_trial
+from lightning_rlhf.cli.sweep import whole_name
+from lightning_rlhf.cli.sweep_page import PAGE, rank, row, write_page
+from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.io.storage import full_disk_told, written_whole
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.stages.console import print_error, print_line
-from lightning_rlhf.stages.folder.folders import is_used
 from lightning_rlhf.stages.process import STOPPED
 
-if TYPE_CHECKING:
-    from lightning_rlhf.report.run_page import TextTable
-    from lightning_rlhf.report.tables import SweepRow
-
-PAGE = "compare.html"
-"""Name of the page that compares the jobs, in the folder of the sweep."""
 PREFIX = ".sweep-"
 """Start of the name of a folder of results; the host and the number of its process follow."""
 
@@ -47,28 +43,38 @@ PREFIX = ".sweep-"
 class SweepResults:
     """Results of the jobs of a sweep, in a folder that is deleted at its end."""
 
-    def __init__(self, sweep: Path) -> None:
-        """Make the folder, below that of the sweep; delete those of sweeps that were killed."""
+    def __init__(self, sweep: Path, words: Sequence[str] = ()) -> None:
+        """Make the folder, below that of the sweep; delete those of sweeps that were killed.
+
+        words: overrides of the sweep.
+        """
         sweep.mkdir(parents=True, exist_ok=True)
         delete_left(sweep)
         self.sweep = sweep
+        self.words = words
+        self.name = whole_name(words)
+        """Name of the sweep among those of the run; None where it has no overrides."""
+        self.goal: tuple[str, Mode] | None = None
+        """Metric of a study, by which the jobs are sorted, with its direction."""
         self.process = os.getpid()
         prefix = f"{PREFIX}{socket.gethostname()}-{self.process}-"
         self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=sweep.absolute()))
 
-    def start(self, number: int, overrides: Sequence[str]) -> None:
-        """Record that a job is running, in this process."""
-        self.write(
-            number,
-            JobResult(
-                overrides=overrides, status="running", process=os.getpid(),
-                host=socket.gethostname(),
-            ),
-        )  # fmt: skip
+    def start(self, number: int, overrides: Sequence[str], folder: str | None = None) -> None:
+        """Record that a job is running, in this process.
+
+        folder: folder of its run; None where it is not known yet.
+        """
+        self.write_own(number, JobResult(overrides=overrides, status="running", folder=folder))
 
     def end(self, number: int, job_return: JobReturn) -> None:
         """Record the result of a job."""
-        self.write(number, result_of(job_return))
+        self.write_own(number, result_of(job_return))
+
+    def write_own(self, number: int, result: JobResult) -> None:
+        """Write what is known of a job of this process."""
+        own = replace(result, process=os.getpid(), host=socket.gethostname())
+        self.write(number, own)
 
     def write(self, number: int, result: JobResult) -> None:
         """Write what is known of a job, as one file whatever reads it meanwhile."""
@@ -110,7 +116,7 @@ class SweepResults:
         problem: why the launcher gave up, if it did; the caller prints it. Exits with a status
         other than 0 where a job failed, the page was not written or the sweep was stopped.
         """
-        from lightning_rlhf.report.tables import sweep_table  # which imports torch
+        from lightning_rlhf.report.tables import WIDEST, sweep_table  # which imports torch
 
         results = [
             replace(found, status="ended", failure=problem or "it ended without a result")
@@ -123,8 +129,14 @@ class SweepResults:
             stopped = int(self.stop_file.read_text())
         elif any(result.status == STOPPED for result in results):  # by a signal to that job alone
             stopped = signal.SIGTERM
+        if self.goal is not None:
+            results.sort(key=partial(rank, self.goal), reverse=True)
         if results:
-            get_console().print(sweep_table([row(result) for result in results]))
+            console = get_console()
+            if not console.is_terminal:
+                console = Console(width=WIDEST)
+            table = sweep_table([row(result) for result in results], console.width)
+            console.print(table, crop=False)
         is_compared = self.has_compared(results)
         failed = [result for result in results if result.status in ("failed", "ended")]
         for result in failed:
@@ -155,18 +167,12 @@ class SweepResults:
         return True
 
     def compare(self, results: Sequence[JobResult]) -> None:
-        """Write the page that compares the jobs, where one of them has begun to train."""
-        begun = {Path(r.folder): r.stage for r in results if r.folder and is_used(Path(r.folder))}
-        if not begun:
-            return
-        from lightning_rlhf.stages.compare import compare_runs  # which imports torch
-
-        stage = "ppo" if "ppo" in begun.values() else next(iter(begun.values()))
-        found = compare_runs(list(begun), stage, fewest=1)
+        """Write the page that compares the jobs, and a copy that no other sweep replaces."""
         page = self.sweep / PAGE
-        with full_disk_told(), written_whole(page) as beside:
-            found.write(beside, f"sweep {self.sweep}", jobs_table(results))
-        print_line(f"comparison: {page}")
+        copy = None if self.name is None else page.with_stem(f"{page.stem}_{self.name}")
+        title = " ".join([f"Sweep {self.sweep}:", *self.words])
+        if write_page(title, page, copy, results, self.goal):
+            print_line(f"comparison: {page}")
 
 
 def delete_left(sweep: Path) -> None:
@@ -178,28 +184,3 @@ def delete_left(sweep: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         except PermissionError:  # the process of another user
             continue
-
-
-def row(result: JobResult) -> SweepRow:
-    """Return a job as a row of the table on the terminal."""
-    from lightning_rlhf.report.tables import SweepRow
-
-    shown = {name: result.metrics[name] for name in result.summary if name in result.metrics}
-    words = without_trial(result.overrides)
-    return SweepRow(overrides=tuple(words), status=result.status, metrics=shown)
-
-
-def jobs_table(results: Sequence[JobResult]) -> TextTable:
-    """Return the table of all jobs on the page."""
-    from lightning_rlhf.report.run_page import TextTable
-
-    return TextTable(
-        title="Jobs",
-        heading=["job", "status", "why", "command that runs it alone"],
-        rows=[
-            [result.text, result.status, result.failure or "",
-             command_line(result) if result.failure and result.command else ""]
-            for result in results
-        ],
-        note="",
-    )  # fmt: skip

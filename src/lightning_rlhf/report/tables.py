@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +15,7 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.io.reading import damaged_line, is_number, json_lines
 from lightning_rlhf.io.visible import visible, visible_line
 from lightning_rlhf.models.verdict import Verdict
-from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
+from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, short_name
 
 PARTS = (JUDGE, EVAL_PART)
 """Prefixes of the metrics whose names a judge or the reward chooses."""
@@ -34,6 +35,12 @@ LABELS: Mapping[str, str] = {
 """Label of each metric, in the order of the table; other parts of a judge follow."""
 
 ABSENT = "-"
+DIGITS = 6
+"""Number of characters of a metric in the table of a sweep: -1.234, 12.345."""
+WIDEST = 10_000
+"""Characters of a line of the table of a sweep in a file or a pipe."""
+LONGEST = 40
+"""Number of characters up to which an override of a job stays in one line of the table."""
 
 Sample = Mapping[str, Any]
 
@@ -125,30 +132,36 @@ def spread(items: Sequence[Any], n: int) -> list[Any]:
     return [items[i * len(items) // n] for i in range(n)]
 
 
-def sweep_table(rows: Sequence[SweepRow]) -> Table:
+def sweep_table(rows: Sequence[SweepRow], width: int = WIDEST) -> Table:
     """Return a table with one row per job and a column for every metric that some job has.
 
     The overrides that all jobs share are in the title.
+
+    width: characters of a line; in a shorter one than the table needs, the cells of overrides break
+    between these, and within one only where it is longer than LONGEST.
     """
-    first = rows[0].overrides if len(rows) > 1 else ()
-    shared = [o for o in first if all(o in row.overrides for row in rows)]
-    table = Table(
-        title=Text(visible_line(" ".join(["Sweep", *shared]))),
-        title_justify="left",
-        caption="eval/ metrics of the last evaluation",
-        caption_justify="left",
-    )
-    table.add_column("overrides", overflow="fold")
-    table.add_column("status")
+    shared = shared_overrides([row.overrides for row in rows])
+    table = Table(title=Text(visible_line(" ".join(["Sweep", *shared]))), title_justify="left")
+    widths = [len(word) for row in rows for word in row.overrides if word not in shared]
+    table.add_column("overrides", overflow="fold", min_width=min(max(widths, default=9), LONGEST))
+    table.add_column("status", no_wrap=True)
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))
     for name in names:
-        short = name.removeprefix("eval/").removeprefix("judge/")
-        table.add_column(Text(visible_line(short)), justify="right", overflow="fold")
+        short = Text(visible_line(short_name(name)))
+        table.add_column(short, justify="right", overflow="fold", min_width=DIGITS)
     for row in rows:
         own = " ".join(override for override in row.overrides if override not in shared)
         numbers = [f"{row.metrics[n]:z.3f}" if n in row.metrics else ABSENT for n in names]
         table.add_row(Text(visible_line(own)), Text(row.status), *numbers)
+    if Console(width=WIDEST).measure(table).maximum > width:
+        table.columns[0].width = table.columns[0].min_width
     return table
+
+
+def shared_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return the overrides that all jobs share; none of a single job."""
+    first = jobs[0] if len(jobs) > 1 else ()
+    return [word for word in first if all(word in job for job in jobs)]
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) -> list[str]:

@@ -13,3 +13,8 @@ PASS = "eval/pass@"
 """Prefix of pass@k, which the number k and the name of the score complete."""
 INTERVALS = ("eval/reward_gain_", "eval/win_rate_")
 """Prefixes of the ends of intervals, which low and high complete."""
+
+
+def short_name(metric: str) -> str:
+    """Return the name of a metric of an evaluation as the results of a sweep show it."""
+    return metric.removeprefix("eval/").removeprefix("judge/")

@@ -109,11 +109,20 @@ def grouped(runs: Sequence[RunFiles]) -> list[Group]:
     values = [values_of(group[0], keys) for group in groups]
     labels = [label(found) for found in values]
     if len({*labels}) < len(labels) or not all(labels):
+        labels = [common_name([run.name for run in group]) for group in groups]
+    if len({*labels}) < len(labels) or not all(labels):
         labels = [group[0].name for group in groups]
     return [
         Group(label=name, runs=[compared(run) for run in group], values=found)
         for name, group, found in zip(labels, groups, values, strict=True)
     ]
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Return the parts of the names of runs that are the same in all: r/m/ppo of r/m/seed=1/ppo and
+    r/m/seed=2/ppo."""
+    parts = [name.split("/") for name in names]
+    return "/".join(found[0] for found in zip(*parts, strict=False) if len({*found}) == 1)
 
 
 def ignored_keys(run: RunFiles) -> Collection[str]:

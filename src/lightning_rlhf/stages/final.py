@@ -20,7 +20,7 @@ def goal_of(settings: Settings) -> Goal:
     config: StageConfig = settings.config
     if config.best.metric is None:
         return settings.definition.goal
-    return (metric_of(settings, "best", config.best.metric, config.best.mode),)
+    return (metric_of(settings, f"{settings.stage}.best", config.best.metric, config.best.mode),)
 
 
 def stop_metric(settings: Settings) -> tuple[str, Mode] | None:
@@ -31,15 +31,17 @@ def stop_metric(settings: Settings) -> tuple[str, Mode] | None:
     config: StageConfig = settings.config
     if config.stop.metric is None:
         return next(iter(goal_of(settings)), None)
-    return metric_of(settings, "stop", config.stop.metric, config.stop.mode)
+    return metric_of(settings, f"{settings.stage}.stop", config.stop.metric, config.stop.mode)
 
 
-def metric_of(settings: Settings, section: str, name: str, mode: Mode | None) -> tuple[str, Mode]:
+def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tuple[str, Mode]:
     """Return a metric of the stage's evaluations with its direction, by default the defined one.
+
+    key: section of the configuration that names both.
 
     Raises ConfigError where the stage measures no such metric, or its direction is not known.
     """
-    key, stage = f"{settings.stage}.{section}", settings.definition
+    stage = settings.definition
     has_judge = stage.reads_judge and settings.data.judge is not None
     # The components of a reward that is a sum have metrics of their own.
     parts = [EVAL_PART + part for part in settings.reward] if len(settings.reward) > 1 else []
