@@ -162,6 +162,21 @@ def test_a_process_samples_its_share_in_pieces(
     assert found.logits == 3 * 4 * rows * 64
 
 
+@pytest.mark.parametrize(("running", "allowed"), [(1, 1000 + 1), (4, 1000 + 4)])
+def test_processes_of_a_machine_divide_its_memory(
+    monkeypatch: pytest.MonkeyPatch, running: int, allowed: int
+) -> None:
+    """4 processes, 1000 models of free memory and a model loaded in each that is running."""
+    module = SFTModule(sft_roles("qwen3"), sft_config())
+    loaded = sum(p.nbytes for p in module.parameters())
+    where = "lightning_rlhf.stages.preflight.memory_plan.available_memory"
+    monkeypatch.setattr(where, lambda _: 1000 * loaded)
+    module.replicas = SimpleNamespace(size=running)  # type: ignore[assignment]
+    rows = data(DemonstrationTokens([1], [2]))
+    found = plan_memory(module, rows, CPU, processes=4, sharing=4)
+    assert found.device == allowed * loaded // 4
+
+
 class Peak(TorchDispatchMode):
     """The largest number of bytes of the tensors that operations inside made and that live."""
 

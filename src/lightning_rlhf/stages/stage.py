@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
-PreflightMode = Literal["strict", "warn", "off", "only"]
+PreflightMode = Literal["strict", "warn", "off", "only", "plan"]
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
 
 
@@ -91,7 +91,7 @@ class Settings:
     overwrite: bool
     preflight: PreflightMode
     """Whether a failed check before the first update ends the run, is a warning, or is not made;
-    "only" makes the checks and no run."""
+    "only" makes the checks and no run, "plan" prints the memory plan alone."""
     record: bool
     """True if PPO writes its rollouts; the other stages have none."""
     debug: bool
