@@ -44,8 +44,12 @@ class PolicySource:
 class TrainerConfig:
     """Settings of Lightning's Trainer, torch's number of threads and the type of the weights."""
 
-    accelerator: Literal["cpu", "gpu"]
-    devices: PositiveInt
+    accelerator: Annotated[Literal["cpu", "gpu"], described("auto, cpu, gpu")]
+    """Kind of device; auto has been resolved to one of the two."""
+    devices: Annotated[
+        PositiveInt,
+        described("a whole number >= 1, of GPUs of this machine or of processes on its CPU"),
+    ]
     num_nodes: PositiveInt
     precision: Literal["32-true", "bf16-mixed"]
     weights_dtype: DType
