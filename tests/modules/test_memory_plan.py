@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +34,7 @@ from lightning_rlhf.stages.preflight.memory_plan import (
     activation_bytes,
     plan_memory,
 )
+from lightning_rlhf.stages.preflight.table import plan_shown
 
 from .conftest import (
     CHAT,
@@ -92,6 +96,20 @@ def test_a_micro_batch_that_can_be_smaller_is_a_warning() -> None:
     assert found.verdict == "warning"
     assert found.measured == "0.3 kB with ppo.microbatch_size=12"
     assert found.allowed == "<= 0.1 kB, with a size of at most 4"
+
+
+def test_the_table_fits_into_80_columns_and_gives_the_peak() -> None:
+    big = {f.name: 10**9 * 8888 // 10 for f in fields(Bytes)}
+    role, row = Bytes(**big), Bytes(activations=1, logits=1)
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    found = plan(roles={"reward head": role}, rollout=Bytes(cache=10**9), row=row)
+    console.print(plan_shown(found))
+    header, _, *lines = console.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
+    assert header.split() == list(big)
+    assert [line[:12].strip() for line in lines[:3]] == ["reward head", "rollout", "update"]
+    assert lines[0].split()[2:] == ["888.8", "GB"] * 6
+    # 6 times 888.8 GB, and the rollout's 1 GB, which is more than the update's 8 bytes.
+    assert "peak: 5333.8 GB = all roles + the larger of rollout and update" in lines[-1]
 
 
 def linear_elements(layers: int = 2) -> int:
