@@ -6,7 +6,7 @@ PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test soak malformed parity bench gpu-check browser lint types lock clean
+.PHONY: help quickstart test soak malformed parity bench gpu-check gpu-driver browser lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -30,8 +30,12 @@ bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transf
 	for name in ppo_vs_trl rollout update memory reward_memory scaling limits; do \
 		$(PEERS)/bin/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
-gpu-check: $(PEERS)/bin/.installed-peers  ## every stage on the GPUs of this machine, in one table: benchmarks/README.md; at most ten minutes
+gpu-check: gpu-driver $(PEERS)/bin/.installed-peers  ## every stage on the GPUs of this machine, in one table: benchmarks/README.md; at most ten minutes
 	@$(PEERS)/bin/python benchmarks/gpu_check.py $(ARGS)
+
+gpu-driver:
+	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null \
+		|| { echo "error: gpu-check needs a CUDA GPU of about 24 GB, and this machine has no CUDA driver (libcuda.so.1); nothing was installed"; exit 1; }
 
 browser: $(BIN)/.installed  ## pictures of the reports in outputs/, light, dark, on a phone and printed, if a Chromium is installed
 	$(BIN)/python benchmarks/browser.py $(ARGS)

@@ -26,6 +26,7 @@ from common import ROOT, markdown_table
 from gpu_rows import ROWS
 from gpu_runs import DTYPE, CheckError, Place, Row
 from gpu_worker import Outcome, Worker
+from lightning_rlhf.stages.accelerator import build_of_torch
 from machine import circumstances
 
 NEEDED = "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes"
@@ -135,18 +136,27 @@ def on_gpu(precision: str) -> dict[str, Any]:
 def require_gpu() -> None:
     """Raise CheckError where torch cannot compute on a GPU."""
     if not torch.cuda.is_available():
-        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        raise CheckError(
-            f"gpu-check needs {NEEDED}; torch {torch.__version__}, built {built}, finds no GPU"
-        )
+        step = "see that nvidia-smi shows a GPU, and a driver for this CUDA"
+        if torch.version.cuda is None:
+            step = "install one for CUDA: benchmarks/README.md#on-a-gpu has the command"
+        raise CheckError(f"gpu-check needs {NEEDED}; {build_of_torch()} and finds no GPU; {step}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument(
+        "--minutes", type=float, default=10.0,
+        help="minutes that all rows may take together (default: 10)",
+    )  # fmt: skip
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows whose name begins so")
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "gpu_check")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "outputs" / "gpu_check",
+        help="folder of the runs and of log.txt (default: outputs/gpu_check)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results",
+        help="folder of the table (default: benchmarks/results)",
+    )  # fmt: skip
     args = parser.parse_args()
     try:
         require_gpu()

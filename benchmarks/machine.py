@@ -36,23 +36,29 @@ Shape = tuple[int, int, int]
 """Rows, inner size and columns of a matrix product."""
 
 
-def options(doc: str) -> argparse.Namespace:
+def options(doc: str, *own: argparse.ArgumentParser) -> argparse.Namespace:
     """Return the command line options of a benchmark: quick, device, clock and out.
 
     Also applies `common.calm` and selects the clock.
 
     doc: module docstring, whose first line is the description.
+    own: parsers, made with add_help=False, of further options.
     """
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0], parents=own)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda"
+    )
     parser.add_argument(
         "--clock",
         choices=list(CLOCKS),
         default="wall",
         help="cpu: of this process alone, for one thread on a machine that has other work too",
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results",
+        help="folder of the results (default: benchmarks/results)",
+    )  # fmt: skip
     args = parser.parse_args()
     if args.clock == "cpu" and args.device.type != "cpu":
         parser.error("--clock cpu does not see what another device does")

@@ -254,13 +254,18 @@ def iterations_table(stages: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/true_shape"))
-    parser.add_argument("--override", action="append", default=[])
-    parser.add_argument("--steps", type=int, default=2, choices=range(1, 5))
-    own, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    args = options(str(__doc__))
-    args.folder, args.words, args.steps = own.folder, own.override, own.steps
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/true_shape"),
+        help="folder that is emptied and filled with 4 GB (default: outputs/true_shape)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--override", dest="words", metavar="KEY=VALUE", action="append", default=[],
+        help="override for all stages, such as model.quantization=nf4; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=int, default=2, choices=range(1, 5), help="of each stage (default: 2)"
+    )
+    args = options(str(__doc__), parser)
     results = measure(args)
     stages, limit = results["stages"], results["gigabytes_per_s"]
     per_token = 2 * results["parameters"] / 1e9 / limit

@@ -17,8 +17,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from lightning_rlhf.cli.main import CHECK, register_resolvers
 from lightning_rlhf.cli.main import COMMANDS as OTHER_COMMANDS
+from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.cli.overrides import WITHOUT_RUN
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser
 from lightning_rlhf.core.config import Normalization
@@ -198,7 +199,7 @@ def read_command(command: str) -> tuple[Path, str, list[str]]:
     for option in ("--cfg", "--package", "--config-dir", "--config-name"):
         words.add_argument(option)
     start = 2 if command.startswith("python") else 1
-    start += shlex.split(command)[start] == CHECK  # which composes what the run would
+    start += shlex.split(command)[start] in WITHOUT_RUN  # which compose what the run would
     options, overrides = words.parse_known_args(shlex.split(command)[start:])
     if options.config_dir is None:
         return CONF, "config", overrides

@@ -52,20 +52,45 @@ def test_a_failed_check_is_a_warning_or_ends_the_run_before_it_writes(finished: 
     assert "preflight: 12 of 15 checks passed" in out
 
 
-def test_check_trains_and_writes_nothing_whatever_the_folder_holds(finished: Workplace) -> None:
+def test_check_and_plan_agree_and_write_nothing_whatever_the_folder_holds(
+    finished: Workplace,
+) -> None:
     before = tree(finished.outputs)
     for words in (
         ["stage=ppo"], ["stage=rm"], ["stage=sft", "run=new"], ["stage=ppo", "overwrite=true"],
     ):  # fmt: skip
         out = finished.call("check", *MINI, *words).succeeded.out
         assert passed(out) > 4
-        assert "memory plan" in out
+        roles = planned(out)
+        assert "base" in roles
+        plan = planned(finished.call("plan", *MINI, *words).succeeded.out)
+        plan.pop("sft", None)  # the plan assumes an adapter, and here SFT trained the whole model
+        assert plan == roles
     assert tree(finished.outputs) == before
     assert not finished.stage("sft", "new").exists()
 
 
+def planned(out: str) -> dict[str, list[str]]:
+    """Cells of the memory plan by role; of the rollout its first cell, the copies of weights."""
+    lines = [line.split() for line in out.partition("memory plan")[2].splitlines()]
+    found = {cells[0]: cells[1:] for cells in lines if cells[-1:] in (["B"], ["kB"], ["MB"])}
+    return {role: cells[:2] if role == "rollout" else cells for role, cells in found.items()
+            if role != "update"}  # fmt: skip
+
+
 def test_check_ends_with_status_1_where_a_check_fails(finished: Workplace) -> None:
     assert FAULT in finished.call("check", *MINI, "stage=ppo", WRONG).error
+
+
+def test_a_plan_needs_nothing_that_is_trained(workplace: Workplace) -> None:
+    out = workplace.call("plan", *MINI, "stage=ppo", "trainer.devices=2").succeeded.out
+    assert {"base", "sft", "reward", "policy", "critic"} <= planned(out).keys()
+    assert "for each of 2 processes on a CPU" in out
+    assert not workplace.outputs.exists()
+    error = workplace.call("plan", *MINI, "stage=eval").error
+    assert error.startswith("stage=eval has no memory plan; allowed: sft, rm, ppo, dpo")
+    error = workplace.call("plan", *MINI, "recipe=quickstart").error
+    assert error.endswith("a plan is of one; allowed: plan stage=NAME")
 
 
 @pytest.mark.parametrize(("words", "error"), [
@@ -98,6 +123,6 @@ def test_a_resumed_run_of_an_earlier_version_computes_with_no_model_before_it_go
 
 def test_off_is_false_in_a_file_and_other_words_are_refused(workplace: Workplace) -> None:
     error = workplace.mini("stage=sft", "preflight=maybe").error
-    assert error == "preflight is 'maybe'; allowed: strict, warn, off, only"
+    assert error == "preflight is 'maybe'; allowed: strict, warn, off, only, plan"
     out = workplace.mini("stage=sft", "preflight=false", "sft.epochs=0.25").succeeded.out
     assert "preflight" not in out

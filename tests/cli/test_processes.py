@@ -219,7 +219,12 @@ def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_end
         (2, ["stage=ppo", "trainer.devices=2", "ppo.samples_per_prompt=8"],
          "ppo.rollout_batch_size is 8, which is 1 prompts for 2 processes; allowed: at least 16"),
         (2, ["recipe=quickstart"], "torchrun has started 2 processes, but a recipe starts"),
-        (1, ["stage=sft", "trainer.num_nodes=2"], "started on each machine by torchrun or srun"),
+        (1, ["stage=sft", "trainer.num_nodes=2"], "on each machine torchrun --nnodes=2 "
+         "--nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_rlhf --c"),
+        (1, ["recipe=quickstart", "trainer.num_nodes=2"],
+         "a recipe runs its stages on this machine alone; allowed: 1, or one stage a command"),
+        (1, ["stage=sft", "trainer.accelerator=tpu"], "is 'tpu'; allowed: auto, cpu, gpu"),
+        (1, ["stage=sft", "trainer.devices=-1"], ">= 1, of GPUs of this machine or of processes"),
         (1, ["stage=sft", "trainer.devices=0"], "trainer.devices is 0; allowed: a whole"),
     ],
 )  # fmt: skip

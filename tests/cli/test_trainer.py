@@ -280,12 +280,15 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("found", "told"), [(1, "1 CUDA GPU on this machine; allowed: at most 1, or trainer=cpu"),
-                        (0, "0 CUDA GPUs on this machine; allowed: at most 1, or trainer=cpu")]
+                        (0, "0 CUDA GPUs on this machine (torch 2.9.0 is built without CUDA); "
+                            "allowed: trainer=cpu")]
 )  # fmt: skip
 def test_more_processes_than_gpus_are_named(
     monkeypatch: pytest.MonkeyPatch, found: int, told: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError) as raised:
         run_processes(settings_of(trainer={"accelerator": "gpu", "devices": 4}), [])
     assert str(raised.value) == f"trainer.devices is 4, but torch finds {told}"

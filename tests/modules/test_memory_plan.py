@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +34,7 @@ from lightning_rlhf.stages.preflight.memory_plan import (
     activation_bytes,
     plan_memory,
 )
+from lightning_rlhf.stages.preflight.table import plan_shown
 
 from .conftest import (
     CHAT,
@@ -92,6 +96,20 @@ def test_a_micro_batch_that_can_be_smaller_is_a_warning() -> None:
     assert found.verdict == "warning"
     assert found.measured == "0.3 kB with ppo.microbatch_size=12"
     assert found.allowed == "<= 0.1 kB, with a size of at most 4"
+
+
+def test_the_table_fits_into_80_columns_and_gives_the_peak() -> None:
+    big = {f.name: 10**9 * 8888 // 10 for f in fields(Bytes)}
+    role, row = Bytes(**big), Bytes(activations=1, logits=1)
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    found = plan(roles={"reward head": role}, rollout=Bytes(cache=10**9), row=row)
+    console.print(plan_shown(found))
+    header, _, *lines = console.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
+    assert header.split() == list(big)
+    assert [line[:12].strip() for line in lines[:3]] == ["reward head", "rollout", "update"]
+    assert lines[0].split()[2:] == ["888.8", "GB"] * 6
+    # 6 times 888.8 GB, and the rollout's 1 GB, which is more than the update's 8 bytes.
+    assert "peak: 5333.8 GB = all roles + the larger of rollout and update" in lines[-1]
 
 
 def linear_elements(layers: int = 2) -> int:
@@ -160,6 +178,21 @@ def test_a_process_samples_its_share_in_pieces(
     module.replicas = SimpleNamespace(size=processes)  # type: ignore[assignment]
     found = plan_memory(module, data(PromptTokens([1] * 5, 0)), CPU).rollout
     assert found.logits == 3 * 4 * rows * 64
+
+
+@pytest.mark.parametrize(("running", "allowed"), [(1, 1000 + 1), (4, 1000 + 4)])
+def test_processes_of_a_machine_divide_its_memory(
+    monkeypatch: pytest.MonkeyPatch, running: int, allowed: int
+) -> None:
+    """4 processes, 1000 models of free memory and a model loaded in each that is running."""
+    module = SFTModule(sft_roles("qwen3"), sft_config())
+    loaded = sum(p.nbytes for p in module.parameters())
+    where = "lightning_rlhf.stages.preflight.memory_plan.available_memory"
+    monkeypatch.setattr(where, lambda _: 1000 * loaded)
+    module.replicas = SimpleNamespace(size=running)  # type: ignore[assignment]
+    rows = data(DemonstrationTokens([1], [2]))
+    found = plan_memory(module, rows, CPU, processes=4, sharing=4)
+    assert found.device == allowed * loaded // 4
 
 
 class Peak(TorchDispatchMode):

@@ -285,9 +285,10 @@ def test_a_device_that_is_too_small_for_the_checks_fails_its_memory(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(module.collector.sampler, "sample", full)
-    # All that is read of it is the device, the precision and that there is no earlier stage.
+    # All that is read of it is the device, the trainer and that there is no earlier stage.
+    trainer = SimpleNamespace(precision="32-true", devices=1, processes=1)
     ready: Any = SimpleNamespace(
-        settings=SimpleNamespace(trainer=SimpleNamespace(precision="32-true")),
+        settings=SimpleNamespace(trainer=trainer),
         tokenizer=range(VOCABULARY), parents={}, device=CPU,
     )  # fmt: skip
     report = examine(ready, module, data("prompts"), resumed=False)

@@ -195,9 +195,11 @@ def test_without_a_gpu_it_says_what_it_needs(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--folder", str(tmp_path / "x")])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
     text = str(ended.value.code)
+    assert text.endswith("install one for CUDA: benchmarks/README.md#on-a-gpu has the command")
     assert text.startswith("error: gpu-check needs a CUDA GPU of about 24 GB")
     assert "finds no GPU" in text
     assert "\n" not in text

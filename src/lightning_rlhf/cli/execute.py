@@ -103,8 +103,11 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     settings = stage_settings(cfg, in_sweep)
     from lightning_rlhf.stages.folder.folders import state_of
     from lightning_rlhf.stages.stage import AUTO
-    from lightning_rlhf.stages.start import check_run, run_stage
+    from lightning_rlhf.stages.start import check_run, plan_run, run_stage
 
+    if settings.preflight == "plan":
+        plan_run(settings)
+        return
     if settings.preflight == "only":
         check_run(settings)
         return

@@ -27,7 +27,7 @@ from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint, stage_settings
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
-    ONLY_CHECKS,
+    WITHOUT_RUN,
     check_choices,
     completed_stages,
     options_last,
@@ -65,8 +65,6 @@ COMMANDS = {
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""
-CHECK = "check"
-"""First word of a command that composes one and checks it, without training."""
 
 
 def main() -> None:
@@ -80,8 +78,8 @@ def main() -> None:
     if not world().is_first:
         silence()
     words = sys.argv[1:]
-    if words[:1] == [CHECK]:
-        words = [*words[1:], ONLY_CHECKS]
+    if words and words[0] in WITHOUT_RUN:
+        words = [*words[1:], f"preflight={WITHOUT_RUN[words[0]]}"]
     if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
@@ -92,7 +90,7 @@ def main() -> None:
     ignore_presets()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
-        refuse_mistyped(words[:1], [*COMMANDS, CHECK])
+        refuse_mistyped(words[:1], [*COMMANDS, *WITHOUT_RUN])
         given = parse_arguments(words)
         refuse_secrets(given)
         refuse_several_checks(given)

@@ -28,8 +28,9 @@ GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantag
 """Groups of conf/ from which one file each is chosen."""
 CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
 """Pattern of the name of a file in a group of conf/, or in a folder below it."""
-ONLY_CHECKS = "preflight=only"
-"""Override with which a stage is checked and not trained."""
+WITHOUT_RUN = {"check": "only", "plan": "plan"}
+"""First word of a command that checks a stage or plans its memory, without training -> value of
+`preflight` that does the same."""
 ALIKE = 0.7
 """Likeness, from 0 to 1, from which a word is taken for a mistyped command."""
 READ_BY = {"advantage": "ppo"}
@@ -153,16 +154,17 @@ def completed_stages(given: Namespace) -> list[str]:
 
 
 def refuse_several_checks(given: Namespace) -> None:
-    """Raise ConfigError where the checks alone are wanted of a sweep or of a recipe.
+    """Raise ConfigError where the checks or the plan alone are wanted of a sweep or of a recipe.
 
     Stages of a recipe start from what the stages before them have trained.
     """
     is_recipe = any(key_of(word) == "recipe" for word in given.overrides)
-    if ONLY_CHECKS in given.overrides and (given.multirun or is_recipe):
-        raise ConfigError(
-            f"{'recipe=NAME' if is_recipe else '-m'} runs several stages or jobs, and a check is "
-            "of one; allowed: check stage=NAME"
-        )
+    for command, mode in WITHOUT_RUN.items():
+        if f"preflight={mode}" in given.overrides and (given.multirun or is_recipe):
+            raise ConfigError(
+                f"{'recipe=NAME' if is_recipe else '-m'} runs several stages or jobs, and a "
+                f"{command} is of one; allowed: {command} stage=NAME"
+            )
 
 
 def check_stage(stage: Any, tree: Mapping[Any, Any], sources: Iterable[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import uuid
@@ -41,8 +42,10 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     if settings.trainer.num_nodes > 1:
         raise ConfigError(
             f"trainer.num_nodes is {settings.trainer.num_nodes}, but this command starts processes "
-            "on this machine alone; allowed: the same command started on each machine by torchrun "
-            "or srun, see docs/scaling.md"
+            "on this machine alone; allowed: on each machine torchrun "
+            f"--nnodes={settings.trainer.num_nodes} --nproc-per-node={settings.trainer.devices} "
+            "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_rlhf "
+            f"{shlex.join([*own_configs(), *overrides])}, or srun (docs/scaling.md)"
         )
     from lightning_rlhf.stages.accelerator import check_devices  # which imports torch
 

@@ -127,6 +127,12 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     commands = commands_of(recipe, overrides, cfg.job)
     stages = {stage: read_settings(composed(o)) for stage, o in commands.items()}
     first = stages[recipe.stages[0]]
+    nodes = max(settings.trainer.num_nodes for settings in stages.values())
+    if nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes is {nodes}, but a recipe runs its stages on this machine alone; "
+            "allowed: 1, or one stage a command on several machines (docs/scaling.md)"
+        )
     folder = folder_of(first).parent
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():

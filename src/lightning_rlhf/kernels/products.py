@@ -64,8 +64,12 @@ def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "
 
 
 def computing_dtype(x: Tensor | PreTrainedModel) -> torch.dtype:
-    """Return the dtype of matrix products with x: that of autocast on its device where it is on."""
+    """Return the dtype of matrix products with x: that of autocast on its device where it is on.
+
+    On torch's device `meta`, which has no autocast, it is that of the CPU.
+    """
     device = x.device.type
+    device = "cpu" if device == "meta" else device
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 

@@ -22,8 +22,11 @@ def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
 def check_output_layer(causal_lm: PreTrainedModel) -> None:
     """Raise CheckpointError unless the model's logits are those of its output layer.
 
-    Models that cap or scale their logits are not supported.
+    Models that cap or scale their logits are not supported. A model without weights, on torch's
+    device `meta`, has no logits and is not checked.
     """
+    if causal_lm.device.type == "meta":
+        return
     tokens = probe_tokens(causal_lm)
     hidden = causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     ours = causal_lm.get_output_embeddings()(hidden).float()

@@ -50,7 +50,8 @@ def check_gpu(settings: Settings) -> None:
         return
     if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         raise ConfigError(
-            "trainer.accelerator is 'gpu', but torch finds none; allowed: trainer=cpu"
+            f"trainer.accelerator is 'gpu', but torch finds none ({build_of_torch()}); allowed: "
+            "trainer=cpu"
         )
     try:
         # A sum needs a kernel for this GPU, which not every build of torch has.
@@ -65,11 +66,19 @@ def check_gpu(settings: Settings) -> None:
 def check_devices(settings: Settings) -> None:
     """Raise ConfigError where this machine has fewer GPUs than processes of the run."""
     trainer, found = settings.trainer, torch.cuda.device_count()
+    usable = found or int(torch.backends.mps.is_available())
     if trainer.accelerator == "gpu" and trainer.devices > max(1, found):
         raise ConfigError(
             f"trainer.devices is {trainer.devices}, but torch finds {counted(found, 'CUDA GPU')} "
-            f"on this machine; allowed: at most {max(1, found)}, or trainer=cpu"
+            f"on this machine{'' if usable else f' ({build_of_torch()})'}; allowed: "
+            f"{f'at most {usable}, or ' if usable else ''}trainer=cpu"
         )
+
+
+def build_of_torch() -> str:
+    """Return which version of torch is installed, and for which CUDA it is built."""
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return f"torch {torch.__version__} is built {built}"
 
 
 def linear_attention_line(roles: Roles) -> str | None:
@@ -90,7 +99,7 @@ def print_device(settings: Settings) -> None:
     if settings.trainer.accelerator == "gpu":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
     elif torch.version.cuda is None and driver_has_gpu():
-        note = f"; torch {torch.__version__} is built without CUDA and cannot use the GPU"
+        note = f"; {build_of_torch()} and cannot use the GPU"
     size = world().size
     threads = f" of {counted(torch.get_num_threads(), 'thread')} each" if name == "the CPU" else ""
     processes = f" in {size} processes{threads}" if size > 1 else ""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
-PreflightMode = Literal["strict", "warn", "off", "only"]
+PreflightMode = Literal["strict", "warn", "off", "only", "plan"]
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
 
 
@@ -44,8 +44,12 @@ class PolicySource:
 class TrainerConfig:
     """Settings of Lightning's Trainer, torch's number of threads and the type of the weights."""
 
-    accelerator: Literal["cpu", "gpu"]
-    devices: PositiveInt
+    accelerator: Annotated[Literal["cpu", "gpu"], described("auto, cpu, gpu")]
+    """Kind of device; auto has been resolved to one of the two."""
+    devices: Annotated[
+        PositiveInt,
+        described("a whole number >= 1, of GPUs of this machine or of processes on its CPU"),
+    ]
     num_nodes: PositiveInt
     precision: Literal["32-true", "bf16-mixed"]
     weights_dtype: DType
@@ -91,7 +95,7 @@ class Settings:
     overwrite: bool
     preflight: PreflightMode
     """Whether a failed check before the first update ends the run, is a warning, or is not made;
-    "only" makes the checks and no run."""
+    "only" makes the checks and no run, "plan" prints the memory plan alone."""
     record: bool
     """True if PPO writes its rollouts; the other stages have none."""
     debug: bool

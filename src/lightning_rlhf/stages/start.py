@@ -103,6 +103,19 @@ def check_run(settings: Settings) -> None:
     check_in_memory(settings)
 
 
+def plan_run(settings: Settings) -> None:
+    """Print the memory plan of the stage; no weights, data or earlier stages are read.
+
+    Raises an RLHFError where the stage has none, or the model's configuration cannot be read.
+    """
+    check_trained_weights(settings)
+    from lightning_rlhf.stages.console import quiet_libraries
+    from lightning_rlhf.stages.preflight.unloaded import print_plan  # which imports torch
+
+    quiet_libraries()
+    print_plan(settings)
+
+
 def require_buildable(settings: Settings, done: str) -> None:
     """Raise ConfigError unless the stage's description has `prepare`.
 

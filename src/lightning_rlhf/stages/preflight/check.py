@@ -76,8 +76,8 @@ CHECKS: Mapping[str, tuple[str, str, str]] = {
     "memory": (
         "sft, rm, ppo, dpo",
         "largest memory of the run by the plan below",
-        "what the device has left, with what is loaded; a warning where a smaller micro-batch "
-        "fits, failed where none does",
+        "what is free on the device plus the weights that are loaded; a warning where a smaller "
+        "micro-batch fits, failed where none does",
     ),
 }
 """Name of a check -> stages that have it, measured value, allowed value."""

@@ -65,7 +65,8 @@ class MemoryPlan:
     row: Bytes
     """Activations of one row of a micro-batch; its logits, before their bound."""
     device: int
-    """Bytes that the run can have: those that are free, and its weights, which are loaded."""
+    """Bytes that the process can have: those that are free, and those of its weights, which are
+    loaded; on a CPU the processes of a machine divide them."""
     key: str
     """Configuration key of the size of a micro-batch."""
     rows: int
@@ -106,9 +107,16 @@ class MemoryPlan:
         )  # fmt: skip
 
 
-def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> MemoryPlan:
-    """Return the plan of a run whose models are loaded."""
-    roles = module.roles
+def plan_memory(
+    module: Planned, data: StageData[Any], device: torch.device, *,
+    processes: int | None = None, sharing: int = 1,
+) -> MemoryPlan:  # fmt: skip
+    """Return the plan of one process of a run, whose models are on `device`.
+
+    processes: number of processes of the run, which divide the responses; None: as in `module`.
+    sharing: number of them that divide the memory of `device`: on a CPU those of this machine.
+    """
+    roles, size = module.roles, module.replicas.size
     found = by_role(module)
     parameters = {
         role: [p for p in group if p.device.type == device.type] for role, group in found.items()
@@ -120,7 +128,7 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
     trunks, sequences, predicted, rollout = [roles], 1, 0, Bytes()
     if isinstance(module, PPOModule):
         batch, predicted = module.config.minibatch_size, module.config.max_response_tokens
-        rollout = of_rollout(module, longest)
+        rollout = of_rollout(module, longest, processes or size)
         longest += predicted
         if module.ptx is not None:
             longest = max(longest, module.ptx.longest)
@@ -142,7 +150,7 @@ def plan_memory(module: Planned, data: StageData[Any], device: torch.device) -> 
             activations=sequences * longest * max(activation_bytes(trunk) for trunk in trunks),
             logits=LOGITS_COPIES * 4 * predicted * roles.vocab_size,
         ),
-        device=available_memory(device) + loaded,
+        device=(available_memory(device) + (sharing if size > 1 else 1) * loaded) // sharing,
         key=f"{module.guard.stage}.microbatch_size",
         rows=module.config.microbatch_size,
         batch=batch,
@@ -182,16 +190,17 @@ def bytes_of_number(roles: Roles) -> int:
     return computing_dtype(roles.causal_lm).itemsize
 
 
-def of_rollout(module: PPOModule, longest: int) -> Bytes:
+def of_rollout(module: PPOModule, longest: int, processes: int) -> Bytes:
     """Return the memory while a process samples its share of an iteration's responses.
 
     They are as many at a time as ppo.generation_batch_size says. The weights are the copies of
     `copied_bytes`.
     longest: number of tokens of the longest prompt.
+    processes: number of processes that divide the responses.
     """
     roles, config = module.roles, module.config
     samples, at_once = config.samples_per_prompt, module.collector.generation_rows.rows
-    share = math.ceil(config.prompts_per_iteration / module.replicas.size)
+    share = math.ceil(config.prompts_per_iteration / processes)
     prompts = min(share, max(1, at_once // samples))
     rows, tokens = prompts * samples, longest + config.max_response_tokens
     model, number = roles.causal_lm, bytes_of_number(roles)

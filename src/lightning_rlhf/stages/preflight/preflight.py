@@ -106,7 +106,9 @@ def examine(
     with isolate_rng(), computing_as(ready.settings, device):
         plan = None
         if isinstance(module, Planned):
-            plan = plan_memory(module, data, device)
+            trainer = ready.settings.trainer
+            sharing = trainer.devices if device.type == "cpu" else 1
+            plan = plan_memory(module, data, device, processes=trainer.processes, sharing=sharing)
         checks = [*of_inputs(ready, module, data), *trainable(module)]
         memory = [plan.check()] if plan else []
         if not resumed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from rich import get_console
+from rich import box, get_console
 from rich.table import Table
 from rich.text import Text
 
@@ -35,9 +35,17 @@ def checks_shown(checks: Sequence[Check]) -> Table:
 
 
 def plan_shown(plan: MemoryPlan) -> Table:
-    """Return the memory plan: a row for each role and phase, a column for each kind of memory."""
+    """Return the memory plan: a row for each role and phase, a column for each kind of memory.
+
+    It fits into 80 columns; the peak stands below it.
+    """
     kinds = [field.name for field in fields(Bytes)]
-    table = Table(title="memory plan", title_justify="left")
+    peak = f"peak: {readable(plan.peak(plan.rows))}"
+    phase = "the larger of rollout and update" if plan.rollout.total else "update"
+    table = Table(
+        title="memory plan", title_justify="left", caption=f"{peak} = all roles + {phase}",
+        caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
     for column in ("", *kinds):
         table.add_column(column, justify="right" if column else "left")
     phases = {"update": plan.update(plan.rows)}

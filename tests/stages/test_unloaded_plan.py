@@ -1,0 +1,53 @@
+"""The memory plan of a run whose models are not loaded, by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.library import configuration
+from lightning_rlhf.stages.preflight.memory_plan import Bytes
+from lightning_rlhf.stages.preflight.unloaded import plan_run
+
+SHAPE = {
+    "model_type": "qwen3", "vocab_size": 1792, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+LINEAR = 4 * 32 * 32 + 3 * 32 * 64
+"""Numbers of the linear layers: q, k, v, o; gate, up, down."""
+OTHERS = 1792 * 32 + 3 * 32 + 2 * 16
+"""Numbers of the embedding, three norms of the width and two of the heads, in bf16."""
+ADAPTER = 4 * 16 * (4 * (32 + 32) + 3 * (32 + 64))
+"""Bytes of an adapter of rank 16 in fp32."""
+SIZES = ("ppo.rollout_batch_size=8", "ppo.minibatch_size=4", "ppo.microbatch_size=4",
+         "ppo.max_response_tokens=8", "data.max_prompt_tokens=24")  # fmt: skip
+
+
+@pytest.mark.parametrize(("quantization", "linear"), [
+    ("none", 2 * LINEAR), ("int8", LINEAR + 4 * (4 * 32 + 2 * 64 + 32)),
+    ("nf4", LINEAR // 2 + 4 * LINEAR // 64),
+])  # fmt: skip
+def test_ppo_of_two_processes_on_gpus(tmp_path: Path, quantization: str, linear: int) -> None:
+    """Of the model there is a config.json alone, and no GPU.
+
+    int8 has a scale for each output; nf4 has half a byte a number and one for every 64.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    plan = plan_run(configuration(
+        "ppo", "model=hub", "model.name=small", f"model.name_or_path={tmp_path}", "data=files",
+        f"model.quantization={quantization}", "trainer=gpu", "trainer.devices=2", *SIZES,
+    ))  # fmt: skip
+    head = 4 * 33
+    assert plan.roles == {
+        "base": Bytes(weights=linear + 2 * OTHERS),
+        "sft": Bytes(weights=ADAPTER),
+        "reward": Bytes(weights=ADAPTER + head),
+        "policy": Bytes(weights=ADAPTER, gradients=ADAPTER, optimizer=2 * ADAPTER),
+        "critic": Bytes(weights=head, gradients=head, optimizer=2 * head),
+    }
+    # Four responses of a process: 32 tokens with keys and values in bf16, and what is sampled.
+    assert plan.rollout.cache == 4 * 32 * (2 * 2 * 2 * 16 + 25)
+    assert plan.rollout.weights == 0  # plain layers, which are the default on a GPU
