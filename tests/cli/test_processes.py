@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,6 +256,17 @@ def test_other_numbers_of_processes_are_refused(
     assert expected in place.call(*words, *overrides, "run=refused").error
 
 
+def test_a_stage_that_does_not_train_can_compute_in_one_process_of_several_machines(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a command that Slurm has started once; trainer.num_nodes is that of the other stages."""
+    begun: list[Settings] = []
+    monkeypatch.setattr("lightning_rlhf.stages.start.run_stage", begun.append)
+    for stage in ("rank", "eval_policy", "eval_reward"):
+        assert workplace.mini(f"stage={stage}", "trainer.num_nodes=2").succeeded
+    assert [settings.stage for settings in begun] == ["rank", "eval_policy", "eval_reward"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -279,6 +292,19 @@ def test_an_error_of_one_process_is_printed_where_the_launcher_does_not_end_it(
     monkeypatch.setattr(console, "PATIENCE_S", 0.01)
     console.print_error("GPU 1 is busy")
     assert capsys.readouterr().err == "error: GPU 1 is busy\n"
+
+
+def test_an_error_is_printed_where_nothing_can_be_written(
+    largest_file: Callable[[int], AbstractContextManager[None]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The launcher then finds no file. It would raise an error of its own at half of one."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(console.ERROR_FILE, str(file))
+    with largest_file(8):
+        console.print_error("the disk is full")
+    assert capsys.readouterr().err == "error: the disk is full\n"
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
