@@ -80,8 +80,8 @@ def main() -> None:
         "What the decoding step and a packed output layer save",
         results,
         "A whole rollout under bf16 autocast: prompts of 16 to 32 tokens are read, weights are "
-        f"copied, and {MIXED.response} tokens a row are decoded for 32 rows, or "
-        f"{LARGE.response} with a large vocabulary, whose models have {LARGE.layers} layers of "
+        f"copied, and {MIXED.response} tokens are decoded for each of 32 rows; with a large "
+        f"vocabulary they are {LARGE.response} tokens, by models of {LARGE.layers} layers of "
         f"width {LARGE.hidden}. Median [smallest-largest], with and without in turn, after one "
         "round that warms up; ratios are of the same round.",
         markdown_table(header, rows),

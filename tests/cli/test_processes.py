@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +128,26 @@ def test_the_processes_of_a_machine_divide_its_cores(
         assert asked == [expected]
 
 
+def test_the_threads_that_are_printed_are_those_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    trainer = SimpleNamespace(
+        threads=3, devices=2, matmul_precision="highest", accelerator="cpu", precision="32-true"
+    )
+    settings: Any = SimpleNamespace(
+        trainer=trainer, model=SimpleNamespace(quantization=None), seed=0, stage="own", config=None,
+        definition=SimpleNamespace(reads_reward=False, run=lambda *_: torch.get_num_threads()),
+    )  # fmt: skip
+    before = torch.get_num_threads()
+    try:
+        assert run.run_in_folder(settings) == 3
+    finally:
+        torch.set_num_threads(before)
+    assert "in 2 processes of 3 threads each" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
 def test_a_run_goes_on_in_another_number_of_processes(
     place: Workplace, tmp_path: Path, before: int, after: int
@@ -239,6 +261,17 @@ def test_other_numbers_of_processes_are_refused(
     assert expected in place.call(*words, *overrides, "run=refused").error
 
 
+def test_a_stage_that_does_not_train_can_compute_in_one_process_of_several_machines(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a command that Slurm has started once; trainer.num_nodes is that of the other stages."""
+    begun: list[Settings] = []
+    monkeypatch.setattr("lightning_rlhf.stages.start.run_stage", begun.append)
+    for stage in ("rank", "eval_policy", "eval_reward"):
+        assert workplace.mini(f"stage={stage}", "trainer.num_nodes=2").succeeded
+    assert [settings.stage for settings in begun] == ["rank", "eval_policy", "eval_reward"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -264,6 +297,19 @@ def test_an_error_of_one_process_is_printed_where_the_launcher_does_not_end_it(
     monkeypatch.setattr(console, "PATIENCE_S", 0.01)
     console.print_error("GPU 1 is busy")
     assert capsys.readouterr().err == "error: GPU 1 is busy\n"
+
+
+def test_an_error_is_printed_where_nothing_can_be_written(
+    largest_file: Callable[[int], AbstractContextManager[None]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The launcher then finds no file. It would raise an error of its own at half of one."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(console.ERROR_FILE, str(file))
+    with largest_file(8):
+        console.print_error("the disk is full")
+    assert capsys.readouterr().err == "error: the disk is full\n"
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(

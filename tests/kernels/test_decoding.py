@@ -194,6 +194,33 @@ def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -
     assert decode_step(model, roomy_cache(model.config, 8)) is None  # without a warning
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["__init__", "__call__"])
+def test_a_step_that_fails_is_left_to_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it fails as it is made, as for a layer that lacks an attribute."""
+
+    def fail(*_: Any) -> None:
+        raise AttributeError("no head_dim")
+
+    monkeypatch.setattr(DecodeStep, name, fail)
+    model = build("qwen3").causal_lm
+    with pytest.warns(UserWarning, match="the fast decoding step fails: no head_dim"):
+        assert decode_step(model, roomy_cache(model.config, 8)) is None
+    assert decode_step(model, roomy_cache(model.config, 8)) is None  # without a warning
+
+
+@torch.no_grad()
+def test_memory_that_runs_out_as_a_step_is_made_is_no_fault_of_it() -> None:
+    """Generation then samples fewer responses at once, by the step."""
+    model = build("qwen3").causal_lm
+    with (
+        patch.object(DecodeStep, "__init__", side_effect=torch.OutOfMemoryError),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        decode_step(model, roomy_cache(model.config, 8))
+    assert decode_step(model, roomy_cache(model.config, 8)) is not None
+
+
 def test_generation_steps_by_it(make_prompts: Any) -> None:
     """The first token is read with the prompt, the last one by nobody; one step is a check.
 

@@ -117,8 +117,10 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             return
         resume = (settings.resume or AUTO) if state == "cut off" else False
         settings = replace(settings, resume=resume, overwrite=state == "outdated")
-    starts_here = settings.trainer.processes > 1 and world().size == 1
-    if starts_here and settings.definition.runs_in_processes:
+    trainer, definition = settings.trainer, settings.definition
+    # Without processes on the other machines, a stage that does not train computes in this one.
+    is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
+    if trainer.processes > 1 and world().size == 1 and is_startable:
         from lightning_rlhf.cli.processes import run_processes
 
         run_processes(settings, overrides)

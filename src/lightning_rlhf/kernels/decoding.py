@@ -78,13 +78,11 @@ def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep |
         return None
     agreed = causal_lm.base_model.__dict__.setdefault("steps_agree", {})
     dtype = computing_dtype(causal_lm)
-    if agreed.get(dtype) is False:
-        return None
-    step = DecodeStep(causal_lm, cache)
-    if dtype not in agreed:  # checked once
-        agreed[dtype] = _agrees(causal_lm, step)
-        step.attach(cache)
-    return step if agreed[dtype] else None
+    if dtype in agreed:  # checked once
+        return DecodeStep(causal_lm, cache) if agreed[dtype] else None
+    step = _checked(causal_lm, cache)
+    agreed[dtype] = step is not None
+    return step
 
 
 def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
@@ -107,30 +105,33 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
 
 
 @torch.no_grad()
-def _agrees(causal_lm: PreTrainedModel, step: DecodeStep) -> bool:
-    """Return whether a step agrees with the trunk, on a cache of its own; else warn."""
+def _checked(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep | None:
+    """Return a step on the cache if it agrees with the trunk, on a cache of its own; else warn."""
     trunk = causal_lm.base_model
     tokens = (
         torch.arange(1, 9, device=causal_lm.device)[None] * 7919 % trunk.embed_tokens.num_embeddings
     )
-    cache, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
-    trunk(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
+    own, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
+    trunk(input_ids=tokens[:, :-1], past_key_values=own, use_cache=True)
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
-    step.attach(cache)
     try:
+        step = DecodeStep(causal_lm, own)
         found = step(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
+    except torch.OutOfMemoryError:  # fewer responses at once may fit
+        raise
     except Exception as error:  # code written for other layers may raise anything
         fault = f"fails: {first_line(error)}"
     else:
         if same_logits(found, expected, rounding(causal_lm)):
-            return True
+            step.attach(cache)
+            return step
         fault = "gives other hidden states"
     warnings.warn(
         f"sampling is slower, by {causal_lm.config.model_type}'s own layers: the fast decoding "
         f"step {fault}",
         stacklevel=2,
     )
-    return False
+    return None
 
 
 def _is_known_cache(layer: Any) -> bool:

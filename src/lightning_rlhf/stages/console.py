@@ -61,10 +61,14 @@ def print_error(message: str) -> None:
     """
     if world().local_rank:
         time.sleep(PATIENCE_S)
+    print(f"error: {visible_line(message)}", file=sys.stderr)
     if ERROR_FILE in os.environ:
         left = {"message": message, "timestamp": int(time.time())}
-        Path(os.environ[ERROR_FILE]).write_text(json.dumps(left))
-    print(f"error: {visible_line(message)}", file=sys.stderr)
+        file = Path(os.environ[ERROR_FILE])
+        try:
+            file.write_text(json.dumps(left))
+        except OSError:  # as on a full disk: the launcher reads no file rather than half of one
+            file.unlink(missing_ok=True)
 
 
 def print_lengths(

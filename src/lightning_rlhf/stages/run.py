@@ -27,8 +27,8 @@ def run_in_folder(settings: Settings) -> Path:
     """Run the stage in a folder that is already locked; return the path of `final/`."""
     quiet_libraries()
     check_accelerator(settings)
-    print_device(settings)
     with computing(settings), advising(settings.stage):
+        print_device(settings)
         return settings.definition.run(settings, settings.config)
 
 
@@ -36,10 +36,10 @@ def check_in_memory(settings: Settings) -> None:
     """Prepare the stage and check it as a run does before its first update; write nothing."""
     quiet_libraries()
     check_accelerator(settings)
-    print_device(settings)
     prepare = settings.definition.prepare
     assert prepare is not None
     with computing(settings), advising(settings.stage):
+        print_device(settings)
         training: Training = prepare(settings, settings.config)
         preflight(training.ready, training.module, training.data)
 
