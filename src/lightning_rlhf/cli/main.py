@@ -168,6 +168,7 @@ def compose(cfg: DictConfig) -> str | None:
     register_resolvers()  # a launcher may have started this process
     from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     in_sweep = from_sweep or is_job()
+    is_apart = from_sweep and SweepHook.is_apart  # the sweep prints how its job ended
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
 
@@ -181,17 +182,16 @@ def compose(cfg: DictConfig) -> str | None:
 
     try:
         check_choices(HydraConfig.get().runtime.choices)
-        if from_sweep and SweepHook.is_apart:
+        if is_apart:
             from lightning_rlhf.cli.sweep_process import run_job
 
-            if cfg.recipe is None:
+            if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is None:
                 stage_settings(cfg, in_sweep)  # what it refuses needs no process
             return run_job(cfg, list(HydraConfig.get().overrides.task))
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
-        is_apart = from_sweep and SweepHook.is_apart  # the sweep prints it, once
         if IN_RECIPE not in os.environ and not is_apart:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
         if is_apart and SweepHook.results is not None:
@@ -205,7 +205,8 @@ def compose(cfg: DictConfig) -> str | None:
         is_cut_off = isinstance(error, RewardError | StorageError)
         hint = resume_hint(cfg, in_sweep) if is_cut_off else []
         message = shown(str(error))
-        print_error("; ".join([message, *hint]))
+        if not is_apart:
+            print_error("; ".join([message, *hint]))
         if in_sweep:
             message = sweep.mark_failed(cfg, message)
         if not from_sweep:
