@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from lightning_rlhf.cli import processes
 from lightning_rlhf.cli.processes import killed_process
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.group import join_group
@@ -263,6 +265,27 @@ def test_the_process_that_a_signal_has_ended(
     failures: dict[int, int], expected: tuple[int, int] | None
 ) -> None:
     assert killed_process(failures) == expected
+
+
+def test_a_job_of_a_sweep_is_marked_with_the_error_of_its_processes(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the file that torchrun's launcher reads. The process itself has printed the error."""
+    file = tmp_path / "error.json"
+
+    def launch(size: int, command: list[str]) -> dict[int, ProcessFailure]:
+        with monkeypatch.context() as patch:
+            patch.setenv(console.ERROR_FILE, str(file))
+            console.print_error("no such model")
+        ended = ProcessFailure(1, 8, -signal.SIGTERM, "none")
+        return {1: ended, 0: ProcessFailure(0, 7, 1, str(file))}
+
+    monkeypatch.setattr(processes, "launch", launch)
+    outcome = workplace.sweep("stage=sft", "trainer.devices=2", "seed=choice(1)")
+    assert outcome.status == 1
+    assert outcome.err.count("error: no such model") == 1
+    (failed,) = workplace.outputs.rglob("failed.txt")
+    assert failed.read_text() == "no such model\n"
 
 
 def test_processes_that_do_not_meet_say_where(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from lightning_rlhf.cli.secrecy import (
     without_secrets,
 )
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
-from lightning_rlhf.core.errors import RewardError, RLHFError, StorageError
+from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
@@ -205,7 +205,7 @@ def compose(cfg: DictConfig) -> str | None:
         is_cut_off = isinstance(error, RewardError | StorageError)
         hint = resume_hint(cfg, in_sweep) if is_cut_off else []
         message = shown(str(error))
-        if not is_apart:
+        if not is_apart and not isinstance(error, PrintedError):
             print_error("; ".join([message, *hint]))
         if in_sweep:
             message = sweep.mark_failed(cfg, message)

@@ -9,16 +9,20 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from lightning_rlhf.callbacks.stop import SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.recipe_steps import quoted
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of
 from lightning_rlhf.stages.process import IN_RECIPE
 from lightning_rlhf.stages.stage import Settings
+
+if TYPE_CHECKING:  # torch
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 DECIDED = ("job", "resume", "overwrite")
 """Keys whose values were decided in this process."""
@@ -31,8 +35,8 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
 
     overrides: overrides of the job.
 
-    Raises: Stopped where a signal ended it, RLHFError where a process was killed, and SystemExit
-        where a process failed, after its message.
+    Raises: Stopped where a signal ended it, RLHFError where a process was killed, PrintedError
+        where one failed with a message, and SystemExit where one failed otherwise.
     """
     if settings.trainer.num_nodes > 1:
         raise ConfigError(
@@ -47,14 +51,18 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
     words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
     failures = launch(settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words])
-    if (killed := killed_process(failures)) is not None:
+    statuses = {rank: failure.exitcode for rank, failure in failures.items()}
+    if (killed := killed_process(statuses)) is not None:
         rank, number = killed
         raise RLHFError(
             f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
             f"others with it; resume=auto goes on in {folder_of(settings)}"
         )
+    for failure in failures.values():
+        if "timestamp" in failure.error_file_data:  # which `print_error` has left
+            raise PrintedError(failure.message)
     if failures:
-        sys.exit(max(failures.values()))
+        sys.exit(max(statuses.values()))
     assert (folder_of(settings) / FINAL).is_dir()
 
 
@@ -73,10 +81,10 @@ def killed_process(failures: Mapping[int, int]) -> tuple[int, int] | None:
     return next(iter(others or killed), None)
 
 
-def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
-    """Run `python command` in several processes; return rank -> status of those that failed.
+def launch(processes: int, command: Sequence[str]) -> dict[int, ProcessFailure]:
+    """Run `python command` in several processes; return rank -> failure of those that failed.
 
-    A status below 0 is a signal's number.
+    An exit status below 0 is a signal's number.
 
     Raises: Stopped where a signal came to this process, after the processes have ended.
     """
@@ -99,6 +107,7 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the name of this machine may have no address
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
         signals_to_handle="SIGHUP,SIGQUIT",
@@ -111,7 +120,7 @@ def launch(processes: int, command: Sequence[str]) -> dict[int, int]:
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return dict(error.failures)
     except SignalException as error:
         raise Stopped(error.sigval) from error
     finally:

@@ -126,6 +126,10 @@ class ProcessEndedError(RLHFError):
         super().__init__("another process of the run has ended, and this one ends too")
 
 
+class PrintedError(RLHFError):
+    """An error that a process which this one has started has printed already."""
+
+
 class HubError(RLHFError):
     """A model or data set is neither a local path nor available on the hub."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -43,6 +45,9 @@ PACKAGE = Path(lightning_rlhf.__file__).parent
 PYTHONS_FORMAT = warnings.formatwarning
 FEW = 20
 """Number of rows below which a note is printed: each is 5 % of the training or validation rows."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the path of the file in which a process leaves its error for torchrun's
+launcher."""
 PATIENCE_S = 10
 """Seconds in which the first process of a machine prints an error that all of them meet."""
 
@@ -51,11 +56,15 @@ def print_error(message: str) -> None:
     """Print the reason why the command ends, in one line on standard error.
 
     Processes that torchrun or srun started on one machine meet the same error. The first prints it,
-    and the others wait, since the launcher ends all processes when one has ended.
+    and the others wait, since the launcher ends all processes when one has ended. It also leaves
+    the message for torchrun's launcher, whose form is that of `ProcessFailure`.
     """
     if world().local_rank:
         time.sleep(PATIENCE_S)
         return
+    if ERROR_FILE in os.environ:
+        left = {"message": message, "timestamp": int(time.time())}
+        Path(os.environ[ERROR_FILE]).write_text(json.dumps(left))
     print(f"error: {visible_line(message)}", file=sys.stderr)
 
 
