@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint, stage_settings
+from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     ONLY_CHECKS,
@@ -183,11 +183,9 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         check_choices(HydraConfig.get().runtime.choices)
         if is_apart:
-            from lightning_rlhf.cli.sweep_process import run_job
+            from lightning_rlhf.cli.sweep_process import run_checked
 
-            if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is None:
-                stage_settings(cfg, in_sweep)  # what it refuses needs no process
-            return run_job(cfg, list(HydraConfig.get().overrides.task))
+            return run_checked(cfg)
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
