@@ -15,11 +15,13 @@ from types import FrameType
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli import plugins, sweep_process
+from lightning_rlhf.cli.execute import given_overrides
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import set_group
 from lightning_rlhf.cli.sweep_hook import ignore_presets
@@ -64,6 +66,15 @@ def test_a_job_that_dies_is_marked_in_its_folder(
     assert failure is not None
     assert failure.startswith(f"{why}; its output is in {tmp_path}/r/m/a=1/ppo.log")
     assert (folder / "failed.txt").read_text().startswith(why)
+
+
+def test_a_job_gets_its_overrides_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address with a password, read from the environment, is in no command line."""
+    monkeypatch.setenv("ADDRESS", "a secret")
+    words = ["callbacks.trial.storage=${oc.env:ADDRESS}"]
+    node = OmegaConf.create({"overrides": {"task": words}})
+    monkeypatch.setattr(HydraConfig, "get", lambda: node)
+    assert given_overrides() == words
 
 
 BUSY = """trap 'sleep 0.2; touch {0}/saved; exit 143' TERM

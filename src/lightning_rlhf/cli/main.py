@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint, stage_settings
+from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     WITHOUT_RUN,
@@ -166,6 +166,7 @@ def compose(cfg: DictConfig) -> str | None:
     register_resolvers()  # a launcher may have started this process
     from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     in_sweep = from_sweep or is_job()
+    is_apart = from_sweep and SweepHook.is_apart  # the sweep prints how its job ended
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
 
@@ -179,17 +180,14 @@ def compose(cfg: DictConfig) -> str | None:
 
     try:
         check_choices(HydraConfig.get().runtime.choices)
-        if from_sweep and SweepHook.is_apart:
-            from lightning_rlhf.cli.sweep_process import run_job
+        if is_apart:
+            from lightning_rlhf.cli.sweep_process import run_checked
 
-            if cfg.recipe is None:
-                stage_settings(cfg, in_sweep)  # what it refuses needs no process
-            return run_job(cfg, list(HydraConfig.get().overrides.task))
+            return run_checked(cfg)
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
-        is_apart = from_sweep and SweepHook.is_apart  # the sweep prints it, once
         if IN_RECIPE not in os.environ and not is_apart:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
         if is_apart and SweepHook.results is not None:
@@ -203,7 +201,7 @@ def compose(cfg: DictConfig) -> str | None:
         is_cut_off = isinstance(error, RewardError | StorageError)
         hint = resume_hint(cfg, in_sweep) if is_cut_off else []
         message = shown(str(error))
-        if not isinstance(error, PrintedError):
+        if not is_apart and not isinstance(error, PrintedError):
             print_error("; ".join([message, *hint]))
         if in_sweep:
             message = sweep.mark_failed(cfg, message)

@@ -82,7 +82,8 @@ class SweepHook(Callback):
         if results is not None:
             if results.process != os.getpid():  # Ctrl-C is for that one, which passes it on
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            results.start(config.hydra.job.num, list(config.hydra.overrides.task))
+            words: Any = OmegaConf.to_container(config.hydra.overrides.task)  # as typed
+            results.start(config.hydra.job.num, words)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         if SweepHook.results is not None:

@@ -11,9 +11,10 @@ from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.execute import given_overrides, stage_settings
 from lightning_rlhf.cli.job_result import log_of
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
@@ -21,6 +22,13 @@ from lightning_rlhf.cli.sweep import job_folder, mark_failed
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.stages.folder.folders import FAILED
 from lightning_rlhf.stages.process import IN_SWEEP, STOPPED, run_command
+
+
+def run_checked(cfg: DictConfig) -> str | None:
+    """Run the job as `run_job`, after a check of its settings, which needs no process."""
+    if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is None:
+        stage_settings(cfg, in_sweep=True)
+    return run_job(cfg, given_overrides())
 
 
 def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
