@@ -148,6 +148,7 @@ def ppo_module(settings: Settings, config: PPOConfig) -> PPOModule:
     if config.ptx_coef > 0:
         text = [0] * data.max_prompt_tokens, [0] * data.max_response_tokens
         ptx = PTX([DemonstrationTokens(*text)] * config.ptx_batch_size, config, pad_id=0, seed=0)
+    config = replace(config, rollout="native")  # a sampler of the user's own may read the weights
     return PPOModule(
         roles, Reward((), ()), config, critic=critic, chat=CHAT, prompts={}, seed=0,
         stage=settings.stage, ptx=ptx,
