@@ -83,7 +83,7 @@ def test_check_ends_with_status_1_where_a_check_fails(finished: Workplace) -> No
 
 
 def test_a_plan_needs_nothing_that_is_trained(workplace: Workplace) -> None:
-    out = workplace.call("plan", *MINI, "stage=ppo", "trainer.devices=2").succeeded.out
+    out = workplace.call("plan", *MINI, "stage=ppo", "trainer.devices=2", WRONG).succeeded.out
     assert {"base", "sft", "reward", "policy", "critic"} <= planned(out).keys()
     assert "for each of 2 processes on a CPU" in out
     assert not workplace.outputs.exists()

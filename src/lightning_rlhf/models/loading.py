@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,6 +35,7 @@ from lightning_rlhf.models.sequence_classifier import restore_padding
 from lightning_rlhf.models.weights import (
     DEEPEST,
     beyond_depth,
+    check_references,
     check_weights,
     is_folder,
     missing_folder,
@@ -92,15 +94,10 @@ def load_causal_lm(
         if not _stay_as_they_are(dtype):
             check_compiler()
     if weights is None and config.from_config is not None:
-        try:
+        with naming_sizes():
             model = _random_model(config, seed).to(dtype).eval()
             with torch.no_grad():  # an uneven number of heads per key-value head fails only here
                 model(torch.zeros((1, 2), dtype=torch.long))
-        except ConfigError:
-            raise
-        except Exception as error:  # inconsistent sizes raise various errors in transformers
-            message = " ".join(str(error).split())[:300] or repr(error)
-            raise ConfigError(f"model.from_config: {message}") from error
     else:
         source = weights or str(config.name_or_path)
         folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
@@ -121,12 +118,53 @@ def load_causal_lm(
 
 def check_kernels(folder: Path, config: ModelConfig, source: str) -> None:
     """Raise ConfigError where the model in `folder` can have no fast layers; reads no weights."""
+    choose("fast", _empty_in(folder, config, source))
+
+
+def empty_model(config: ModelConfig) -> PreTrainedModel:
+    """Return the language model on torch's device `meta`, which has shapes and no memory.
+
+    Of a model on the hub the configuration alone is downloaded.
+
+    Raises ConfigError, CheckpointError or HubError.
+    """
+    if config.from_config is not None:
+        with naming_sizes(), torch.device("meta"):
+            described = described_sizes(config.from_config)
+            return AutoModelForCausalLM.from_config(described)  # type: ignore[no-any-return]
+    source, key = str(config.name_or_path), "model.name_or_path"
+    folder = local_folder(source, key, config.revision, DESCRIPTION)
+    check_references(folder / "config.json")
+    return _empty_in(folder, config, source)
+
+
+def _empty_in(folder: Path, config: ModelConfig, source: str) -> PreTrainedModel:
+    trusted = config.trust_remote_code
     with naming(source, "model.name_or_path"), torch.device("meta"):
-        described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-        empty = AutoModelForCausalLM.from_config(
-            described, trust_remote_code=config.trust_remote_code
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            described, trust_remote_code=trusted
         )
-    choose("fast", empty)
+    return model
+
+
+@contextmanager
+def naming_sizes() -> Iterator[None]:
+    """Convert any exception of the block into a ConfigError that names model.from_config."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # inconsistent sizes raise various errors in transformers
+        message = " ".join(str(error).split())[:300] or repr(error)
+        raise ConfigError(f"model.from_config: {message}") from error
+
+
+def described_sizes(from_config: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the configuration of random weights. Raises ConfigError for too many layers."""
+    for key, layers in beyond_depth(from_config):
+        require(False, f"model.from_config.{key}", layers, f"1 to {DEEPEST}")
+    return AutoConfig.for_model(**from_config)  # type: ignore[no-any-return]
 
 
 def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
@@ -135,9 +173,7 @@ def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
     Its sizes are checked before memory is allocated. Raises ConfigError.
     """
     assert config.from_config is not None
-    for key, layers in beyond_depth(config.from_config):
-        require(False, f"model.from_config.{key}", layers, f"1 to {DEEPEST}")
-    described = AutoConfig.for_model(**config.from_config)
+    described = described_sizes(config.from_config)
 
     def build() -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -219,10 +255,16 @@ def read_weights(
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
 """Patterns of the files that are downloaded from the hub."""
+DESCRIPTION = ["config.json", "*.py"]
+"""Patterns of those that describe a model: its configuration, and code that may come with it."""
 
 
-def local_folder(source: str, key: str, revision: str | None) -> Path:
+def local_folder(
+    source: str, key: str, revision: str | None, patterns: Sequence[str] = FILES
+) -> Path:
     """Return `source` if it is a folder, else the folder of its snapshot from the hub.
+
+    patterns: those of the files that are downloaded.
 
     Raises CheckpointError where `source` is the path of a missing folder, HubError where the hub
     does not provide it.
@@ -231,7 +273,7 @@ def local_folder(source: str, key: str, revision: str | None) -> Path:
         return Path(os.path.expanduser(source))
     refuse_missing_folder(source, key)
     with naming(source, key):
-        return Path(snapshot_download(source, revision=revision, allow_patterns=FILES))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[*patterns]))
 
 
 @contextmanager

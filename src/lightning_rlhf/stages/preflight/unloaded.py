@@ -5,7 +5,6 @@ The models are made on torch's device `meta`, which has shapes and no memory.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from rich import get_console
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import DPOConfig, Quantization, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
@@ -24,7 +23,7 @@ from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import BASE, ModelConfig
 from lightning_rlhf.models.copies import copied_bytes, linear_layers
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
-from lightning_rlhf.models.loading import naming
+from lightning_rlhf.models.loading import empty_model
 from lightning_rlhf.models.roles import CRITIC, POLICY, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
@@ -149,6 +148,7 @@ def ppo_module(settings: Settings, config: PPOConfig) -> PPOModule:
     if config.ptx_coef > 0:
         text = [0] * data.max_prompt_tokens, [0] * data.max_response_tokens
         ptx = PTX([DemonstrationTokens(*text)] * config.ptx_batch_size, config, pad_id=0, seed=0)
+    config = replace(config, rollout="native")  # a sampler of the user's own may read the weights
     return PPOModule(
         roles, Reward((), ()), config, critic=critic, chat=CHAT, prompts={}, seed=0,
         stage=settings.stage, ptx=ptx,
@@ -192,24 +192,6 @@ def empty_roles(settings: Settings, *, is_full: bool) -> Roles:
         recompute(model)
     # The fast layers are tried when they are made, which takes weights.
     return Roles(model.eval().requires_grad_(is_full), "plain")
-
-
-def empty_model(config: ModelConfig) -> PreTrainedModel:
-    """Return the language model without weights; of a model on the hub config.json is read."""
-    source = str(config.name_or_path)
-    trusted = config.trust_remote_code
-    with naming(source, "model.name_or_path"), META:
-        described = (
-            AutoConfig.for_model(**config.from_config)
-            if config.from_config is not None
-            else AutoConfig.from_pretrained(
-                os.path.expanduser(source), revision=config.revision, trust_remote_code=trusted
-            )
-        )
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            described, trust_remote_code=trusted
-        )
-    return model
 
 
 def quantise(model: PreTrainedModel, quantization: Quantization) -> None:
