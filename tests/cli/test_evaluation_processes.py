@@ -82,7 +82,7 @@ def assert_close(found: Any, expected: Any, where: str) -> None:
 
 
 def assert_same_files(found: Path, expected: Path) -> None:
-    """The same files with the same JSON; one row of metrics."""
+    """The same files; those in JSON with the same content, but for rounding."""
     assert tree(found).keys() == tree(expected).keys()
     for file in [*expected.glob("final/*.json"), *expected.glob("final/*.jsonl")]:
         for number, (one, other) in enumerate(
