@@ -51,9 +51,11 @@ JUDGED = ("data.judge=data/asked.py:judge",)
 
 
 @pytest.fixture(scope="module")
-def place(pipeline: Workplace) -> Workplace:
-    (pipeline.folder / "data" / "asked.py").write_text(ASKED)
-    return pipeline
+def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    folder = tmp_path_factory.mktemp("evaluation") / "work"
+    shutil.copytree(pipeline.folder, folder, symlinks=True)
+    (folder / "data" / "asked.py").write_text(ASKED)
+    return Workplace(folder)
 
 
 def run(place: Workplace, name: str, size: int, words: Sequence[str], folder: Path) -> Outcome:

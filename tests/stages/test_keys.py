@@ -24,14 +24,14 @@ def of_reward(*components: str) -> Any:
 
 def test_a_component_is_one_of_the_reward() -> None:
     name = "eval/reward/liked"
-    assert metric_of(of_reward("liked", "short"), "best", name, "max") == (name, "max")
+    assert metric_of(of_reward("liked", "short"), "ppo.best", name, "max") == (name, "max")
     for components in (("short", "steady"), ("liked",)):  # a single one has no metric of its own
         with pytest.raises(
             ConfigError, match=r"^ppo\.best\.metric is 'eval/reward/liked'; allowed"
         ):
-            metric_of(of_reward(*components), "best", name, "max")
+            metric_of(of_reward(*components), "ppo.best", name, "max")
     with pytest.raises(ConfigError, match=r"allowed: .*eval/reward/short, eval/reward/steady"):
-        metric_of(of_reward("short", "steady"), "stop", "eval/reward/", "max")
+        metric_of(of_reward("short", "steady"), "ppo.stop", "eval/reward/", "max")
 
 
 def test_policies_trained_with_other_sampling_are_named() -> None:
