@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -20,9 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
     check_checkpoint,
@@ -47,10 +44,8 @@ from lightning_rlhf.core.errors import (
     RewardError,
     StorageError,
 )
-from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.stages.registry import STAGES
 
-from ..processes import replicated
 from .conftest import FakePPO, Fit
 
 GOAL = STAGES["ppo"].goal
@@ -563,31 +558,6 @@ def test_a_signal_ends_the_run_after_the_step(
     assert run.steps[-1] == (3 if hook == "on_train_batch_start" else 4)
     found = torch.load(numbered(run.checkpoints)[-1], weights_only=True)
     assert found["callbacks"]["Checkpoints"]["evaluated"] == evaluated
-
-
-def test_a_stopped_process_waits_for_the_checkpoint_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A launcher such as srun kills the first while it writes, when another has ended."""
-    written = tmp_path / "written"
-
-    def write(saver: Checkpoints, trainer: Any) -> None:
-        if saver.replicas.is_first:
-            time.sleep(0.5)
-            written.touch()
-
-    def stopped(replicas: Replicas) -> bool:
-        saver = Checkpoints(tmp_path, config(), ORIGIN, Stop(), GOAL, replicas=replicas)
-        trainer: Any = SimpleNamespace(
-            state=SimpleNamespace(fn=TrainerFn.FITTING), sanity_checking=False
-        )
-        saver.on_exception(trainer, FakePPO(), Stopped(signal.SIGTERM))
-        return written.exists()
-
-    for name, value in {"progress": None, "trained": 1, "forget_begun_batch": None}.items():
-        monkeypatch.setattr(checkpoints, name, lambda *_, value=value: value)
-    monkeypatch.setattr(Checkpoints, "save", write)
-    assert replicated(2, stopped, tmp_path) == [True, True]
 
 
 def test_a_signal_after_the_last_step_is_not_lost() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,10 +27,10 @@ from lightning_rlhf.callbacks.finite import require_finite_metrics
 from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
 from lightning_rlhf.callbacks.loadable import check_contents, check_states, state_of
 from lightning_rlhf.callbacks.progress import number_text
-from lightning_rlhf.callbacks.stop import Stop, Stopped
+from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import ProcessEndedError, StorageError
+from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
@@ -225,9 +224,6 @@ class Checkpoints(Callback):
                 self.save(trainer)
             except Exception as failure:  # must not replace the exception that ended the run
                 print_line(f"no checkpoint of step {trained(trainer)}: {failure}")
-        if isinstance(exception, Stopped):  # in all processes, which srun kills when one has ended
-            with suppress(ProcessEndedError):
-                self.replicas.largest(0)
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
