@@ -1,4 +1,4 @@
-"""What a sweep shows of its jobs: rows of the table, and the page that compares them."""
+"""Table rows for the jobs of a sweep, and the page that compares their runs."""
 
 from __future__ import annotations
 
