@@ -34,12 +34,14 @@ class OptunaSweeper(Sweeper):
         """Run the trials of the study that are left."""
         from lightning_rlhf.cli.overrides import parse_overrides
         from lightning_rlhf.cli.study import Trials
-        from lightning_rlhf.cli.study_config import check_metric, read_study_config
+        from lightning_rlhf.cli.study_config import directed, read_study_config
 
         assert self.launcher is not None
-        study = read_study_config(self.options)
-        fixed = [str(o.input_line) for o in parse_overrides(arguments) if not o.is_sweep_override()]
-        loader = self.hydra_context.config_loader
-        check_metric(study.metric, loader.load_sweep_config(self.config, fixed))
-        trials = Trials(study, arguments)
+        given, loader = parse_overrides(arguments), self.hydra_context.config_loader
+        fixed = [str(o.input_line) for o in given if not o.is_sweep_override()]
+        swept = [o for o in given if o.key_or_group == "stage" and o.is_sweep_override()]
+        stages = [f"stage={name}" for o in swept for name in o.sweep_string_iterator()]
+        jobs = [[*fixed, stage] for stage in stages] or [fixed]
+        cfgs = [loader.load_sweep_config(self.config, job) for job in jobs]
+        trials = Trials(directed(read_study_config(self.options), cfgs), arguments)
         trials.run(self.launcher, self.validate_batch_is_legal)

@@ -20,7 +20,7 @@ from lightning_rlhf.cli import study
 from lightning_rlhf.cli.job_result import JobResult
 from lightning_rlhf.cli.overrides import parse_overrides
 from lightning_rlhf.cli.study import Trials
-from lightning_rlhf.cli.study_config import StudyConfig
+from lightning_rlhf.cli.study_config import StudyConfig, space_of
 from lightning_rlhf.cli.sweep import TRIAL, whole_name
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.cli.sweep_results import SweepResults
@@ -282,12 +282,61 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_a_trial(workplace: Wo
     assert not (workplace.outputs / "default" / "study.log").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["stage=sft", "hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=maximize"],
+         "hydra.sweeper.direction is 'maximize'; allowed: minimize "),
+        (["stage=ppo", "hydra.sweeper.direction=minimize"],
+         "hydra.sweeper.direction is 'minimize'; allowed: maximize "),
+        (["stage=sft", "hydra.sweeper.metric=eval/mine", "+callbacks.mine._target_=builtins.dict"],
+         "hydra.sweeper.direction is None; allowed: maximize or minimize "),
+        (["stage=sft", "hydra.sweeper.metric=compute/flops"],
+         "hydra.sweeper.direction is None; allowed: maximize or minimize "),
+        (["stage=sft", "hydra.sweeper.metric=loss"],
+         "hydra.sweeper.metric is 'loss'; allowed: eval/loss, eval/perplexity"),
+        (["stage=sft,rm", "hydra.sweeper.metric=eval/loss", "hydra.sweeper.study_name=x"],
+         "hydra.sweeper.metric is 'eval/loss'; allowed: eval/rm_loss, eval/accuracy, "),
+    ],
+)  # fmt: skip
+def test_a_metric_or_a_direction_that_misleads_is_refused_before_a_trial(
+    workplace: Workplace, words: list[str], told: str
+) -> None:
+    error = workplace.sweep("hydra/sweeper=optuna", "seed=1,2", *words).error
+    assert error.startswith(told)
+    assert not [*workplace.outputs.glob("default/*.log")]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "told"),
+    [
+        ("sft.lr=tag(lgo,interval(1,2))", "tag(log,interval(LOW,HIGH))"),
+        ("sft.lr=tag(log,choice(1,2))", "tag(log,interval(LOW,HIGH))"),
+        ("seed=int(interval(1.5,2.5))", "whole numbers in int(...)"),
+        ("seed=int(interval(1e0,20))", "whole numbers in int(...)"),
+        ("sft.lr=interval(1,inf)", "interval(LOW,HIGH)"),
+        ("sft.lr=interval(nan,1)", "interval(LOW,HIGH)"),
+        ("seed=range(5,1)", "a value or more"),
+    ],
+)
+def test_a_sweep_that_chooses_otherwise_than_it_says_is_refused(sweep: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        space_of(*parse_overrides([sweep]))
+    assert sweep in str(error.value)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("sweep", ["a.e2=tag(log,int(interval(1,20)))", "a=interval(1.5,2.5)"])
+def test_a_sweep_of_a_range(sweep: str) -> None:
+    assert space_of(*parse_overrides([sweep])).to_internal_repr(2) == 2
+
+
 def test_a_trial_that_is_behind_is_pruned_and_is_no_error(workplace: Workplace) -> None:
     """By a bound that no loss of a language model meets. The run ends as by any other rule."""
     outcome = workplace.sweep(
         "hydra/sweeper=optuna", "stage=sft", "sft.val_every=1", "sft.lr=interval(1e-4,1e-3)",
-        "hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=minimize",
-        "hydra.sweeper.n_trials=1", "~hydra.sweeper.pruner.n_startup_trials",
+        "hydra.sweeper.metric=eval/loss", "hydra.sweeper.n_trials=1",
+        "~hydra.sweeper.pruner.n_startup_trials",
         "hydra.sweeper.pruner._target_=optuna.pruners.ThresholdPruner",
         "hydra.sweeper.pruner.n_warmup_steps=0", "+hydra.sweeper.pruner.upper=-1",
     ).succeeded  # fmt: skip
@@ -300,3 +349,5 @@ def test_a_trial_that_is_behind_is_pruned_and_is_no_error(workplace: Workplace) 
     (trial,) = optuna.load_study(study_name="sft", storage=storage).trials
     assert trial.state == TrialState.PRUNED
     assert list(trial.intermediate_values) == [1]
+    directions = [found.direction for found in optuna.get_all_study_summaries(storage)]
+    assert directions == [optuna.study.StudyDirection.MINIMIZE]  # that of eval/loss

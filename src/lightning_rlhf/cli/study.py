@@ -62,7 +62,8 @@ class Trials:
         given = {key_of(word): word for word in arguments}
         params = [f"{key}={x}" for key, x in config.params.items() if key not in given]
         overrides = parse_overrides([*params, *arguments])
-        self.config = config
+        assert config.direction is not None  # study_config.directed sets it
+        self.config, self.direction = config, config.direction
         self.fixed = [str(o.input_line) for o in overrides if not o.is_sweep_override()]
         self.space = {o.get_key_element(): space_of(o) for o in overrides if o.is_sweep_override()}
         if not self.space:
@@ -79,7 +80,7 @@ class Trials:
         self.file = open_storage(self.storage)
         self.study = optuna.create_study(
             storage=self.file, study_name=config.study_name,
-            direction=config.direction, load_if_exists=True,
+            direction=self.direction, load_if_exists=True,
         )  # fmt: skip
         self.study.sampler = seeded(config.sampler, len(self.study.trials))
         self.check_overrides()
@@ -133,7 +134,7 @@ class Trials:
         results = SweepHook.results
         assert results is not None
         results.name = folder_name(self.config.study_name, ODD)
-        results.goal = self.config.metric, DIRECTIONS[self.config.direction]
+        results.goal = self.config.metric, DIRECTIONS[self.direction]
         with self.held(results.sweep):
             self.run_trials(results, launcher, validate)
         if SweepHook.progress is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import optuna
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import (
@@ -18,14 +21,16 @@ from optuna.distributions import (
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.stages.final import metric_of
 from lightning_rlhf.stages.settings import read_settings
 
 KEY = "hydra.sweeper"
-DIRECTIONS: Mapping[str, Mode] = {"maximize": "max", "minimize": "min"}
+Direction = Literal["maximize", "minimize"]
+DIRECTIONS: Mapping[Direction, Mode] = {"maximize": "max", "minimize": "min"}
 """Direction in the words of Optuna -> that in which a metric is better."""
 DIGITS = 4
 """Number of significant digits of a chosen number."""
@@ -37,7 +42,8 @@ class StudyConfig:
 
     metric: Text
     """Metric of the evaluation that is optimised, and by which trials are pruned."""
-    direction: Literal["maximize", "minimize"]
+    direction: Direction | None
+    """Direction in which the metric is better; null for that of its definition."""
     n_trials: PositiveInt
     """Number of trials of the study, over all commands."""
     n_jobs: PositiveInt
@@ -57,22 +63,42 @@ def read_study_config(options: Mapping[str, Any]) -> StudyConfig:
     return build(StudyConfig, plain, KEY)
 
 
-def check_metric(name: str, cfg: DictConfig) -> None:
-    """Raise ConfigError where the evaluations of the stage do not measure the metric of a study.
+def directed(study: StudyConfig, cfgs: Sequence[DictConfig]) -> StudyConfig:
+    """Return the study with its direction, by default that in which its metric is better.
 
-    cfg: the configuration of a job without what is chosen for it. What a callback of the user's own
-    measures, or the end of a run, is not known before.
+    cfgs: for each stage of the command, the configuration of a job without what is chosen for it.
+
+    Raises ConfigError where a stage does not measure the metric, or where the direction is not
+    known or contradicts the definition of the metric.
     """
-    if cfg.stage is None or cfg.callbacks or not name.startswith("eval/"):
-        return
+    better, *_ = [direction_of(study.metric, cfg) for cfg in cfgs]
+    words = [word for word, mode in DIRECTIONS.items() if better in (mode, None)]
+    direction = study.direction or (words[0] if better else None)
+    allowed = f"{' or '.join(words)} for {study.metric}"
+    require(direction in words, f"{KEY}.direction", direction, allowed)
+    return replace(study, direction=direction)
+
+
+def direction_of(name: str, cfg: DictConfig) -> Mode | None:
+    """Return the direction in which a metric is better, None where that is not defined.
+
+    Raises ConfigError where the stage does not measure the metric. What a callback of the user's
+    own, a report or a recipe measures is not known before.
+    """
+    better = METRICS[name].better if name in METRICS else None
+    if cfg.stage is None:
+        return better
     try:
         settings = read_settings(
             OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
         )
     except ConfigError:  # each job reports it, unless what is chosen mends it
-        return
-    if settings.definition.trains:
+        return better
+    stage = settings.definition
+    is_final = name.startswith("eval/") or (stage.trains and not name.startswith("compute/"))
+    if is_final and not cfg.callbacks:
         metric_of(settings, KEY, name, "max")
+    return dict(stage.goal).get(name, better)
 
 
 def shortened(value: object) -> object:
@@ -86,18 +112,25 @@ def space_of(override: Override) -> BaseDistribution:
     interval(a,b) is a range of numbers, of whole ones as int(interval(a,b)), and by their logarithm
     as tag(log,interval(a,b)). Everything else is a list of choices.
 
-    Raises ConfigError where the range is empty, or where a logarithm has no value.
+    Raises ConfigError where there is no value to choose, where a logarithm has none, where a range
+    of whole numbers has other ends, which Hydra cuts off, or for a tag that nothing reads.
     """
-    value = override.value()
+    value, line = override.value(), str(override.input_line)
+    read = {"log"} if isinstance(value, IntervalSweep) else set[str]()
+    if isinstance(value, Sweep) and not value.tags <= read:
+        raise ConfigError(f"{line} has a tag; allowed: log alone, as tag(log,interval(LOW,HIGH))")
     if not isinstance(value, IntervalSweep):
-        return CategoricalDistribution(list(override.sweep_string_iterator()))
+        choices = list(override.sweep_string_iterator())
+        require(bool(choices), "a sweep", line, "one of a value or more")
+        return CategoricalDistribution(choices)
     low, high, is_log = value.start, value.end, "log" in value.tags
     assert low is not None
     assert high is not None
-    if low > high or (is_log and low <= 0):
+    is_cut = isinstance(low, int) and re.search(r"\d\.|\.\d|\d[eE]", line.partition("=")[2])
+    if not -math.inf < low <= high < math.inf or (is_log and low <= 0) or is_cut:
         raise ConfigError(
-            f"{override.input_line} is no range; allowed: interval(LOW,HIGH), with LOW above 0 in "
-            "tag(log,...)"
+            f"{line} is no range; allowed: interval(LOW,HIGH), with LOW above 0 in tag(log,...) "
+            "and whole numbers in int(...)"
         )
     if isinstance(low, int) and isinstance(high, int):
         return IntDistribution(low, high, log=is_log)
