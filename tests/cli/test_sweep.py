@@ -306,6 +306,10 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     assert "a fault in the code" not in page.read_text()
 
 
+def test_a_sweep_of_no_jobs_is_an_error(workplace: Workplace) -> None:
+    assert "range(START,STOP)" in workplace.sweep("stage=sft", "seed=range(5,1)").error
+
+
 def test_debug_in_a_sweep_still_ends_in_a_table(finished: Workplace) -> None:
     outcome = finished.sweep(
         "stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=7,8", "debug=true"

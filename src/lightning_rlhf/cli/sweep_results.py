@@ -146,7 +146,10 @@ class SweepResults:
         if stopped is not None:
             print_line("stopped; the same command goes on")
             sys.exit(128 + stopped)
-        if problem is None and (failed or not is_compared):
+        if problem is None and not results:
+            print_error("a key of the sweep has no value, so that it has no job; allowed: one or "
+                        "more, as range(START,STOP) with START below STOP has")  # fmt: skip
+        if problem is None and (failed or not is_compared or not results):
             sys.exit(1)
 
     def delete(self) -> None:
