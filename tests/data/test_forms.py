@@ -404,7 +404,19 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
         (
             read_preferences,
             {"question": "a", "Good one": "b", "worse": "c"},
-            "the nearest is data.format=native (chosen, rejected); data.columns.chosen=COLUMN name",
+            "the nearest is data.format=native (chosen, rejected): data.columns.rejected=worse "
+            "data.columns.prompt=question data.columns.chosen=COLUMN reads",
+        ),
+        (
+            read_demonstrations,
+            {"q": "a", "a": "b"},
+            "the nearest is data.format=native (prompt, response): data.columns.prompt=COLUMN "
+            "data.columns.response=COLUMN reads",
+        ),
+        (
+            read_prompts,
+            {"q": "a"},
+            "the nearest is data.format=native (prompt): data.columns.prompt=COLUMN reads",
         ),
         (
             read_preferences,
@@ -420,7 +432,7 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
         (
             read_demonstrations,
             {"xyz": "a"},
-            "; data.columns.",
+            ": data.columns.",
         ),
     ],
 )

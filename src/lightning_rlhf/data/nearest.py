@@ -19,6 +19,8 @@ _ALIKE = (
 """Names that data sets give to the same column."""
 _ALIKE_ENOUGH = 0.75
 """Likeness, from 0 to 1, from which a column of the source is suggested for one of a form."""
+_PLAIN = (("prompt",), ("prompt", "response"), ("chosen", "rejected"))
+"""Columns of the forms that are suggested where no column of the source is alike to any."""
 _SHARED = {"prompt", "chosen"}
 """Columns that rows of several kinds have, by which alone a form is not recognised."""
 
@@ -58,6 +60,8 @@ def nearest(names: Collection[str], format: Format, kind: Kind) -> Form:
     def found_less_missing(form: Form) -> int:
         columns = _columns(form, kind)
         found = {*(column for column in columns if column in names), *_renamed(columns, names)}
+        if not found and form.columns not in _PLAIN:
+            return -len(names) - len(_ALIKE)
         return len(found) - sum(column not in found for column in form.needed(kind))
 
     return max(forms_of(format, kind), key=found_less_missing)
@@ -70,19 +74,15 @@ def hint(names: Collection[str], kind: Kind) -> str:
     near = nearest(names, AUTO, kind)
     renamed = _renamed(_columns(near, kind), names)
     lacking = [name for name in near.needed(kind) if name not in (*names, *renamed)]
-    if not lacking:
-        maps = " ".join(_override(column, name) for column, name in renamed.items())
-        return f"; the nearest is {near.title}: {maps} reads it as such"
-    if other := _of_another_kind(names):
+    if lacking and (other := _of_another_kind(names)):
         form, word = other
         return (
             f"; its rows are {word} {form.title}, which holds {' and '.join(form.parse)}, no "
             f"{kind}; {kind} are in data.format={', '.join(serving(kind))}"
         )
-    return (
-        f"; the nearest is {near.title}; data.columns.{lacking[0]}=COLUMN names the column of the "
-        f"source that is its {lacking[0]!r}"
-    )
+    maps = [_override(column, name) for column, name in renamed.items()]
+    maps += [f"data.columns.{name}=COLUMN" for name in lacking]
+    return f"; the nearest is {near.title}: {' '.join(maps)} reads it as such"
 
 
 def _of_another_kind(names: Collection[str]) -> tuple[Form, str] | None:
