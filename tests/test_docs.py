@@ -17,8 +17,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from lightning_rlhf.cli.main import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.cli.overrides import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.overrides import WITHOUT_RUN
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser

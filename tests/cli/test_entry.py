@@ -15,6 +15,7 @@ import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.overrides import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.stages.paths import HOME, PACKAGE, RECIPES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
@@ -39,6 +40,8 @@ def test_help_lists_what_can_be_chosen(help_text: str) -> None:
         "trainer: auto, cpu, gpu",
     ):
         assert line in help_text
+    for command in (*COMMANDS, *WITHOUT_RUN):
+        assert f"\n  {command} " in help_text
     for model in ("tiny", "qwen0.8b", "qwen2b", "qwen4b", "smollm2_135m", "hub"):
         assert model in help_text
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_rlhf.cli.main import COMMANDS
 from lightning_rlhf.cli.overrides import (
+    COMMANDS,
+    WITHOUT_RUN,
     options_last,
     parse_arguments,
     parse_overrides,
@@ -61,6 +62,14 @@ def test_a_wrong_option_is_one_line(words: list[str], told: str) -> None:
 def test_a_mistyped_command(workplace: Workplace, word: str, command: str) -> None:
     told = f"{word} is no command; did you mean {command}?"
     assert workplace.call(word, "stage=ppo").error == told
+
+
+def test_a_word_that_is_like_no_command_is_told_all_of_them(workplace: Workplace) -> None:
+    for words in (["frobnicate"], ["frobnicate", "outputs/x"], ["frobnicate", "stage=ppo"]):
+        told = workplace.call(*words).error
+        assert [name for name in [*COMMANDS, *WITHOUT_RUN] if name not in told] == []
+    assert "serve-reward" not in workplace.call("stage=ppo", "frobnicate").error
+    assert workplace.call("eval_policy", "outputs/x").error.endswith("allowed: stage=eval_policy")
 
 
 def test_other_words_are_no_mistyped_commands(workplace: Workplace) -> None:

@@ -69,6 +69,12 @@ def test_a_stage_of_ones_own_is_chosen_and_given_numbers(own: Workplace) -> None
     assert error == "mine.betta is not a known key; did you mean mine.beta?"
 
 
+def test_a_configuration_without_keys_is_told_how_to_begin(own: Workplace) -> None:
+    (own.folder / "own" / "mine.yaml").touch()
+    error = own.call("--config-dir", "own", "--config-name", "mine", "sed=1").error
+    assert "`defaults: [config, _self_]`" in error
+
+
 def test_a_model_of_ones_own_has_numbers_in_every_stage(own: Workplace) -> None:
     """Beside those of tiny, from which it is derived and whose trainer has one thread."""
     numbers = {"sft": "epochs: 5", "ppo": "iterations: 7", "trainer": "threads: 3"}

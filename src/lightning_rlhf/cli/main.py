@@ -27,6 +27,7 @@ from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
+    COMMANDS,
     WITHOUT_RUN,
     check_choices,
     completed_stages,
@@ -52,19 +53,6 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.process import IN_RECIPE, STOPPED, end_with, is_job
-
-COMMANDS = {
-    "chat": "lightning_rlhf.cli.chat:chat",
-    "compare": "lightning_rlhf.cli.compare:compare",
-    "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
-    "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
-    "export": "lightning_rlhf.cli.export:export",
-    "push": "lightning_rlhf.cli.push:push",
-    "replay": "lightning_rlhf.cli.replay:replay",
-    "report": "lightning_rlhf.cli.report:report",
-    "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
-}
-"""First word of a command that composes no configuration -> the function that runs the rest."""
 
 
 def main() -> None:

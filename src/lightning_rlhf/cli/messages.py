@@ -5,7 +5,6 @@ An error that Hydra describes in prose alone is shown with its first paragraph.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import sys
@@ -20,9 +19,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lightning_rlhf.cli.overrides import GROUPS, TRIAL, parse_overrides
+from lightning_rlhf.cli.overrides import COMMANDS, GROUPS, TRIAL, WITHOUT_RUN, parse_overrides
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, unknown_key
 from lightning_rlhf.io.visible import visible
 
 OWN_FILE = (
@@ -94,13 +93,17 @@ def _not_parsed(error: OverrideParseException, words: Sequence[str]) -> str:
     if address_at(given) is not None:
         return _unquoted(given)
     after = words[words.index(given) + 1 :][:1] if given in words else []
-    if re.fullmatch(r"[\w.@/]+", given) and after and "=" not in after[0]:
+    if given in STAGES:
+        return f"{given} is no override; allowed: stage={given}"
+    if re.fullmatch(r"[\w.@/-]+", given) is None:
+        return f"{given} is no override: {_shown(error, words)}; allowed: {wanted}"
+    if after and "=" not in after[0]:
         if address_at(after[0]) is not None:
             return _unquoted(f"{given}={after[0]}")
         given, wanted = f"{given} {after[0]}", f"{given}={after[0]}"
-    elif given in STAGES:
-        wanted = f"stage={given}"
-    return f"{given} is no override: {_shown(error, words)}; allowed: {wanted}"
+    if words[:1] == [error.override]:
+        wanted += f", or as the first word {', '.join(sorted(COMMANDS | WITHOUT_RUN))}"
+    return f"{given} is no override; allowed: {wanted}"
 
 
 def _missing_file(
@@ -140,11 +143,9 @@ def _unknown_key(cause: OmegaConfBaseException, words: Sequence[str]) -> str:
         except ConfigError as refusal:
             return str(refusal)
     if not node:
-        return f"{full} is not a known key; did you mean {prefix.rstrip('.')}?"
-    # The wording of core/ for a section; repeated here, since core/ imports pydantic.
-    close = difflib.get_close_matches(key, node, n=1)
-    hint = f"did you mean {prefix}{close[0]}?" if close else f"allowed: {', '.join(sorted(node))}"
-    return f"{full} is not a known key; {hint}"
+        hint = f"did you mean {prefix.rstrip('.')}?" if prefix else f"allowed: {OWN_FILE}"
+        return f"{full} is not a known key; {hint}"
+    return unknown_key(key, node, prefix, node)
 
 
 def _unquoted(override: str) -> str:

@@ -28,6 +28,18 @@ GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantag
 """Groups of conf/ from which one file each is chosen."""
 CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
 """Pattern of the name of a file in a group of conf/, or in a folder below it."""
+COMMANDS = {
+    "chat": "lightning_rlhf.cli.chat:chat",
+    "compare": "lightning_rlhf.cli.compare:compare",
+    "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
+    "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
+    "export": "lightning_rlhf.cli.export:export",
+    "push": "lightning_rlhf.cli.push:push",
+    "replay": "lightning_rlhf.cli.replay:replay",
+    "report": "lightning_rlhf.cli.report:report",
+    "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
+}
+"""First word of a command that composes no configuration -> the function that runs the rest."""
 WITHOUT_RUN = {"check": "only", "plan": "plan"}
 """First word of a command that checks a stage or plans its memory, without training -> value of
 `preflight` that does the same."""

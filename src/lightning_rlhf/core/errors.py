@@ -5,6 +5,8 @@ Errors of a training carry facts, from which `stages.advice` derives the advice.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_rlhf.core.wording import counted
@@ -145,3 +147,24 @@ def refused(key: str, found: Any, allowed: str) -> str:
     is_long = isinstance(found, str) and len(found) > 200
     shown = f"{found[:40]}… ({len(found)} characters)" if is_long else found
     return f"{key} is {shown!r}; allowed: {allowed}"
+
+
+def unknown_key(key: str, known: Collection[str], prefix: str, node: Mapping[Any, Any]) -> str:
+    """Return the message about a key that nothing reads, with the one that is probably meant.
+
+    known: keys of the section `node`.
+    prefix: name of the section and a dot; empty for the whole configuration.
+    """
+    inside = [  # keys of a section inside, as sft.lr for lr, or ppo.rollout_batch_size
+        f"{name}.{inner}"
+        for name, part in node.items()
+        if name in known and isinstance(part, Mapping)
+        for inner in ([key] if key in part else part)
+        if f"_{inner}".endswith(f"_{key}")
+    ]
+    of_stage = [name for name in inside if name.startswith(f"{node.get('stage')}.")]
+    same = [name for name in inside if name.endswith(f".{key}")]
+    meant = of_stage or same or inside or difflib.get_close_matches(key, known, n=1)
+    names = " or ".join(prefix + name for name in meant)
+    hint = f"did you mean {names}?" if meant else f"allowed: {', '.join(sorted(known))}"
+    return f"{prefix}{key} is not a known key; {hint}"

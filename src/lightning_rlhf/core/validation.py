@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from types import NoneType, UnionType
@@ -14,7 +13,7 @@ from pydantic import ValidationError as PydanticError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from lightning_rlhf.core.errors import ConfigError, refused, require
+from lightning_rlhf.core.errors import ConfigError, refused, require, unknown_key
 
 T = TypeVar("T")
 
@@ -127,7 +126,7 @@ def refuse_unknown(node: Mapping[Any, Any], known: Collection[str], prefix: str)
     """Raise ConfigError for a key that nothing reads."""
     for key in node:
         if key not in known:
-            raise ConfigError(_unknown(str(key), known, prefix))
+            raise ConfigError(unknown_key(str(key), known, prefix, node))
 
 
 def allowed(hint: Any, found: Any = None) -> str:
@@ -216,7 +215,7 @@ def _line(detail: ErrorDetails, cls: Any, node: Any, key: str) -> tuple[str, str
             name = str(part)
             if detail["type"] == "unexpected_keyword_argument" and len(rest) == 1:
                 known = [field.name for field in dataclasses.fields(hint)]
-                return f"{key}.{name}", _unknown(name, known, f"{key}.")
+                return f"{key}.{name}", unknown_key(name, known, f"{key}.", node)
             if detail["type"] == "missing" and len(rest) == 1:
                 return f"{key}.{name}", f"{key}.{name} is missing from the configuration"
             key, node = f"{key}.{name}", node[name]
@@ -242,9 +241,3 @@ def _item(hint: Any) -> Any:
     """Return the type of the items of `tuple[T, ...]`; None of another type."""
     kind = _parts(hint)[0]
     return get_args(kind)[0] if get_origin(kind) is tuple else None
-
-
-def _unknown(key: str, known: Collection[str], prefix: str) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {prefix}{close[0]}?" if close else f"allowed: {', '.join(sorted(known))}"
-    return f"{prefix}{key} is not a known key; {hint}"

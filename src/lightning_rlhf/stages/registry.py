@@ -8,6 +8,7 @@ from typing import Any
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.stages import dpo, eval_policy, eval_reward, ppo, rank, rm, sft
+from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.stage import Stage
 
 STAGES: Mapping[str, Stage] = {
@@ -51,7 +52,9 @@ def chosen_stage(tree: Mapping[str, Any]) -> Stage:
             "of them"
         )
     name = tree["stage"]
-    require(name in names, "stage", name, ", ".join(names))
+    is_advantage = (CONF / "advantage" / f"{name}.yaml").is_file()
+    meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
+    require(name in names, "stage", name, ", ".join(names) + meant)
     if name in STAGES:
         section = tree.get(name)
         if isinstance(section, Mapping) and DEFINITION in section:
