@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lightning_rlhf.cli.chat import opened, parser, talk
+from lightning_rlhf.cli.chat import opened, parser, talk, typed
 from lightning_rlhf.data.rows import Message
 from lightning_rlhf.stages.chat import Conversation, Piece, Reply
 
@@ -107,7 +107,7 @@ def test_commands(pair: Conversation, tmp_path: Path) -> None:
     assert "sft, ppo at temperature 1" in out
     assert "/reset" in out
     assert "temperature 0.5" in out
-    assert "/temperature is 'hot'; allowed: a number from 0 to 100" in out
+    assert "/temperature is 'hot'; allowed: 0, or a number from 1e-6 to 100" in out
     assert "/temperature is -1.0" in out
     assert "the command is '/no'; allowed: /temperature, /system" in out
     assert out.count("score") == 4  # two turns of two models
@@ -153,6 +153,18 @@ def test_what_is_no_character_is_replaced_and_saved(pair: Conversation, tmp_path
     for line in (tmp_path / "chat.jsonl").read_text(encoding="utf-8").splitlines():
         turns = json.loads(line)["messages"]
         assert [turn["content"] for turn in turns[:2]] == ["Be \ufffd brief.", "hi \ufffd"]
+
+
+def test_what_is_typed_is_no_traceback(
+    pair: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are not UTF-8, NUL, and a temperature of nearly 0."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"/temperature 1e-300\nh\xe9llo\na\0b\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
+    out = said(pair, *typed(), f"/save {tmp_path / 'a'}\0b", folder=tmp_path)
+    assert "/temperature is 1e-300; allowed: 0, or" in out
+    asked = [turn.content for turn in pair.turns["ppo"]][::2]
+    assert asked == ["h\ufffdllo", "a\ufffdb"]
 
 
 def test_an_error_in_a_reply_loses_no_earlier_turn(
@@ -207,5 +219,21 @@ def test_what_is_refused_before_a_model_loads(
     assert "no such folder" in finished.call("chat", "./nothing").error
     assert "is a reward model" in finished.call("chat", final("rm")).error
     assert "twice" in finished.call("chat", final("ppo"), final("ppo")).error
-    error = finished.call("chat", final("ppo"), "--temperature", "-1").error
-    assert "--temperature is -1.0" in error
+    for key, value in (
+        ("--temperature", "-1.0"),
+        ("--temperature", "1e-300"),
+        ("--seed", "1" * 30),
+    ):
+        assert (
+            f"{key} is {value}; allowed: " in finished.call("chat", final("ppo"), key, value).error
+        )
+    file = finished.folder / final("ppo") / "manifest.json"
+    whole = json.loads(file.read_text())
+    most, heat = "max_response_tokens", "temperature"
+    for section in ([1], "x", None, {most: -5}, {most: "many"}, {heat: "hot"}, {heat: None}):
+        file.write_text(json.dumps(whole | {"config": whole["config"] | {"ppo": section}}))
+        error = finished.call("chat", final("ppo")).error
+        assert "manifest.json: config: ppo" in error, section
+    for role in ("sft", "reward"):
+        file.write_text(json.dumps(whole | {"parents": whole["parents"] | {role: "a\0b"}}))
+        assert f"parents.{role} is 'a\\x00b'" in finished.call("chat", final("ppo")).error

@@ -180,6 +180,12 @@ def test_a_stage_without_a_goal_hands_over_its_last_step(place: Workplace) -> No
     assert not (folder / "checkpoints" / "best.ckpt").exists()
 
 
+def test_a_stage_that_returns_no_folder_is_told(place: Workplace) -> None:
+    file = place.folder / "mine" / "slic.py"
+    file.write_text(file.read_text().replace("    ready = make_ready(settings)", "    return None"))
+    assert "`run` of stage=slic returned is None; allowed: the path" in slic(place).error
+
+
 def test_a_stage_of_the_package_is_not_defined_anew(place: Workplace) -> None:
     error = place.mini("stage=sft", "++sft.definition=mine/slic.py:STAGE").error
     assert error == (

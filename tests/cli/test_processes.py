@@ -129,20 +129,25 @@ def test_the_processes_of_a_machine_divide_its_cores(
 
 
 def test_the_threads_that_are_printed_are_those_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
+
+    def threads(*_: Any) -> Path:
+        (folder := tmp_path / str(torch.get_num_threads())).mkdir()
+        return folder
+
     trainer = SimpleNamespace(
         threads=3, devices=2, matmul_precision="highest", accelerator="cpu", precision="32-true"
     )
     settings: Any = SimpleNamespace(
         trainer=trainer, model=SimpleNamespace(quantization=None), seed=0, stage="own", config=None,
-        definition=SimpleNamespace(reads_reward=False, run=lambda *_: torch.get_num_threads()),
+        definition=SimpleNamespace(reads_reward=False, run=threads),
     )  # fmt: skip
     before = torch.get_num_threads()
     try:
-        assert run.run_in_folder(settings) == 3
+        assert run.run_in_folder(settings).name == "3"
     finally:
         torch.set_num_threads(before)
     assert "in 2 processes of 3 threads each" in capsys.readouterr().out

@@ -108,6 +108,13 @@ def test_a_program_is_swept_though_it_leaves_no_model(workplace: Workplace, reci
     assert out.count(" done ") == 2
 
 
+def test_a_program_that_is_not_there_is_named(workplace: Workplace, recipes: Path) -> None:
+    serve(recipes, 0.0)
+    (recipes / "small" / "program_0_0.py").unlink()
+    error = workplace.call("recipe=small").error
+    assert "recipe.program is 'program_0_0.py'; allowed: a file" in error
+
+
 @pytest.mark.parametrize("given", ["ppo.gae_lambda=1", "advantage=rloo", "++ppo.dual_clip=3"])
 def test_what_the_program_does_not_read_is_refused(
     workplace: Workplace, recipes: Path, given: str

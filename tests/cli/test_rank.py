@@ -112,6 +112,8 @@ def test_the_sft_model_responds_by_default_and_the_seed_fixes_it(pipeline: Workp
         ("rank.samples_per_prompt=1", "^rank.samples_per_prompt is 1; allowed: at least 2"),
         ("rank.pairs=some", "^rank.pairs is 'some'; allowed: best_worst, all"),
         ("rank.min_margin=-1", "^rank.min_margin is -1"),
+        ("rank.stop_strings=['']", "^rank.stop_strings is ''; allowed: a list of texts, none"),
+        ("rank.temperature=1e-300", "^rank.temperature is 1e-300; allowed: a number"),
     ],
 )
 def test_bad_input_is_named_before_a_model_loads(

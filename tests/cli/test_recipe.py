@@ -540,6 +540,11 @@ def test_a_wrong_value_is_refused_before_the_first_stage(kitchen: Kitchen) -> No
         ({"stages": ["sft", "kto"], "promises": []}, "kto"),
         ({"stages": []}, "stages"),
         ({"program": "bandit.py"}, "stages"),
+        ({"overrides": ["foo.bar=1"]}, "recipe.yaml: foo is not a known key"),
+        ({"overrides": ["sft.lrr=1"]}, "recipe.yaml: sft.lrr is not a known key"),
+        ({"overrides": ["sft.lr={"]}, "recipe.yaml: sft.lr={ is no override"),
+        ({"overrides": ["model=nope"]}, "recipe.yaml: "),
+        ({"title": "${"}, "recipe.yaml: "),
     ],
 )
 def test_a_mistake_in_a_recipe_is_named(
@@ -549,6 +554,12 @@ def test_a_mistake_in_a_recipe_is_named(
     error = kitchen.cook().error
     assert named in error
     assert kitchen.ran == []
+
+
+@pytest.mark.parametrize("content", [b"title: caf\xe9\n", b"5\n", b"a: ["])
+def test_a_file_that_is_no_recipe_is_named(kitchen: Kitchen, content: bytes) -> None:
+    (kitchen.recipes / "small" / "recipe.yaml").write_bytes(content)
+    assert "recipe.yaml: " in kitchen.cook().error
 
 
 def test_a_key_that_a_recipe_lacks_is_named(kitchen: Kitchen) -> None:

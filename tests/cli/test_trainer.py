@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,10 +18,15 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.processes import run_processes
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, StorageError
 from lightning_rlhf.stages import accelerator, trainer_section
 from lightning_rlhf.stages.accelerator import check_accelerator, check_devices, print_device
-from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks
+from lightning_rlhf.stages.objects import (
+    check_trainer,
+    misconfigured,
+    own_arguments,
+    own_callbacks,
+)
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
@@ -69,6 +75,13 @@ def test_what_a_stage_sets_itself_is_refused_with_the_reason(key: str) -> None:
     [
         ({"profilr": "simple"}, "trainer.profilr is not a known key; did you mean trainer.profil"),
         ({"limit_val_batches": 0}, "trainer.limit_val_batches is 0"),
+        ({"limit_val_batches": 1.5}, "trainer.limit_val_batches is 1.5"),
+        ({"detect_anomaly": "maybe"}, "trainer.detect_anomaly is 'maybe'; allowed: true, false"),
+        (
+            {"deterministic": "maybe"},
+            "trainer.deterministic is 'maybe'; allowed: true, false, warn",
+        ),
+        ({"enable_model_summary": "maybe"}, "trainer.enable_model_summary is 'maybe'"),
         ({"devices": 0}, "trainer.devices"),
         ({"precision": "16-mixed"}, "trainer.precision"),
         (
@@ -391,6 +404,10 @@ def test_a_stopping_rule_on_a_metric_that_nobody_logs_is_named(workplace: Workpl
         (["callbacks.mine._target_=no.Such"], "callbacks.mine: "),
         (["callbacks.mine._target_=collections.Counter"], "callbacks.mine._target_ is"),
         (["trainer.profiler=nosuch"], "trainer: "),
+        (
+            ["+logger._target_=lightning.pytorch.loggers.CSVLogger", "+logger.save_dir=README.md"],
+            "logger.save_dir=README.md: README.md is not a folder that can be written into",
+        ),
         (["trainer._target_=collections.Counter"], "trainer._target_ is 'collections.Counter'"),
     ],
 )
@@ -419,6 +436,16 @@ def test_what_the_trainer_refuses_costs_no_finished_run(
     (final / "kept").touch()
     assert own.mini("stage=sft", "overwrite=true", given).error.startswith(told)
     assert (final / "kept").exists()
+
+
+def test_a_run_without_a_progress_bar_is_built() -> None:
+    config = read_trainer(CPU | {"enable_progress_bar": False})
+    check_trainer(config, {"enable_progress_bar": False})
+
+
+def test_a_file_that_a_logger_cannot_use_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="none/x cannot be used: No such file"), misconfigured():
+        (tmp_path / "none" / "x").open("w")
 
 
 def test_a_run_ends_with_a_checkpoint_when_its_time_is_over(workplace: Workplace) -> None:

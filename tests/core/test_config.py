@@ -54,7 +54,8 @@ BOUNDS: dict[str, list[tuple[str, Any, str]]] = {
         ("center_coef", -0.1, "a number and >= 0"),
         ("calibration_samples", 1, "a whole number and >= 2"),
         ("calibration_samples", 8.5, "a whole number and >= 2"),
-        ("temperature", 0, "a number and > 0"),
+        ("temperature", 0, "a number and >= 1e-06"),
+        ("temperature", 1e-300, "a number and >= 1e-06"),
     ],
     "ppo": STAGE_BOUNDS,
 }

@@ -25,7 +25,8 @@ COUNTS = (
     "val_samples_per_prompt",
     "samples_every",
 )
-ABOVE_0 = ("temperature", "kl_target", "kl_horizon", "value_lr_factor")
+TEXTS = "a list of texts, none of them empty"
+ABOVE_0 = ("kl_target", "kl_horizon", "value_lr_factor")
 ABOVE_0_OR_NULL = ("score_clip", "clip_range_high", "clip_range_vf", "target_kl", "kl_warning")
 AT_LEAST_0 = (
     "length_penalty",
@@ -41,6 +42,7 @@ BOUNDS: list[tuple[str, Any, str]] = [
     *[(key, 0, AT_LEAST_1) for key in COUNTS],
     *[(key, 1.0, AT_LEAST_1) for key in COUNTS],
     *[(key, 0, "a number and > 0") for key in ABOVE_0],
+    *[("temperature", low, "a number and >= 1e-06") for low in (0, 1e-300)],
     *[(key, 0, "a number and > 0, or null") for key in ABOVE_0_OR_NULL],
     *[(key, -1e-9, "a number and >= 0") for key in AT_LEAST_0],
     ("generation_batch_size", 0, f"{AT_LEAST_1}, or null"),
@@ -104,7 +106,7 @@ def test_none_or_a_finite_number(key: str, found: Any) -> None:
 @pytest.mark.parametrize("found", ["END", {"END": 1}, None])
 def test_stop_strings_are_a_tuple_of_texts(found: Any) -> None:
     # A text alone would be read letter by letter, and stop every response at an E.
-    assert refusal(stop_strings=found) == f"ppo.stop_strings is {found!r}; allowed: texts"
+    assert refusal(stop_strings=found) == f"ppo.stop_strings is {found!r}; allowed: {TEXTS}"
 
 
 def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
@@ -113,7 +115,7 @@ def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
 
 @pytest.mark.parametrize("text", ["", 7, None])
 def test_a_stop_string_is_a_text_of_some_length(text: Any) -> None:
-    message = f"ppo.stop_strings is {text!r}; allowed: texts"
+    message = f"ppo.stop_strings is {text!r}; allowed: {TEXTS}"
     assert refusal(stop_strings=("END", text)) == message
 
 

@@ -120,6 +120,8 @@ def test_what_is_no_score_is_left_to_whoever_checks_all_sources() -> None:
         ),
         ({"a": 1}, "returned {'a': 1}; allowed: a list of numbers, one for each of 2 responses"),
         ("12", "returned '12'; allowed: a list of numbers, one for each of 2 responses"),
+        ([1.0, "2"], "returned '2' as score 1 of 2, counted from 0; allowed: a number"),
+        ([b"1", 2.0], "as score 0 of 2"),
         ([1.0, "good"], "returned 'good' as score 1 of 2, counted from 0; allowed: a number"),
         (torch.ones(2, 1), "returned [1.0] as score 0 of 2"),
         ([torch.ones(2), 1], "returned tensor([1., 1.]) as score 0 of 2"),

@@ -127,6 +127,9 @@ def test_responses_that_fit_are_returned_as_they_are(answer: SampledResponses) -
      "finite numbers"),
     (changed("logprobs", 2, 1, to=0.002), "logprobs above 0 for response 2",
      "logarithms of probabilities, at most 0"),
+    (replace(GOOD, tokens=GOOD.tokens.to_sparse()), "tokens of torch.sparse_coo", "a dense tensor"),
+    (replace(GOOD, logprobs=torch.zeros(4, 3, requires_grad=True)), "logprobs with a gradient",
+     "one made in torch"),
     (changed("values", 0, 2, to=float("nan")), "values that are not finite for response 0",
      "finite numbers"),
 ])  # fmt: skip

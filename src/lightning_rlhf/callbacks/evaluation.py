@@ -19,7 +19,7 @@ from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
 from lightning_rlhf.io.reading import json_lines
 from lightning_rlhf.io.storage import make_folder, written_whole
-from lightning_rlhf.io.user_code import FAULTS, load_function
+from lightning_rlhf.io.user_code import FAULTS, load_function, number
 from lightning_rlhf.io.visible import json_line, visible_line
 from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE
 
@@ -198,7 +198,8 @@ def _checked(judge: Judge, source: str) -> Judge:
         try:
             verdict = judge(row, response, ended)
             return {
-                visible_line(str(part)): x if x is None else float(x) for part, x in verdict.items()
+                visible_line(str(part)): x if x is None else number(x)
+                for part, x in verdict.items()
             }
         except FAULTS as error:
             raise ConfigError(

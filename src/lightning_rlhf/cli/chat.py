@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 import time
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
-from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.visible import visible
@@ -37,7 +38,10 @@ HELP = """/temperature NUMBER   0 takes the most probable token
 Ctrl-C stops a reply."""
 SAVED = "outputs/chats"
 """Folder in which dialogues are saved that have no name."""
-Temperature = Annotated[float, Field(ge=0, le=100)]
+ZeroOrTemperature = Annotated[
+    Annotated[float, Field(ge=0, le=0)] | Annotated[Temperature, Field(le=100)],
+    described("0, or a number from 1e-6 to 100"),
+]
 
 
 def chat(arguments: Sequence[str]) -> None:
@@ -58,8 +62,9 @@ def opened(given: argparse.Namespace) -> Conversation:
     Raises an RLHFError where an argument is wrong or a model cannot be loaded.
     """
     for key, value, kind in (
-        ("--temperature", given.temperature, Temperature | None),
+        ("--temperature", given.temperature, ZeroOrTemperature | None),
         ("--max-tokens", given.max_tokens, PositiveInt | None),
+        ("--seed", given.seed, Seed),
     ):
         check_value(key, value, kind)
     from lightning_rlhf.models.checkpoint import find
@@ -76,6 +81,7 @@ def opened(given: argparse.Namespace) -> Conversation:
             )
         if not given.trust_remote_code:
             refuse_code(final.manifest.config, final.path / "manifest.json")
+    trained = [sampled_as(final) for final in finals]
     names = short_names(finals)
     reward = given.reward or reward_of(finals)
 
@@ -91,7 +97,6 @@ def opened(given: argparse.Namespace) -> Conversation:
     with Working("loading the models"):
         speakers = [load_speaker(*one, device) for one in zip(names, finals, strict=True)]
         score = None if reward is None else text_scorer(reward, [])
-    trained = [sampled_as(final) for final in finals]
     return Conversation(
         speakers=speakers,
         score=score,
@@ -106,6 +111,8 @@ def typed() -> Iterator[str]:
     """Yield the lines that are typed, until the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited and called back
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # of bytes that are not UTF-8
     while True:
         try:
             yield input("> ")
@@ -116,8 +123,9 @@ def typed() -> Iterator[str]:
 
 def clean(text: str) -> str:
     """Return `text` with U+FFFD for what is no character: Python reads a byte that is not UTF-8 as
-    half of a surrogate pair, which tokenizers and files refuse."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    half of a surrogate pair, which tokenizers and files refuse, as names of files refuse NUL."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def talk(conversation: Conversation, lines: Iterator[str], console: Console, file: Path) -> None:
@@ -175,12 +183,11 @@ def obey(conversation: Conversation, word: str, rest: str, console: Console) -> 
 
 def number(text: str) -> float:
     """Return the temperature in a text. Raises ConfigError where it is none."""
-    try:
+    value: float | str = text
+    with contextlib.suppress(ValueError):
         value = float(text)
-    except ValueError as error:
-        raise ConfigError(f"/temperature is {text!r}; allowed: a number from 0 to 100") from error
-    check_value("/temperature", value, Temperature)
-    return value
+    check_value("/temperature", value, ZeroOrTemperature)
+    return float(value)
 
 
 def answer(conversation: Conversation, text: str, console: Console) -> None:

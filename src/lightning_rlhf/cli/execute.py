@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from lightning_rlhf.cli.messages import composition_error
 from lightning_rlhf.cli.overrides import check_stage, refuse_absent_callbacks, refuse_other_stages
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.parallel.world import world
@@ -93,12 +97,18 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         folder_names(plain(cfg))
         folder = recipe_folder(cfg.recipe, paths.RECIPES)
         recipe = read_recipe(folder)
-        if recipe.program is None:
-            run_recipe(recipe, cfg, overrides)
-        else:
-            from lightning_rlhf.cli.program import run_program  # which imports torch
+        try:
+            if recipe.program is None:
+                run_recipe(recipe, cfg, overrides)
+            else:
+                from lightning_rlhf.cli.program import run_program  # which imports torch
 
-            run_program(recipe, folder, cfg, overrides)
+                run_program(recipe, folder, cfg, overrides)
+        except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
+            given = Namespace(overrides=overrides, multirun=False, config_name=None)
+            raise ConfigError(
+                f"{folder / 'recipe.yaml'}: {composition_error(error, given)}"
+            ) from error
         return
     settings = stage_settings(cfg, in_sweep)
     from lightning_rlhf.stages.folder.folders import state_of

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import Recipe, composed, stage_overrides
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import differing_keys
 from lightning_rlhf.stages.folder.folders import check_writable, run_folder
@@ -29,6 +29,7 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
     Raises RLHFError where a claim of the unchanged recipe fails.
     """
     assert recipe.program is not None
+    require((folder / recipe.program).is_file(), "recipe.program", recipe.program, "a file there")
     sys.path.insert(0, str(folder))
     program: Any = importlib.import_module(Path(recipe.program).stem)
     for key in map(key_of, overrides):
@@ -41,7 +42,7 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequen
         for given in (overrides, ())
     )
     out = run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
-    check_writable(settings.outputs, out)
+    check_writable("outputs", settings.outputs, out)
     torch.set_num_threads(1)
     claims = program.main(settings.config, settings.seed, out)
     table = Table(title=recipe.title, title_justify="left")

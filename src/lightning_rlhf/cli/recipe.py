@@ -13,6 +13,7 @@ from typing import Annotated
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from rich import get_console
@@ -20,10 +21,7 @@ from yaml import YAMLError
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import (
-    check_stage,
-    search_path,
-)
+from lightning_rlhf.cli.overrides import check_stage, search_path
 from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides, step_source
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
@@ -33,13 +31,7 @@ from lightning_rlhf.models.manifest import MANIFEST
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import print_line
-from lightning_rlhf.stages.folder.folders import (
-    FINAL,
-    State,
-    folder_of,
-    is_finished,
-    state_of,
-)
+from lightning_rlhf.stages.folder.folders import FINAL, State, folder_of, is_finished, state_of
 from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
@@ -115,7 +107,7 @@ def read_recipe(folder: Path) -> Recipe:
     file = folder / "recipe.yaml"
     try:
         return build(Recipe, OmegaConf.to_container(OmegaConf.load(file)), "recipe")
-    except (ConfigError, YAMLError) as error:
+    except (ConfigError, YAMLError, OmegaConfBaseException, OSError, UnicodeError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 

@@ -14,7 +14,9 @@ from lightning_rlhf.core.validation import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Temperature,
     Text,
+    Texts,
     check_divides,
     described,
     rule,
@@ -137,7 +139,7 @@ class EvalConfig:
 
     samples: Count
     """Number of responses of the SFT model that are scored."""
-    temperature: PositiveFloat
+    temperature: Temperature
     """Sampling temperature of those responses."""
     batch_size: Count
     """Number of responses that are sampled at once, or scored at once by a head on the policy's
@@ -157,11 +159,11 @@ class ResponsesConfig:
 
     samples_per_prompt: Count
     """Number of responses that are sampled to each prompt."""
-    temperature: PositiveFloat
+    temperature: Temperature
     """Sampling temperature, at which log-probabilities are measured too."""
     max_response_tokens: PositiveInt
     """Largest number of tokens of a response, the end token included."""
-    stop_strings: Annotated[tuple[str, ...], Field(strict=False)]
+    stop_strings: Texts
     """Texts that end a response as an end token does."""
     batch_size: Count
     """Number of responses that are sampled or read at once."""
@@ -224,7 +226,7 @@ class RMConfig(SupervisedConfig):
     """Weight of the loss that centers the rewards of each pair at 0."""
     calibration_samples: Annotated[int, Field(ge=2, le=MOST)]
     """Number of SFT samples on which the reward's mean and standard deviation are measured."""
-    temperature: PositiveFloat
+    temperature: Temperature
     """Sampling temperature of those samples."""
 
 

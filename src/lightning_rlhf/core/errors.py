@@ -45,7 +45,7 @@ class CheckpointError(RLHFError):
 
 
 class StorageError(RLHFError):
-    """The disk, a quota or the limit of a file's size leaves no room for a file."""
+    """The disk, a quota or the limit of a file's size leaves no room, or a file cannot be used."""
 
 
 class TrainingError(RLHFError):

@@ -14,6 +14,8 @@ from lightning_rlhf.core.validation import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Temperature,
+    Texts,
     check_divides,
     described,
     rule,
@@ -41,10 +43,6 @@ SamplerName = Annotated[
 ]
 """Name of a sampler, or path of a class that implements one."""
 AboveOne = Annotated[float, Field(gt=1)]
-Texts = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), described("texts")
-]
-"""Tuple of texts that are not empty; a list of the configuration becomes a tuple."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,7 +66,7 @@ class PPOConfig(StageConfig):
     rollout_batch_size: Count
     samples_per_prompt: Count
     max_response_tokens: PositiveInt
-    temperature: PositiveFloat
+    temperature: Temperature
     stop_strings: Texts
     rollout: SamplerName
     generation_batch_size: Count | None

@@ -51,11 +51,20 @@ PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 """Number of things that are held in memory at once."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Temperature = Annotated[float, Field(ge=1e-6)]
+"""Divisor of logits; a smaller one takes them beyond what float32 holds."""
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, AfterValidator(_usable), described("text")]
 """Text that can name a file, a folder or a model."""
+Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(strict=False),
+    described("a list of texts, none of them empty"),
+]
+"""Tuple of texts that are not empty; a list of the configuration becomes a tuple."""
 Options = Annotated[dict[str, Any], described("a mapping of names to values")]
 
 

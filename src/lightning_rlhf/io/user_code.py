@@ -22,6 +22,13 @@ NAMES = {"function": "function", "class": "Class", "rule": "RULE", "stage": "STA
 """Kind of an object -> how its name is written in the examples of messages."""
 
 
+def number(found: Any) -> float:
+    """Return a number of a user's code; raise TypeError for a text, which float() would read."""
+    if isinstance(found, str | bytes):
+        raise TypeError(f"{found!r} is a text")
+    return float(found)
+
+
 def load_function(source: str, key: str) -> Callable[..., Any]:
     """Return the function that `source` names; raises ConfigError as `load_object` does."""
     function: Callable[..., Any] = load_object(source, key, "function", callable)

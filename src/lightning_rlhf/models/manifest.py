@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.validation import Text, fits
 from lightning_rlhf.io.reading import is_number
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.models.weights import json_object
@@ -70,9 +71,10 @@ class Manifest:
         for name, value in self.metrics.items():
             if not is_number(value):
                 raise TypeError(f"metrics.{name} is {value!r:.60}")
-        for role, source in self.parents.items():
-            if not isinstance(source, str):
-                raise TypeError(f"parents.{role} is {source!r}")
+        texts = {f"parents.{role}": source for role, source in self.parents.items()}
+        for key, text in {"stage": self.stage, "base": self.base, **texts}.items():
+            if not fits(text, Text):
+                raise TypeError(f"{key} is {text!r:.60}")
         for name, verdict in self.verdicts.items():
             if not Verdict.is_json(verdict):
                 raise TypeError(f"verdicts.{name} is {verdict!r}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.core.types import DecodedResponses
-from lightning_rlhf.io.user_code import FAULTS
+from lightning_rlhf.io.user_code import FAULTS, number
 from lightning_rlhf.rewards.quote import quoted
 
 
@@ -113,7 +113,7 @@ class FunctionReward:
         numbers: list[float | None] = []
         for score in scores:
             try:
-                numbers.append(None if score is None else float(score))
+                numbers.append(None if score is None else number(score))
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise RewardError(
                     f"{self._called} returned {quoted(score)} as score {len(numbers)} of "

@@ -14,6 +14,7 @@ from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.shaping import AS_IT_IS, Term
 from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.core.wording import counted
+from lightning_rlhf.io.user_code import number
 from lightning_rlhf.rewards.quote import quoted
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
@@ -69,12 +70,7 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
             "one for each"
         )
     if not isinstance(found, Tensor):
-        for i, number in enumerate(found):
-            is_number = isinstance(number, int | float) or hasattr(number, "__float__")
-            require_finite_score(is_number, number, decoded, i, name)
-        found = torch.tensor(
-            [_as_float(number, decoded, i, name) for i, number in enumerate(found)]
-        )
+        found = torch.tensor([_as_float(one, decoded, i, name) for i, one in enumerate(found)])
     require_finite_score(found.dim() == 1, f"a tensor {list(found.shape)}", decoded, 0, name)
     found = found.to(decoded.rollout.tokens.device, torch.float32)
     finite = found.isfinite()
@@ -84,11 +80,11 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
     return found
 
 
-def _as_float(number: Any, decoded: DecodedResponses, i: int, name: str) -> float:
+def _as_float(found: Any, decoded: DecodedResponses, i: int, name: str) -> float:
     try:
-        return float(number)
-    except (OverflowError, TypeError, ValueError):
-        require_finite_score(False, number, decoded, i, name)
+        return number(found)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        require_finite_score(False, found, decoded, i, name)
         raise
 
 

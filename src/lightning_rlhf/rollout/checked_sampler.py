@@ -129,6 +129,8 @@ def check_tensors(found: SampledResponses, prompts: Prompts, require: Require) -
         if tensor is None and kind is None:
             continue
         require(isinstance(tensor, Tensor), f"{field} of type {type(tensor).__name__}", "a tensor")
+        require(tensor.layout == torch.strided, f"{field} of {tensor.layout}", "a dense tensor")
+        require(not tensor.requires_grad, f"{field} with a gradient", "one made in torch.no_grad()")
         expected = f"[{', '.join(map(str, shape))}], for {rows} responses to {width} prompt tokens"
         require([*tensor.shape] == shape, f"{field} of shape {[*tensor.shape]}", expected)
         fits = tensor.dtype == kind if kind else tensor.is_floating_point()

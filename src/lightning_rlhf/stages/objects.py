@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -28,8 +29,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlhf.callbacks.max_time import MaxTime
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.core.errors import ConfigError, first_line, require
+from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
+from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.parallel.world import world
+from lightning_rlhf.stages.folder.folders import check_writable
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
 from lightning_rlhf.stages.strategy import strategy
 
@@ -75,7 +78,12 @@ def own_callbacks(settings: Settings) -> list[Callback]:
 def own_loggers(settings: Settings) -> list[Logger]:
     """Return the logger that the section `logger` names by `_target_`, if it does."""
     node = settings.custom_logger
-    return [] if node is None else [built(node, "logger", Logger)]
+    if node is None:
+        return []
+    logger = built(node, "logger", Logger)
+    if (folder := logger.save_dir) is not None and "://" not in str(folder):
+        check_writable("logger.save_dir", Path(folder), Path(folder))
+    return [logger]
 
 
 def own_arguments(settings: Settings) -> dict[str, Any]:
@@ -152,8 +160,7 @@ def build_trainer(
             log_every_n_steps=config.log_every_n_steps,
             callbacks=[*limit, *callbacks],
             plugins=[*plugins, *own_plugins],
-            **{"enable_model_summary": False, **rest},
-            **arguments,
+            **{"enable_model_summary": False, **rest, **arguments},
         )
     except ConfigError:
         raise
@@ -164,9 +171,14 @@ def build_trainer(
 
 @contextmanager
 def misconfigured() -> Iterator[None]:
-    """Raise ConfigError where Lightning refuses what the Trainer was given."""
+    """Raise ConfigError where Lightning refuses what the Trainer was given, and StorageError where
+    a file cannot be read or written, as one of a logger."""
     try:
         yield
+    except OSError as error:
+        if error.filename is None or full_disk(error):
+            raise
+        raise StorageError(f"{error.filename} cannot be used: {error.strerror}") from error
     except MisconfigurationException as error:
         raise ConfigError(f"trainer or callbacks: {reason(error)}") from error
 

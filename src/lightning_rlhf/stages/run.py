@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.errors import TrainingError, require
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.accelerator import check_accelerator, print_device
 from lightning_rlhf.stages.advice import advise
@@ -29,7 +29,11 @@ def run_in_folder(settings: Settings) -> Path:
     check_accelerator(settings)
     with computing(settings), advising(settings.stage):
         print_device(settings)
-        return settings.definition.run(settings, settings.config)
+        final = settings.definition.run(settings, settings.config)
+        is_folder = isinstance(final, Path) and final.is_dir()
+        require(is_folder, f"what the function `run` of stage={settings.stage} returned", final,
+                "the path of the folder that it wrote")  # fmt: skip
+        return final
 
 
 def check_in_memory(settings: Settings) -> None:

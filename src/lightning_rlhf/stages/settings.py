@@ -12,18 +12,11 @@ from typing import Annotated, Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field
 
 from lightning_rlhf.callbacks.logger_config import Kind, LoggerConfig, logger_config
 from lightning_rlhf.core.errors import ConfigError, first_line, require
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.validation import (
-    Text,
-    build,
-    check_value,
-    described,
-    refuse_unknown,
-)
+from lightning_rlhf.core.validation import Seed, Text, build, check_value, described, refuse_unknown
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.stages.folder.changes import completed, stage_completed
@@ -54,7 +47,6 @@ FOLDER_NAME = (
     "with a letter or digit and does not end with a dot or space"
 )
 FolderName = Annotated[Text, described("a folder name of at most 255 bytes, no line breaks")]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 OBJECTS = ("callbacks", "plugins", "profiler", "strategy")
 """Keys of `trainer` whose values may be objects with arguments of their own."""
 KEYS = {f.name for f in dataclasses.fields(Settings)} - {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
-from lightning_rlhf.core.validation import build
+from lightning_rlhf.core.validation import PositiveInt, Temperature, build, check_value
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.manifest import MANIFEST
@@ -59,9 +59,14 @@ def sampled_as(final: Final) -> tuple[float, int]:
     """Return temperature and largest number of tokens with which a model was trained to respond.
 
     The temperature is 1, the model's own distribution, where its stage samples nothing.
+    Raises CheckpointError where they are missing or not allowed.
     """
     assert final.manifest is not None
-    config = final.manifest.config
-    section = config.get(final.manifest.stage) or {}
-    most = section.get("max_response_tokens") or config["data"]["max_response_tokens"]
-    return float(section.get("temperature", 1.0)), int(most)
+    config, stage, key = final.manifest.config, final.manifest.stage, "max_response_tokens"
+    try:
+        sampling = {"temperature": 1.0, **section(config, "data", key), **section(config, stage)}
+        check_value(f"{stage}.temperature", sampling["temperature"], Temperature)
+        check_value(f"{stage}.{key}", sampling[key], PositiveInt)
+    except ConfigError as error:
+        raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
+    return sampling["temperature"], sampling[key]

@@ -7,10 +7,12 @@ import ctypes
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import build, refuse_unknown
+from lightning_rlhf.core.validation import Count, build, check_value, described, refuse_unknown
 from lightning_rlhf.stages.sections import section
 from lightning_rlhf.stages.stage import TrainerConfig
 
@@ -18,11 +20,17 @@ AUTO = "auto"
 GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
 CPU = {"precision": "32-true", "weights_dtype": "float32"}
 """Values of the keys set to auto, on a GPU and on the CPU."""
-PASSED = (
-    "benchmark", "callbacks", "detect_anomaly", "deterministic", "enable_model_summary",
-    "enable_progress_bar", "limit_val_batches", "max_time", "plugins", "profiler", "strategy",
-)  # fmt: skip
-"""Arguments of lightning.Trainer that are passed on unchanged."""
+PASSED: Mapping[str, Any] = {
+    **dict.fromkeys(("callbacks", "max_time", "plugins", "profiler", "strategy"), Any),
+    **dict.fromkeys(("benchmark", "enable_model_summary", "enable_progress_bar"), bool | None),
+    "detect_anomaly": bool,
+    "deterministic": Annotated[bool | Literal["warn"] | None, described("true, false, warn, null")],
+    "limit_val_batches": Annotated[
+        Count | Annotated[float, Field(gt=0, le=1)],
+        described("a whole number >= 1, or a share up to 1.0: evaluations tell the best step"),
+    ],
+}
+"""Arguments of lightning.Trainer that are passed on unchanged -> type; Lightning checks Any."""
 STRATEGIES = (AUTO, "single_device")
 """Strategies of Lightning, by name, with which a run computes."""
 _LENGTH = "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is"
@@ -73,11 +81,9 @@ def read_trainer(node: Any) -> TrainerConfig:
             f"(trainer.devices, trainer.num_nodes) sum their gradients themselves; allowed: "
             f"{', '.join(STRATEGIES)}"
         )
-    if "limit_val_batches" in node and not node["limit_val_batches"]:
-        raise ConfigError(
-            f"trainer.limit_val_batches is {node['limit_val_batches']!r}, but evaluations tell the "
-            "best checkpoint; allowed: a number above 0"
-        )
+    for key, kind in PASSED.items():
+        if key in node:
+            check_value(f"trainer.{key}", node[key], kind)
     options = {key: node[key] for key in node if key in (*PASSED, "_target_")}
     options = {"_target_": "lightning.Trainer", **options}
     mine = {key: node[key] for key in node if key in ours}

@@ -55,13 +55,13 @@ def run_name(settings: Settings) -> str:
     return folder_of(settings).relative_to(settings.outputs).as_posix()
 
 
-def check_writable(outputs: Path, folder: Path) -> None:
-    """Raise ConfigError where `folder` could not be made or written into."""
+def check_writable(key: str, outputs: Path, folder: Path) -> None:
+    """Raise ConfigError where `folder`, in `outputs` of that key, could not be written into."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         link = f", a symbolic link to {os.readlink(there)}," if there.is_symlink() else ""
         raise ConfigError(
-            f"outputs={outputs}: {there}{link} is not a folder that can be written into"
+            f"{key}={outputs}: {there}{link} is not a folder that can be written into"
         )
 
 

@@ -51,7 +51,7 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
     The lock is a file in the folder, so that all paths to the folder share it.
     Raises ConfigError where another process holds it, or where the folder cannot be written.
     """
-    check_writable(settings.outputs, folder)
+    check_writable("outputs", settings.outputs, folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with ExitStack() as stack:
@@ -80,7 +80,7 @@ def resume_point(settings: Settings) -> Path | None:
     Raises ConfigError where a run would be overwritten, or where there is nothing to resume.
     """
     folder = folder_of(settings)
-    check_writable(settings.outputs, folder)
+    check_writable("outputs", settings.outputs, folder)
     if settings.overwrite:
         check_apart(settings, folder)
         return None
