@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from lightning_rlhf.stages.folder.folders import LOCK
+
 from .conftest import Workplace, tree, weights
 
 
@@ -66,7 +68,7 @@ def test_two_links_to_one_folder_have_one_lock(workplace: Workplace) -> None:
     def while_held(name: str) -> str:
         return workplace.mini("stage=sft", f"run={name}").error
 
-    with FileLock(workplace.stage("sft", "a") / ".lock"):
+    with FileLock(workplace.stage("sft", "a") / LOCK):
         assert "outputs/b/mini/sft is being written by another process" in while_held("b")
     assert "too late to refuse" in workplace.mini("stage=sft", "run=b").err
     assert list(target.iterdir()) == []
