@@ -61,9 +61,9 @@ STANDING: dict[There, Callable[[Path], object]] = {
     "nothing": lambda path: None,
     "link": lambda path: path.symlink_to(path.parent / "other"),
     "file": lambda path: path.write_text("mine"),
-    "page": lambda path: path.write_text(PAGE),
+    "lightning-rlhf page": lambda path: path.write_text(PAGE),
     "folder": lambda path: (path.mkdir(), (path / "config.json").write_text('{"model": "gpt2"}')),
-    "marked folder": lambda path: (
+    "lightning-rlhf folder": lambda path: (
         path.mkdir(),
         (path / "config.json").write_text('{"stage": ""}'),
     ),
@@ -78,8 +78,9 @@ NEVER = (Path("/"), Path(), Path(".."), Path("a/.."))
 def test_what_is_written_over(tmp_path: Path, kind: Kind, there: There) -> None:
     """The decision, which looks at no disk, and then the deed, which leaves what is refused."""
     replaced = {
-        ("file", "file"), ("file", "page"), ("file", "link"), ("page", "page"),
-        ("folder", "marked folder"),
+        ("file", "file"), ("file", "lightning-rlhf page"), ("file", "link"),
+        ("page", "lightning-rlhf page"),
+        ("folder", "lightning-rlhf folder"),
     }  # fmt: skip
     allowed = there == "nothing" or (kind, there) in replaced
     for path in (Path("/proc"), Path("/dev/full"), Path("~"), tmp_path / "a"):

@@ -23,12 +23,15 @@ UNFINISHED = ".lightning-rlhf.tmp"
 MARK = b'<meta name="generator" content="lightning-rlhf">'
 """Text in the first bytes of each HTML page of this program."""
 Kind = Literal["file", "new file", "page", "folder"]
-There = Literal["nothing", "link", "file", "page", "folder", "marked folder", "special file"]
+There = Literal[
+    "nothing", "link", "file", "lightning-rlhf page", "folder", "lightning-rlhf folder",
+    "special file",
+]  # fmt: skip
 REPLACED: dict[Kind, tuple[There, ...]] = {
-    "file": ("file", "page", "link"),  # the link itself: what it points to stays
+    "file": ("file", "lightning-rlhf page", "link"),  # the link itself: what it points to stays
     "new file": (),
-    "page": ("page",),
-    "folder": ("marked folder",),
+    "page": ("lightning-rlhf page",),
+    "folder": ("lightning-rlhf folder",),
 }
 """What is to be written -> what it replaces."""
 
@@ -47,11 +50,11 @@ def standing(path: Path) -> There:
     if os.path.islink(path):
         return "link"
     if os.path.isdir(path):
-        return "marked folder" if is_marked(path) else "folder"
+        return "lightning-rlhf folder" if is_marked(path) else "folder"
     if os.path.isfile(path):
         with suppress(OSError), path.open("rb") as file:
             if MARK in file.read(500):
-                return "page"
+                return "lightning-rlhf page"
         return "file"
     return "special file" if os.path.lexists(path) else "nothing"
 
@@ -69,7 +72,7 @@ def is_marked(folder: Path) -> bool:
 def refuse_foreign(target: Path, kind: Kind) -> None:
     """Raise StorageError where something stands at `target` that a `kind` does not replace."""
     if decide(target, kind, there := standing(target)) == "refuse":
-        allowed = " or ".join(["a path at which nothing stands", *REPLACED[kind]])
+        allowed = ", ".join(["nothing", *(f"a {one}" for one in REPLACED[kind])])
         raise StorageError(f"{target} was not written: a {there} stands there; allowed: {allowed}")
 
 
