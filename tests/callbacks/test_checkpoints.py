@@ -392,7 +392,7 @@ def test_the_best_so_far_survives_a_resume(run: Run) -> None:
 def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run) -> None:
     """A best one that is later is gone; the best of those to come takes its place."""
     run.train(val_every=2, checkpoints_kept=9)
-    (run.checkpoints / "000009.ckpt.tmp").touch()
+    (run.checkpoints / ".0123.lightning-rlhf.tmp").touch()
     seen: list[list[str]] = []
     look = At("on_train_batch_start", 1, lambda: seen.append(
         sorted(path.name for path in run.checkpoints.iterdir())))  # fmt: skip

@@ -19,7 +19,7 @@ from lightning_rlhf.cli.chat import opened, parser, talk, typed
 from lightning_rlhf.data.rows import Message
 from lightning_rlhf.stages.chat import Conversation, Piece, Reply
 
-from .conftest import Workplace
+from .conftest import Workplace, tree
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,24 @@ def test_a_model_sees_its_own_turns(pair: Conversation, tmp_path: Path) -> None:
     said(pair, "four", folder=tmp_path)
     assert [turn.content for turn in pair.turns["ppo"]][::2] == ["three", "four"]
     assert pair.turns["ppo"][1].content == pair.numbers["ppo"][0].text
+
+
+@pytest.mark.parametrize("path", ["folder", "file", "link", ".", "~", "~/folder", "/dev/full"])
+def test_it_saves_over_nothing(
+    pair: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Everything is inside a temporary folder: the home folder and the current one too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder/file"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "link").symlink_to("file")
+    before = tree(tmp_path)
+    out = said(pair, "hello", f"/save {path}", "/save ~/new.jsonl", folder=tmp_path)
+    assert out.count("was not written") == 1
+    assert tree(tmp_path).keys() == before.keys() | {"new.jsonl"}
+    assert before.items() <= tree(tmp_path).items()
 
 
 def test_an_interrupted_turn_is_not_kept(

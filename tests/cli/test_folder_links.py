@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from .conftest import Workplace, tree, weights
+from lightning_rlhf.cli.sweep import whole_name
+from lightning_rlhf.stages.folder.folders import LOCK
+
+from .conftest import MINI, Workplace, tree, weights
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def test_two_links_to_one_folder_have_one_lock(workplace: Workplace) -> None:
     def while_held(name: str) -> str:
         return workplace.mini("stage=sft", f"run={name}").error
 
-    with FileLock(workplace.stage("sft", "a") / ".lock"):
+    with FileLock(workplace.stage("sft", "a") / LOCK):
         assert "outputs/b/mini/sft is being written by another process" in while_held("b")
     assert "too late to refuse" in workplace.mini("stage=sft", "run=b").err
     assert list(target.iterdir()) == []
@@ -79,6 +82,26 @@ def test_links_inside_a_run_are_replaced_and_not_followed(finished: Workplace) -
     finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
     assert tree(target) == before
     assert not (finished.stage("sft") / "checkpoints").is_symlink()
+
+
+@pytest.mark.usefixtures("unbuilt")
+@pytest.mark.parametrize("name", ["mine.txt", "config.json", "final/model", ".lock", "a.tmp"])
+@pytest.mark.parametrize("words", [(), ("overwrite=true",), ("resume=auto",), ("job=j",), ("-m",)])
+def test_a_run_starts_in_no_folder_with_foreign_files(
+    workplace: Workplace, name: str, words: tuple[str, ...]
+) -> None:
+    folder = workplace.stage("sft")
+    job = {("job=j",): "j", ("-m",): whole_name([*MINI[2:], "seed=1"])}.get(words, ".")
+    folder = folder.parent / str(job) / folder.name
+    for file in (folder / name, folder / "failed.txt"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text('{"model_type": "gpt2"}')
+    before = tree(workplace.folder)
+    done = workplace.call(*words[:1], *MINI, "stage=sft", "seed=1", *words[1:])
+    assert done.status == 1
+    assert "config.json" in done.out + done.err
+    assert "Traceback" not in done.out + done.err
+    assert before.items() <= tree(workplace.folder).items()
 
 
 LINKS: dict[str, Callable[[Path], object]] = {

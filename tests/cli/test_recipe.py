@@ -23,6 +23,7 @@ from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.report.knee import FEWEST_POINTS
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages import paths
+from lightning_rlhf.stages.folder.folders import LOCK
 from lightning_rlhf.stages.process import run_command
 from lightning_rlhf.stages.settings import read_settings
 
@@ -256,7 +257,7 @@ def test_numbers_name_a_run_and_a_job(kitchen: Kitchen) -> None:
 
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
     folder = done.folder("ppo").parent
-    with FileLock(folder / ".lock"):
+    with FileLock(folder / LOCK):
         error = done.cook().error
     assert "outputs/default/mini is being written by another process" in error
     assert done.ran == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
 from lightning_rlhf.stages.reports import runs_of, write_report, write_steps
 
 from ..report.pages import check
-from .conftest import STAGES, Workplace
+from .conftest import STAGES, Workplace, tree
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -45,6 +46,70 @@ def test_the_same_page_again_and_one_of_all_stages(finished: Workplace) -> None:
     finished.call("report", str(finished.stage("ppo").parent)).succeeded  # noqa: B018
     whole = check((finished.stage("ppo").parent / "report.html").read_text())
     assert whole.values("href") == ["#stage-1", "#stage-2", "#stage-3"]
+
+
+PATHS: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: (path.mkdir(), (path / "mine").write_text("mine")),
+    "file": lambda path: path.write_text("mine"),
+    "link to a file": lambda path: path.symlink_to(path.parent / "config.json"),
+    "link to a folder": lambda path: path.symlink_to(path.parent / "final"),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "export"])
+@pytest.mark.parametrize("kind", PATHS)
+def test_a_page_or_folder_replaces_nothing_foreign(
+    finished: Workplace, command: str, kind: str
+) -> None:
+    run = finished.stage("sft")
+    words = {
+        "report": [],
+        "compare": [str(finished.stage("ppo")), "--stage=sft", f"--out={run / 'report.html'}"],
+        "export": ["--step=6", f"--out={run / 'report.html'}"],
+    }
+    (run / "report.html").unlink()
+    PATHS[kind](run / "report.html")
+    before = tree(finished.folder)
+    error = finished.call(command, str(run), *words[command]).error
+    assert "report.html" in error
+    assert tree(finished.folder) == before
+    assert os.path.lexists(run / "report.html")
+
+
+def test_a_tilde_is_the_home_folder(finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a shell leaves it: after an equals sign, and between quotes."""
+    monkeypatch.setenv("HOME", str(finished.stage("sft")))
+    shutil.copytree(finished.stage("sft"), finished.stage("sft") / "again")
+    for _ in range(2):  # a page of ours is replaced
+        finished.call("compare", "~", "~/again", "--stage=sft", "--out=~/page").succeeded  # noqa: B018
+    check((finished.stage("sft") / "page").read_text())
+    for home in ("~", "."):
+        assert "was not written" in finished.call("compare", "~", "~/again", f"--out={home}").error
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("command", ["report", "compare", "export"])
+def test_a_user_without_rights_gets_one_line(finished: Workplace, command: str) -> None:
+    run = finished.stage("sft")
+    shutil.copytree(run, run.with_name("again"))
+    words = {
+        "report": ["report", str(run)],
+        "compare": ["compare", str(run), str(run.with_name("again")), "--stage=sft", "--out"],
+        "export": ["export", str(run), "--step=6", "--out"],
+    }[command]
+    is_named = words[-1] == "--out"
+    finished.call(*words, *["first"] * is_named).succeeded  # noqa: B018  imports need rights
+    before = tree(finished.folder)
+    for path in (finished.folder, *finished.folder.parents[:3]):
+        path.chmod(0o711)
+    os.seteuid(65534)
+    try:
+        error = finished.call(*words, *["second"] * is_named).error
+    finally:
+        os.seteuid(0)
+    assert error.endswith("was not written: Permission denied")
+    assert tree(finished.folder) == before
 
 
 def test_samples_without_numbers_of_tokens_are_left_out(finished: Workplace) -> None:

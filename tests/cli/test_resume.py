@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run
+from lightning_rlhf.stages.folder.folders import DELETED
 
 from .conftest import MINI, MODULE, Workplace, make_workplace, rows, weights
 from .test_pipeline import samples, start, wait_for
@@ -297,7 +298,7 @@ def test_a_command_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_what_a_kill_left_of_an_overwritten_run_is_no_part_of_the_next(finished: Workplace) -> None:
-    left = finished.stage("sft") / ".deleted"
+    left = finished.stage("sft") / DELETED
     (left / "checkpoints").mkdir(parents=True)
     (left / "checkpoints" / "000050.ckpt").touch()
     finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018

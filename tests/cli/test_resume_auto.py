@@ -123,6 +123,47 @@ def test_where_a_stage_goes_on_by_itself_it_changes_nothing(
     finished.sweep("stage=sft", "run=swept", "sft.lr=0.01", "resume=auto").succeeded  # noqa: B018
 
 
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+def test_a_kill_before_the_page_leaves_it_to_the_next_call(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Between `final/` and report.html: nothing is trained, and the page is that of the run."""
+    folder = finished.stage(stage)
+    page = (folder / "report.html").read_text()
+    expected = tree(folder)
+    shutil.rmtree(folder / "final")
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr("lightning_rlhf.stages.hand_over.leave_report", die)
+        assert finished.mini(f"stage={stage}", "resume=true").status != 0
+    assert (folder / "final").is_dir()
+    (folder / ".0123.lightning-rlhf.tmp").write_text("half")  # the page of which the kill came
+    (folder / "failed.txt").write_text("another command: it is being written")
+    monkeypatch.setattr(f"lightning_rlhf.stages.train_{stage}.run_{stage}", die)
+    finished.mini(f"stage={stage}", "resume=auto").succeeded  # noqa: B018
+    found = (folder / "report.html").read_text()
+    assert found != page  # its time is another one
+    assert "has not finished" not in found
+    assert tree(folder).keys() == expected.keys()
+    (folder / "report.html").unlink()
+    finished.mini(f"stage={stage}", "resume=auto").succeeded  # noqa: B018
+    assert (folder / "report.html").read_text() == found
+
+
+def test_a_finished_job_of_a_sweep_loses_a_stale_mark(finished: Workplace) -> None:
+    """Of a second command for the job, that failed since the first was running it."""
+    words = ("stage=sft", "run=swept", "sft.lr=0.01")
+    finished.sweep(*words).succeeded  # noqa: B018
+    (folder,) = (finished.outputs / "swept" / "mini").glob("*/sft")
+    before = tree(folder)
+    (folder / "failed.txt").write_text("it is being written by another process")
+    finished.sweep(*words).succeeded  # noqa: B018
+    assert tree(folder) == before
+
+
 def test_it_excludes_overwrite(workplace: Workplace) -> None:
     error = workplace.mini("stage=sft", "resume=auto", "overwrite=true").error
     assert error == "resume=auto and overwrite=true exclude each other; give one of them"

@@ -11,14 +11,25 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.io.storage import full_disk, full_disk_told, written_whole
+from lightning_rlhf.io.storage import (
+    Kind,
+    There,
+    decide,
+    full_disk,
+    full_disk_told,
+    standing,
+    written_whole,
+)
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
@@ -35,32 +46,92 @@ def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     target = tmp_path / "a"
     target.mkdir()
     (target / "stale").touch()
-    with written_whole(target) as beside:
-        (beside / "inner").mkdir(parents=True)
+    (target / "manifest.json").write_text(MANIFEST)
+    with written_whole(target, kind="folder") as beside:
+        (beside / "inner").mkdir()
         (beside / "inner" / "file").write_text("after")
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
         "a", "a/inner", "a/inner/file",
     ]  # fmt: skip
 
 
-def test_a_link_stays_and_what_it_points_to_is_written(tmp_path: Path) -> None:
-    """To a file, to a folder, and to what is not there yet."""
-    elsewhere = tmp_path / "elsewhere"
-    (elsewhere / "folder").mkdir(parents=True)
-    (elsewhere / "folder" / "stale").touch()
-    (elsewhere / "file").write_text("before")
-    for name in ("folder", "file", "new"):
-        link = tmp_path / name
-        link.symlink_to(elsewhere / name)
-        with written_whole(link) as beside:
-            assert beside.parent == elsewhere
-            if name == "folder":
-                beside.mkdir()
-            else:
-                beside.write_text("after")
-        assert link.is_symlink()
-    assert list((elsewhere / "folder").iterdir()) == []
-    assert (elsewhere / "file").read_text() == (elsewhere / "new").read_text() == "after"
+PAGE = '<!doctype html>\n<html lang="en">\n<meta name="generator" content="lightning-rlhf">'
+MANIFEST = '{"stage": "sft"}'
+STANDING: dict[There, Callable[[Path], object]] = {
+    "nothing": lambda path: None,
+    "link": lambda path: path.symlink_to(path.parent / "other"),
+    "file": lambda path: path.write_text("mine"),
+    "lightning-rlhf page": lambda path: path.write_text(PAGE),
+    "folder": lambda path: (path.mkdir(), (path / "config.json").write_text('{"model": "gpt2"}')),
+    "lightning-rlhf folder": lambda path: (
+        path.mkdir(),
+        (path / "config.json").write_text('{"stage": ""}'),
+    ),
+    "special file": os.mkfifo,
+}
+"""What may stand at a path -> a function that makes it."""
+NEVER = (Path("/"), Path(), Path(".."), Path("a/.."))
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("there", get_args(There))
+def test_what_is_written_over(tmp_path: Path, kind: Kind, there: There) -> None:
+    """The decision, which looks at no disk, and then the deed, which leaves what is refused."""
+    replaced = {
+        ("file", "file"), ("file", "lightning-rlhf page"), ("file", "link"),
+        ("page", "lightning-rlhf page"),
+        ("folder", "lightning-rlhf folder"),
+    }  # fmt: skip
+    allowed = there == "nothing" or (kind, there) in replaced
+    for path in (Path("/proc"), Path("/dev/full"), Path("~"), tmp_path / "a"):
+        assert (decide(path, kind, there) != "refuse") == allowed
+    assert {decide(path, kind, there) for path in NEVER} == {"refuse"}
+
+    other, target = tmp_path / "other", tmp_path / "a"
+    other.write_text("another's")
+    STANDING[there](target)
+    assert standing(target) == there
+    before = [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))]
+    refused = pytest.raises(StorageError, match=f"a {there} stands there")
+    with nullcontext() if allowed else refused, written_whole(target, kind=kind) as beside:
+        (beside / "new" if kind == "folder" else beside).write_text("new")
+    assert other.read_text() == "another's"
+    if allowed:
+        assert not target.is_symlink()
+        assert (target / "new" if kind == "folder" else target).read_text() == "new"
+    else:
+        assert [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))] == before
+
+
+@pytest.mark.parametrize("path", ["/", "/proc", "/dev/full", ".", "~", "mine.tmp"])
+def test_what_no_file_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Nothing is deleted beside it either: temporary names are our own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.tmp").mkdir()
+    (tmp_path / "mine.tmp" / "file").touch()
+    for gone in ("shutil.rmtree", "os.replace", "pathlib.Path.unlink"):
+        monkeypatch.setattr(gone, lambda *_: pytest.fail("it would be deleted"))
+    with (
+        pytest.raises(StorageError, match="was not written"),
+        written_whole(Path(os.path.expanduser(path))),
+    ):
+        pytest.fail("it begins to write")
+    monkeypatch.undo()
+    with written_whole(tmp_path / "mine") as beside:
+        beside.write_text("new")
+    assert sorted(tmp_path.rglob("*")) == [
+        tmp_path / "mine", tmp_path / "mine.tmp", tmp_path / "mine.tmp" / "file",
+    ]  # fmt: skip
+
+
+def test_what_comes_while_it_is_written_stays(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    with pytest.raises(StorageError), written_whole(target) as beside:  # noqa: PT012
+        beside.write_text("new")
+        (target / "mine").mkdir(parents=True)
+    assert list(tmp_path.iterdir()) == [target]
+    assert list(target.iterdir()) == [target / "mine"]
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [
@@ -73,8 +144,8 @@ def test_modes_follow_the_umask(tmp_path: Path, umask: int, file: int, folder: i
     (private / "page").touch(mode=0o600)
     before = os.umask(umask)
     try:
-        with written_whole(tmp_path / "a") as beside:
-            shutil.copytree(private, beside)
+        with written_whole(tmp_path / "a", kind="folder") as beside:
+            shutil.copytree(private, beside, dirs_exist_ok=True)
             save_file({"x": torch.zeros(1)}, beside / "weights.safetensors")
         with written_whole(tmp_path / "b") as beside:
             save_file({"x": torch.zeros(1)}, beside)
@@ -89,8 +160,7 @@ def test_modes_follow_the_umask(tmp_path: Path, umask: int, file: int, folder: i
 
 def test_a_group_s_own_modes_are_kept(tmp_path: Path) -> None:
     """Of a folder whose new files belong to its group, and of one that others may write."""
-    with written_whole(tmp_path / "a") as beside:
-        beside.mkdir()
+    with written_whole(tmp_path / "a", kind="folder") as beside:
         beside.chmod(0o2777)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o2777
 
@@ -124,10 +194,9 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    with written_whole(tmp_path / "a") as beside:
-        beside.mkdir()
+    with written_whole(tmp_path / "a", kind="folder") as beside:
         (beside / "file").touch()
-    assert order == ["file", "a.tmp", "replace", tmp_path.name]
+    assert order == ["file", beside.name, "replace", tmp_path.name]
 
 
 def test_which_errors_are_a_full_disk() -> None:

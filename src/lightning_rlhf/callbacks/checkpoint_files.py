@@ -73,6 +73,7 @@ def link_best(folder: Path, step: int) -> None:
 def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the file system has no links."""
     with written_whole(target, source.stat().st_size) as beside:
+        beside.unlink()
         try:
             os.link(source, beside)
         except OSError:
@@ -95,7 +96,7 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
             link(best, path_of(folder, step))
         if best_step is None or best_step > step:
             gone[best] = "unreadable" if best_step is None else later
-    for path in (*gone, *folder.glob(f"*{SUFFIX}{UNFINISHED}")):
+    for path in (*gone, *folder.glob(f"*{UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.core.wording import counted
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io.storage import Kind, written_whole
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.stages.console import print_error
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 HELP = """/temperature NUMBER   0 takes the most probable token
 /system TEXT          system message before the first turn; without TEXT none. Starts over
 /reset                forget all turns
-/save [FILE]          write the dialogues as JSON lines, a row for each model
+/save [FILE]          write the dialogues to a new file of JSON lines, a row for each model
 /quit, Ctrl-D         end; the dialogues are saved
 /help                 this list
 Ctrl-C stops a reply."""
@@ -144,7 +145,8 @@ def talk(conversation: Conversation, lines: Iterator[str], console: Console, fil
                 if word == "/quit":
                     break
                 if word == "/save":
-                    save(conversation, Path(rest) if rest else file, console)
+                    named = Path(os.path.expanduser(rest.strip()))
+                    save(conversation, console, *((named, "new file") if rest else (file,)))
                     is_saved = True
                 elif word.startswith("/"):
                     obey(conversation, word, rest.strip(), console)
@@ -157,7 +159,7 @@ def talk(conversation: Conversation, lines: Iterator[str], console: Console, fil
                 console.print(visible(str(error)), style="red", markup=False, highlight=False)
     finally:
         if not is_saved:
-            save(conversation, file, console)
+            save(conversation, console, file)
 
 
 def obey(conversation: Conversation, word: str, rest: str, console: Console) -> None:
@@ -241,11 +243,11 @@ def numbers(reply: Reply) -> str:
     return " · ".join([*parts, counted(reply.tokens, "token")])
 
 
-def save(conversation: Conversation, file: Path, console: Console) -> None:
+def save(conversation: Conversation, console: Console, file: Path, kind: Kind = "file") -> None:
     """Write the dialogues to a file. Raises ConfigError where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(file) as beside:
+        with written_whole(file, kind=kind) as beside:
             rows = (json.dumps(row, ensure_ascii=False) for row in conversation.rows())
             beside.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     except OSError as error:

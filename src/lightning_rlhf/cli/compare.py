@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich import get_console
 
-from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.io.storage import full_disk_told, written_whole
+from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.io.storage import full_disk_told, refuse_foreign, written_whole
 from lightning_rlhf.stages.console import print_error, print_line
 
 
@@ -21,12 +21,11 @@ def compare(arguments: Sequence[str]) -> None:
     from lightning_rlhf.stages.compare import compare_runs  # which imports torch
 
     try:
-        if out.is_dir() or not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out is {given.out}; allowed: a file in a folder that is there")
+        refuse_foreign(out, "page")
         found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
         for table in found.console():
             get_console().print(table)
-        with full_disk_told(), written_whole(out) as beside:
+        with full_disk_told(), written_whole(out, kind="page") as beside:
             found.write(beside, f"{found.stage}: {', '.join(given.runs)}")
         print_line(f"comparison: {out}")
     except RLHFError as error:

@@ -113,7 +113,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     settings = stage_settings(cfg, in_sweep)
     from lightning_rlhf.stages.folder.folders import state_of
     from lightning_rlhf.stages.stage import AUTO
-    from lightning_rlhf.stages.start import check_run, plan_run, run_stage
+    from lightning_rlhf.stages.start import check_run, complete, plan_run, run_stage
 
     if settings.preflight == "plan":
         plan_run(settings)
@@ -124,6 +124,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     if in_sweep and not settings.overwrite:
         state = state_of(settings)
         if state == "done":
+            complete(settings)
             return
         resume = (settings.resume or AUTO) if state == "cut off" else False
         settings = replace(settings, resume=resume, overwrite=state == "outdated")

@@ -7,12 +7,14 @@ import io
 import logging
 import os
 import pkgutil
+import re
 import signal
 import sys
 import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -72,7 +74,9 @@ def main() -> None:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
     if words and words[0] in COMMANDS:
-        pkgutil.resolve_name(COMMANDS[words[0]])(words[1:])
+        # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
+        home = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", rf"\1{Path.home()}", word) for word in words[1:]]
+        pkgutil.resolve_name(COMMANDS[words[0]])(home)
         return
     register_resolvers()
     ignore_presets()

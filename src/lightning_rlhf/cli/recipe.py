@@ -37,6 +37,7 @@ from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.start import complete
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
 HOW: Mapping[State, tuple[str, ...]] = {
@@ -179,6 +180,7 @@ def run_stages(
         if state == "done" and source and is_newer(source, folder_of(settings) / FINAL):
             state = "outdated"
         if state == "done":
+            complete(settings)
             print_line(f"{stage}: done already, {folder_of(settings)}", "green")
             continue
         ran.append(stage)

@@ -7,7 +7,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_rlhf.cli.recipe_steps import split_step
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.stages import paths, ppo
 from lightning_rlhf.stages.folder.changes import changes
-from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, folder_of, run_folder
+from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, folder_of, leave_failed, run_folder
 from lightning_rlhf.stages.registry import chosen_stage
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Stage
@@ -144,9 +143,7 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     folder = job_folder(cfg)
     is_inside = Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(cfg.outputs))
     if is_inside and not (folder / FINAL).is_dir():
-        with suppress(OSError):  # a folder that cannot be written may be the reason itself
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / FAILED).write_text(reason + "\n")
+        leave_failed(folder, reason)
     return reason
 
 

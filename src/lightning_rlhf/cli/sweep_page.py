@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -49,10 +48,9 @@ def write_page(
     stage = "ppo" if "ppo" in begun.values() else next(iter(begun.values()))
     found = compare_runs(list(begun), stage, fewest=1)
     with full_disk_told():
-        with written_whole(page) as beside:
-            found.write(beside, title, jobs_table(results, goal or first_goal(stage)))
-        if copy is not None:
-            shutil.copyfile(page, copy)
+        for path in (page, *([] if copy is None else [copy])):
+            with written_whole(path, kind="page") as beside:
+                found.write(beside, title, jobs_table(results, goal or first_goal(stage)))
     return True
 
 

@@ -20,7 +20,7 @@ from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.sweep import job_folder, mark_failed
 from lightning_rlhf.cli.sweep_hook import SweepHook
-from lightning_rlhf.stages.folder.folders import FAILED
+from lightning_rlhf.stages.folder.folders import FAILED, refuse_foreign_files
 from lightning_rlhf.stages.process import IN_SWEEP, STOPPED, run_command
 
 
@@ -43,6 +43,7 @@ def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     if SweepHook.results is not None and SweepHook.results.is_stopped:
         return STOPPED
     folder = job_folder(cfg)
+    refuse_foreign_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder / FAILED).unlink(missing_ok=True)
     log = log_of(folder)

@@ -3,48 +3,113 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from lightning_rlhf.core.errors import StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, an exhausted quota and an exceeded limit of a file's size."""
-UNFINISHED = ".tmp"
-"""Suffix of the temporary name of a file or folder until it is complete."""
+UNFINISHED = ".lightning-rlhf.tmp"
+"""End of the temporary name of a file or folder until it is complete; random digits precede it."""
+MARK = b'<meta name="generator" content="lightning-rlhf">'
+"""Text in the first bytes of each HTML page of this program."""
+Kind = Literal["file", "new file", "page", "folder"]
+There = Literal[
+    "nothing", "link", "file", "lightning-rlhf page", "folder", "lightning-rlhf folder",
+    "special file",
+]  # fmt: skip
+REPLACED: dict[Kind, tuple[There, ...]] = {
+    "file": ("file", "lightning-rlhf page", "link"),  # the link itself: what it points to stays
+    "new file": (),
+    "page": ("lightning-rlhf page",),
+    "folder": ("lightning-rlhf folder",),
+}
+"""What is to be written -> what it replaces."""
+
+
+def decide(target: Path, kind: Kind, there: There) -> Literal["write", "replace", "refuse"]:
+    """Return what to do where a `kind` is to be written at a path at which `there` stands."""
+    if target.name in ("", ".."):  # as of "/" and "."
+        return "refuse"
+    if there == "nothing":
+        return "write"
+    return "replace" if there in REPLACED[kind] else "refuse"
+
+
+def standing(path: Path) -> There:
+    """Return what stands at a path; a link is not followed."""
+    if os.path.islink(path):
+        return "link"
+    if os.path.isdir(path):
+        return "lightning-rlhf folder" if is_marked(path) else "folder"
+    if os.path.isfile(path):
+        with suppress(OSError), path.open("rb") as file:
+            if MARK in file.read(500):
+                return "lightning-rlhf page"
+        return "file"
+    return "special file" if os.path.lexists(path) else "nothing"
+
+
+def is_marked(folder: Path) -> bool:
+    """Return whether a config.json or manifest.json in a folder names a stage, as ours do."""
+    for name in ("config.json", "manifest.json"):
+        with suppress(OSError, ValueError, RecursionError):
+            tree = json.loads((folder / name).read_text(encoding="utf-8"))
+            if isinstance(tree, dict) and isinstance(tree.get("stage"), str):
+                return True
+    return False
+
+
+def refuse_foreign(target: Path, kind: Kind) -> None:
+    """Raise StorageError where something stands at `target` that a `kind` does not replace."""
+    if decide(target, kind, there := standing(target)) == "refuse":
+        allowed = ", ".join(["nothing", *(f"a {one}" for one in REPLACED[kind])])
+        raise StorageError(f"{target} was not written: a {there} stands there; allowed: {allowed}")
 
 
 @contextmanager
-def written_whole(target: Path, needed: int | None = None) -> Iterator[Path]:
-    """Yield a path beside `target`, whose content replaces `target` once it is on the disk.
+def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") -> Iterator[Path]:
+    """Yield the path of a new file or folder, which replaces `target` once it is on the disk.
 
-    The content may be a file or a folder. Where the block fails, `target` is unchanged and the
-    temporary path is deleted. Where `target` is a symbolic link, the link stays and its target is
-    written. Modes follow the umask, whatever library wrote the files.
+    Where the block fails, `target` is unchanged and the temporary path is deleted. Modes follow the
+    umask, whatever library wrote the files.
     needed: approximate number of bytes to be written, for the message of an error.
-    Raises StorageError where the disk is full, or a file would exceed its limit.
+    kind: what is written; REPLACED tells what it may replace.
+    Raises StorageError where `target` cannot be written or replaced, the disk is full, or a file
+    would exceed its limit.
     """
-    if target.is_symlink():
-        target = Path(os.path.realpath(target))
-    beside = target.with_name(f"{target.name}{UNFINISHED}")
-    delete(beside)
+    refuse_foreign(target, kind)
+    beside = target.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     try:
+        if kind == "folder":
+            beside.mkdir()
+        else:
+            beside.touch(exist_ok=False)
         yield beside
         apply_umask(beside)
         flush(beside)
-        if target.is_dir():
+        refuse_foreign(target, kind)  # what stands there now
+        if kind == "folder" and target.is_dir():
             shutil.rmtree(target)
         os.replace(beside, target)
         flush_entry(target.parent)
     except BaseException as error:
-        begun = size_of(beside)
-        delete(beside)
+        begun = 0
+        if os.path.lexists(beside):
+            begun = size_of(beside)
+            delete(beside)
         if (number := full_disk(error)) is None:
+            if isinstance(error, OSError) and error.filename in (beside, str(beside)):
+                raise StorageError(f"{target} was not written: {error.strerror}") from error
             raise
         size = f"{readable(max(needed or 0, begun))}{'' if needed else ' or more'}"
         raise StorageError(

@@ -46,7 +46,7 @@ def write_final(
 
     Raises StorageError where the disk is full.
     """
-    with written_whole(folder, _size(roles, role)) as beside:
+    with written_whole(folder, _size(roles, role), "folder") as beside:
         own = beside / ROLES
         own.mkdir(parents=True)
         if more is not None:

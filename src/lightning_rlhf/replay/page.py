@@ -58,6 +58,7 @@ def replay_page(title: str, verdict: str, responses: Sequence[ReplayedResponse],
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="lightning-rlhf">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width">

@@ -64,7 +64,7 @@ def replay_update(folder: Path, settings: Settings, iteration: int | None, count
     page = folder / f"replay_{iteration}.html"
     title = f"Iteration {iteration} of {folder}"
     content = replay_page(title, text, responses, batch).encode()
-    with written_whole(page, len(content)) as beside:
+    with written_whole(page, len(content), "page") as beside:
         beside.write_bytes(content)
     print_line(f"page: {page}")
     print_line(

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.report.curves import Axis, Panel, panel_for_each
 from lightning_rlhf.report.outliers import mark_outside, view
 
@@ -68,7 +69,8 @@ def draw_curves(
             axes.set_xlabel(x_label)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         path = run_dir / "curves.png"
-        figure.savefig(path, dpi=DPI)
+        with written_whole(path) as beside:
+            figure.savefig(beside, dpi=DPI, format="png")
     return path
 
 

@@ -202,8 +202,7 @@ def hand_over_report(task: Task, report: PolicyReport) -> Path:
     finally:
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
-    with written_whole(final) as whole:
-        whole.mkdir()
+    with written_whole(final, kind="folder") as whole:
         report.write(whole, settings.config.shown)
     leave_report(folder, settings.definition)
     print_line(f"{settings.stage} finished: {final / PAGE}")

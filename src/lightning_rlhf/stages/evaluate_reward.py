@@ -132,8 +132,8 @@ def hand_over_fitness(
     finally:
         with Working("closing the loggers"):
             close_loggers(loggers, exit_code)
-    with written_whole(final) as whole:
-        shutil.copytree(written, whole)
+    with written_whole(final, kind="folder") as whole:
+        shutil.copytree(written, whole, dirs_exist_ok=True)
     leave_report(folder, settings.definition)
     print_line(f"{settings.stage} finished: {final / page.page.name}")
     return final

@@ -147,8 +147,7 @@ def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) ->
         **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
         "samples.jsonl": samples,
     }
-    with written_whole(final) as whole:
-        whole.mkdir()
+    with written_whole(final, kind="folder") as whole:
         for name, rows in files.items():
             (whole / name).write_text("".join(map(_line, rows)), encoding="utf-8")
         provenance = {

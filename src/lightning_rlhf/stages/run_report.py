@@ -32,14 +32,14 @@ from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, fro
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
-from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
+from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS, PAGE, delete_unfinished
 from lightning_rlhf.stages.measured import LOWEST, StageResult, evaluation_files
 from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_pairs, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.stages.run_numbers import fitness_tables, results, single_numbers, totals
 from lightning_rlhf.stages.stage import Stage
 
-PAGE, PROMISES = "report.html", "promises.json"
+PROMISES = "promises.json"
 DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
 PAIRS = 6
 """Number of held-out prompts whose responses are shown."""
@@ -55,12 +55,14 @@ PHASES = {
 def leave_report(folder: Path, definition: Stage) -> None:
     """Write report.html of a run that ends, and print its path; a failure to do so is a warning.
 
-    Nothing is written where the run has no metrics.
+    Nothing is written where the run has no metrics. A failed.txt goes, which another command for
+    the same folder may have left meanwhile.
     """
     try:
+        delete_unfinished(folder)
         if (folder / CONFIG).is_file() and read_rows(folder / METRICS):
             print_line(f"report: {write([read_run(folder, definition)], folder)}")
-    except RLHFError as error:
+    except (RLHFError, OSError) as error:
         print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
 
 
@@ -71,7 +73,7 @@ def write(runs: Sequence[RunFiles], folder: Path) -> Path:
         with damage_named(folder / PROMISES) as path:
             promises = [PromiseRow(**row) for row in json.loads(read_text(path))]
     name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
-    with written_whole(folder / PAGE) as beside:
+    with written_whole(folder / PAGE, kind="page") as beside:
         write_page(beside, name, [stage_report(run) for run in runs], promises)
     return folder / PAGE
 

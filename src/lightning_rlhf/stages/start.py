@@ -14,7 +14,7 @@ from lightning_rlhf.parallel.world import World, world
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages.final import check_final
 from lightning_rlhf.stages.folder.extend import check_longer
-from lightning_rlhf.stages.folder.folders import FINAL, find_parents, folder_of
+from lightning_rlhf.stages.folder.folders import FINAL, find_parents, folder_of, is_complete
 from lightning_rlhf.stages.folder.resume import check_resumable, decide, held, resume_point
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.stage import AUTO, Settings, reward_key
@@ -47,6 +47,7 @@ def begin(settings: Settings) -> Settings | None:
     """
     if settings.resume == AUTO:
         if (decided := decide(settings)) is None:
+            complete(settings)
             return None
         resume_point(decided)  # the checkpoint is already checked
         check_inputs(decided)
@@ -58,6 +59,14 @@ def begin(settings: Settings) -> Settings | None:
         if isinstance(settings.config, PPOConfig):  # others know their steps from the data
             check_longer(settings, checkpoint, settings.config.iterations)
     return settings
+
+
+def complete(settings: Settings) -> None:
+    """Write the page of a finished run that was killed before it had one."""
+    if not is_complete(folder_of(settings)):
+        from lightning_rlhf.stages.run_report import leave_report  # which takes seconds to import
+
+        leave_report(folder_of(settings), settings.definition)
 
 
 def check_processes(settings: Settings, place: World) -> None:

@@ -6,14 +6,15 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.logger_config import WANDB_ID
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.io.storage import UNFINISHED, delete, make_folder, written_whole
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
+from lightning_rlhf.io.storage import UNFINISHED, delete, is_marked, make_folder, written_whole
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
@@ -25,12 +26,12 @@ from lightning_rlhf.stages.stage import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
-RUN_ID = "run_id.txt"
-LOCK, DELETED = ".lock", ".deleted"
+RUN_ID, PAGE = "run_id.txt", "report.html"
+LOCK, DELETED = ".lightning-rlhf.lock", ".lightning-rlhf.deleted"
 """Names in a run's folder: the lock file of its process, and a folder for files to delete."""
 FILES = (
     CONFIG, PARENTS, METRICS, RUN_ID, FAILED, ENDING, WANDB_ID, "last_batch.parquet", "curves.png",
-    "report.html", "diagnosis.json", "diminishing.json", "diminishing.png", "replay_*.html",
+    PAGE, "diagnosis.json", "diminishing.json", "diminishing.png", "replay_*.html",
     "checkpoints/*.ckpt*", "samples/*.jsonl", "rollouts/*.parquet", "rollouts/*.safetensors",
 )  # fmt: skip
 """Patterns of the files that a run writes or reads in its folder."""
@@ -65,6 +66,28 @@ def check_writable(key: str, outputs: Path, folder: Path) -> None:
         )
 
 
+def refuse_foreign_files(folder: Path) -> None:
+    """Raise ConfigError where a folder holds files and no run: overwrite=true would delete them."""
+    begun = {LOCK, DELETED, RUN_ID, PARENTS, FAILED}
+    there = set(os.listdir(folder)) - begun if os.path.isdir(folder) else set()
+    found = sorted(name for name in there if not name.endswith(UNFINISHED))
+    if found and not is_marked(folder):
+        raise ConfigError(
+            f"{folder} holds {found[0]} and no config.json of a run; move that away, or give "
+            "another run= or job="
+        )
+
+
+def leave_failed(folder: Path, reason: str) -> None:
+    """Write failed.txt with the reason, in one line, where the folder can be written."""
+    # A folder that cannot be written, or holds other files, may be the reason itself.
+    with suppress(OSError, RLHFError):
+        refuse_foreign_files(folder)
+        make_folder(folder)
+        with written_whole(folder / FAILED) as beside:
+            beside.write_text(reason + "\n")
+
+
 def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     """Make the run's folder and record its `parents`; files of another run are deleted.
 
@@ -78,7 +101,8 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     try:
         make_folder(folder)
         delete(folder / DELETED)  # may be left over from a killed process
-        if settings.overwrite or (is_unbegun(folder) and not settings.resume):
+        is_new = settings.overwrite or (is_unbegun(folder) and not settings.resume)
+        if is_new and is_marked(folder):
             clear(folder)
         delete_unfinished(folder)
         if not settings.resume:
@@ -86,7 +110,6 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
                 beside.write_text(secrets.token_hex(8))
         if settings.resume:
             put_aside(folder)
-        (folder / FAILED).unlink(missing_ok=True)
         (folder / ENDING).unlink(missing_ok=True)
         for name, tree in ((PARENTS, digests), (CONFIG, settings.tree)):
             with written_whole(folder / name) as beside:
@@ -102,7 +125,7 @@ def put_aside(folder: Path) -> None:
     if (folder / FINAL).is_dir():
         ending, steps = read_ending(folder), map(step_named, numbered(folder / CHECKPOINTS))
         kept = exported(folder, max(steps, default=0) if ending is None else ending.step)
-        if kept.exists():
+        if is_marked(kept):
             delete(folder / FINAL)
         else:
             os.replace(folder / FINAL, kept)
@@ -129,13 +152,14 @@ def clear(folder: Path) -> None:
 
 
 def delete_unfinished(folder: Path) -> None:
-    """Delete files and folders that a killed process left half written."""
+    """Delete files and folders that a killed process left half written, and failed.txt."""
     from lightning_rlhf.callbacks.samples import SAMPLES  # which takes seconds to import
     from lightning_rlhf.data.rollouts import FOLDER as ROLLOUTS
 
     for place in (folder, *(folder / name for name in (CHECKPOINTS, SAMPLES, ROLLOUTS))):
         for path in place.glob(f"*{UNFINISHED}"):
             delete(path)
+    delete(folder / FAILED)
 
 
 def is_used(folder: Path) -> bool:
@@ -209,6 +233,13 @@ def state_of(settings: Settings) -> State:
 def is_finished(settings: Settings) -> bool:
     """Return whether there is a `final/` folder, of any configuration."""
     return (folder_of(settings) / FINAL).is_dir()
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a finished run has its page, no older than `final/`, and no failed.txt."""
+    page, final = folder / PAGE, folder / FINAL
+    is_written = page.is_file() and page.stat().st_mtime_ns >= final.stat().st_mtime_ns
+    return is_written and not (folder / FAILED).exists()
 
 
 def is_stale(settings: Settings) -> bool:

@@ -40,6 +40,7 @@ from lightning_rlhf.stages.folder.folders import (
     is_stale,
     is_unbegun,
     is_used,
+    refuse_foreign_files,
 )
 from lightning_rlhf.stages.stage import Settings
 
@@ -81,6 +82,8 @@ def resume_point(settings: Settings) -> Path | None:
     """
     folder = folder_of(settings)
     check_writable("outputs", settings.outputs, folder)
+    if not settings.resume:
+        refuse_foreign_files(folder)
     if settings.overwrite:
         check_apart(settings, folder)
         return None
