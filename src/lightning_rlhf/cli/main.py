@@ -47,6 +47,7 @@ from lightning_rlhf.cli.secrecy import (
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
+from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.stages import paths
@@ -84,7 +85,8 @@ def main() -> None:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
     if words and words[0] in COMMANDS:
-        pkgutil.resolve_name(COMMANDS[words[0]])(words[1:])
+        with code_of_command():  # what the folders that it reads name is not run
+            pkgutil.resolve_name(COMMANDS[words[0]])(words[1:])
         return
     register_resolvers()
     ignore_presets()
