@@ -219,7 +219,8 @@ def rebuilt(settings: Settings) -> tuple[PPOModule, Prepared]:
         roles = start_from(settings.model, sft, trainable=False, seed=settings.seed)
     roles.to(ready.device)
     terms = tuple(component.term(name) for name, component in settings.reward.items())
-    return build_module(ready, roles, Reward(terms, ()), config, {}, None, ptx=ptx), ready
+    build = settings.definition.build or build_module
+    return build(ready, roles, Reward(terms, ()), config, {}, None, ptx=ptx), ready
 
 
 def quiet_trainer(settings: Settings, callbacks: list[Callback]) -> L.Trainer:
