@@ -158,17 +158,13 @@ def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path, cut
     assert resumed.state_dict() == whole.state_dict()
 
 
-def test_the_state_of_earlier_checkpoints_is_read(fit: Fit, tmp_path: Path, capsys: Any) -> None:
-    """They count constant iterations, and name two warnings."""
-    path = tmp_path / "old.ckpt"
-    train(fit, Scored([SAME] * 4), more=[SaveAt(2, path)])
-    checkpoint = torch.load(path, weights_only=False)
-    checkpoint["callbacks"]["Diagnosis"] = {"constant": 2, "told": ["kl"]}
-    torch.save(checkpoint, path)
-    capsys.readouterr()
-    train(fit, Scored([SAME] * 4, [99.0] * 4), 50.0, ckpt_path=path, rules=RULES)
-    out = capsys.readouterr().out
-    assert (out.count(CONSTANT), out.count(FAR)) == (1, 0)
+def test_findings_name_the_keys_of_the_stage(fit: Fit) -> None:
+    config: Any = SimpleNamespace(kl_warning=50.0)
+    diagnosis = Diagnosis(config, Path(), stage="mine", rules=[kl_exploding])
+    fit(Scored([OTHER], [99.0]), [PPOMetrics(), diagnosis], [], batches=1, limit_val_batches=0)
+    [found] = findings()
+    assert "above mine.kl_warning=50" in found["symptom"]
+    assert "a smaller mine.lr, or a larger mine.kl_coef" in found["remedy"]
 
 
 def test_wandb_gets_an_alert_and_a_run_without_it_none(

@@ -79,6 +79,43 @@ def test_a_stage_on_ppo(place: Workplace) -> None:
     assert weights(place.stage("penalized", "other")) != weights(place.stage("ppo"))
 
 
+def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:
+    """Its module has a weight that PPO's lacks, and measures nothing but its loss."""
+    file = place.folder / "penalized.py"
+    text = file.read_text().replace("return replace(terms, loss=", "return PPOTerms.of(loss=")
+    text = text.replace(
+        "import PPOConfig", "import PPOConfig\nfrom lightning_rlhf.core.types import PPOTerms"
+    )
+    text = text.replace("beta * penalty", "beta * self.scale * penalty")
+    init = "    def __init__(self, *args, **named):\n        super().__init__(*args, **named)\n"
+    init += "        self.scale = torch.nn.Parameter(torch.ones(()))\n\n    def loss_terms"
+    file.write_text("import torch\n" + text.replace("    def loss_terms", init))
+    words = ["+stages=penalized", "stage=penalized", "stage_model@penalized=ppo_mini"]
+    words += [*given(place), "hydra.searchpath=[file://my_conf]"]
+    out = place.mini(*words, "record=true").succeeded.out
+    assert "collapsed" not in out
+    folder = place.stage("penalized")
+    [*_, last] = [row for row in rows(folder) if "ppo_loss" in row]
+    assert not {"entropy", "update/clip_fraction", "update/ratio_max"} & last.keys()
+    assert "ppo." not in (folder / "diagnosis.json").read_text()
+
+    assert "--code FILE.py:STAGE" in place.call("export", str(folder), "--step", "3").error
+    code = ("--code", "penalized.py:STAGE")
+    out = str(place.folder / "exported" / "final")
+    place.call("export", str(folder), "--step", "3", "--out", out, *code).succeeded  # noqa: B018
+    assert weights(place.folder / "exported") == weights(folder)
+    assert "bit for bit" in place.call("replay", str(folder), *code).succeeded.out
+
+    kept = f"eval_policy.policies=[{folder / 'checkpoints' / '000003.ckpt'}]"
+    place.mini("stage=eval_policy", *given(place), kept).succeeded  # noqa: B018
+    words.remove(given(place)[1])
+    random = ("reward=random", "run=wrong")
+    for wrong in ("critic_init=reward", "kl_in=loss"):
+        error = place.mini(*words, *random, f"penalized.{wrong}").error
+        assert "penalized." in error
+        assert "ppo." not in error
+
+
 def test_keys_that_a_stage_on_ppo_lacks_are_named(place: Workplace) -> None:
     file, words = place.folder / "my_conf/stages/penalized.yaml", ["+stages=penalized"]
     path = "hydra.searchpath=[file://my_conf]"

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.replay.plan import settings_of
-
 from .conftest import Workplace, given
 
 
@@ -46,13 +43,3 @@ def test_planted_faults_are_the_first_findings(finished: Workplace) -> None:
     assert cut[0]["symptom"].startswith("25% of the training prompts were cut")
     endless = findings(finished, "endless", "data.prompts.train=data/prompts_val.jsonl")
     assert [f["rule"] for f in endless] == ["nothing_ends", "length_extreme"]
-
-
-def test_a_run_whose_configuration_lacks_the_bound_can_be_replayed(finished: Workplace) -> None:
-    file = finished.stage("ppo") / "config.json"
-    tree = json.loads(file.read_text())
-    del tree["ppo"]["kl_warning"]
-    file.write_text(json.dumps(tree))
-    config = settings_of(file.parent).config
-    assert isinstance(config, PPOConfig)
-    assert config.kl_warning is None

@@ -139,7 +139,9 @@ def test_it_runs_resumes_and_is_in_a_recipe(place: Workplace) -> None:
     out = place.call(*OWN, "recipe=mine/small").succeeded.out
     assert "slic: done already" in out
     assert "what it promises" in out
-    with pytest.raises(ConfigError, match=r"slic.definition is 'mine/slic.py:STAGE'.*--trust"):
+    with pytest.raises(
+        ConfigError, match=r"slic.definition is 'mine/slic.py:STAGE'.*--code FILE.py:STAGE"
+    ):
         settings_of(folder)
 
 

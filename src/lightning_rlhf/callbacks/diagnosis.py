@@ -14,7 +14,7 @@ from lightning_rlhf.callbacks.history import History, Row, Rule
 from lightning_rlhf.callbacks.rules import RULES
 from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.callbacks.wandb_logger import RunWandb
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, own_keys
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import FAULTS, load_object
@@ -25,8 +25,6 @@ KEPT = 100
 """Number of iterations, and of evaluations, whose metrics are kept for the rules."""
 UNREAD = ("eval/", "time/", "compute/")
 """Prefixes of metrics that are not kept in the rows of iterations."""
-EARLIER_NAMES = {"constant": "reward_constant", "kl": "kl_exploding"}
-"""Names of rules in checkpoints of earlier versions -> present names."""
 
 
 class Diagnosis(Callback):
@@ -43,13 +41,16 @@ class Diagnosis(Callback):
         run_dir: Path,
         *,
         prompts_cut: float = 0.0,
+        stage: str = "ppo",
         rules: Sequence[Rule] = RULES,
     ) -> None:
         """Set the rules and the facts that they read besides metrics.
 
         prompts_cut: share of the training prompts that were cut, or left out, for their length.
+        stage: name of the section of `config`, whose keys the findings name.
         rules: rules in their order of precedence.
         """
+        self.stage = stage
         self.config = config
         self.path = run_dir / DIAGNOSIS
         self.prompts_cut = prompts_cut
@@ -72,12 +73,7 @@ class Diagnosis(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        names = state_dict["told" if "told" in state_dict else "reported"]  # "told": older
-        self.reported = [EARLIER_NAMES.get(name, name) for name in names]
-        if "constant" in state_dict:  # from a checkpoint that counts constant iterations alone
-            row = {"step": 0.0, "rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
-            self.rows = [row] * state_dict["constant"]
-            return
+        self.reported = list(state_dict["reported"])
         self.rows, self.evaluations = list(state_dict["rows"]), list(state_dict["evaluations"])
         self.findings = list(state_dict["findings"])
 
@@ -117,16 +113,11 @@ class Diagnosis(Callback):
             if rule.name in self.reported or (symptom := applied(rule, history)) is None:
                 continue
             self.reported.append(rule.name)
-            self.findings.append(
-                {
-                    "rule": rule.name,
-                    "iteration": ppo_view(pl_module).iteration,
-                    "symptom": symptom,
-                    "cause": rule.cause,
-                    "remedy": rule.remedy,
-                }
-            )
-            text = f"{symptom}: {rule.cause}. {rule.remedy}"
+            found = {"symptom": symptom, "cause": rule.cause, "remedy": rule.remedy}
+            found = {name: own_keys(text, self.stage) for name, text in found.items()}
+            iteration = ppo_view(pl_module).iteration
+            self.findings.append({"rule": rule.name, "iteration": iteration, **found})
+            text = "{symptom}: {cause}. {remedy}".format(**found)
             print_line(f"warning: {text}", "yellow")
             self.write()
             for logger in trainer.loggers:

@@ -114,13 +114,14 @@ def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U S"]:
 def update_metrics(rows: Float[Tensor, "U S"]) -> dict[str, float]:
     """Return means over minibatches, the largest ratio, and what became of the minibatches.
 
-    Minibatches whose loss or gradient is not finite are counted and in none of the means.
+    Minibatches whose loss or gradient is not finite are counted and in none of the means. A field
+    that is NaN in all others was not measured, and is no metric.
     """
     of_all = dict(zip(STATS, rows.double().unbind(dim=1), strict=True))
     finite = rows[of_all["nonfinite"] == 0].double()
     column = dict(zip(STATS, finite.unbind(dim=1), strict=True))
     mean = {name: values.mean().item() for name, values in column.items()}
-    return {
+    metrics = {
         "entropy": mean["entropy"],
         "ppo_loss": mean["loss"],
         "update/policy_loss": mean["policy_loss"],
@@ -138,6 +139,7 @@ def update_metrics(rows: Float[Tensor, "U S"]) -> dict[str, float]:
         "update/stopped": column["stopped"].sum().item(),
         "update/nonfinite": of_all["nonfinite"].sum().item(),
     }
+    return {name: x for name, x in metrics.items() if not (len(finite) and math.isnan(x))}
 
 
 def time_metrics(seconds: IterationSeconds, sums: Float[Tensor, "B 10"]) -> dict[str, float]:

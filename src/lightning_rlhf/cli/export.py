@@ -14,6 +14,7 @@ from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.io.storage import full_disk_told
+from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.stage import Settings
 
@@ -24,7 +25,7 @@ def export(arguments: Sequence[str]) -> None:
     try:
         out = None if given.out is None else Path(given.out)
         require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
-        with full_disk_told():
+        with code_of_command(given.code), full_disk_told():
             if given.merge:
                 merge_final(given.run, out, given.dtype, given.trust_remote_code)
             else:
@@ -159,6 +160,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", metavar="DIR",
         help="folder to write (final_<step> in the folder of the run; <name>_merged beside final/)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--code", action="append", default=[], metavar="FILE.py:NAME",
+        help="stage or sampler of your own that the run used; what its folder names is not run",
     )  # fmt: skip
     parser.add_argument(
         "--trust-remote-code", action="store_true",

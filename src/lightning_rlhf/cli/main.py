@@ -50,6 +50,7 @@ from lightning_rlhf.cli.secrecy import (
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
 from lightning_rlhf.io.storage import full_disk_told
+from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.io.visible import visible
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.stages import paths
@@ -76,7 +77,8 @@ def main() -> None:
     if words and words[0] in COMMANDS:
         # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
         home = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", rf"\1{Path.home()}", word) for word in words[1:]]
-        pkgutil.resolve_name(COMMANDS[words[0]])(home)
+        with code_of_command():  # what the folders that it reads name is not run
+            pkgutil.resolve_name(COMMANDS[words[0]])(home)
         return
     register_resolvers()
     ignore_presets()

@@ -11,6 +11,7 @@ from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.io.storage import full_disk_told
+from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.stages.console import print_error
 
 
@@ -21,7 +22,7 @@ def replay(arguments: Sequence[str]) -> None:
         if given.iteration is not None:
             check_value("--iteration", given.iteration, PositiveInt)
         check_value("--responses", given.responses, PositiveInt)
-        with full_disk_told():
+        with code_of_command(given.code), full_disk_told():
             same = replay_run(
                 Path(given.run), given.iteration, given.responses, given.trust_remote_code
             )
@@ -69,6 +70,10 @@ def parser() -> argparse.ArgumentParser:
         "--responses", type=int, default=3, metavar="K",
         help="how many to show, those first that the update changed most, or whose loss is largest "
         "(%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--code", action="append", default=[], metavar="FILE.py:NAME",
+        help="stage or sampler of your own that the run used; what its folder names is not run",
     )  # fmt: skip
     parser.add_argument(
         "--trust-remote-code", action="store_true",

@@ -6,7 +6,9 @@ Errors of a training carry facts, from which `stages.advice` derives the advice.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_rlhf.core.wording import counted
@@ -134,6 +136,21 @@ class PrintedError(RLHFError):
 
 class HubError(RLHFError):
     """A model or data set is neither a local path nor available on the hub."""
+
+
+def own_keys(text: str, stage: str) -> str:
+    """Return a text on keys of PPO with those of a stage that is derived from it."""
+    return re.sub(r"\bppo\.(?=[a-z])", f"{stage}.", text)
+
+
+@contextmanager
+def naming_own_keys(stage: str) -> Iterator[None]:
+    """Let errors on keys of PPO that are raised inside name those of a stage derived from it."""
+    try:
+        yield
+    except RLHFError as error:
+        error.args = tuple(own_keys(x, stage) if isinstance(x, str) else x for x in error.args)
+        raise
 
 
 def require(holds: bool, key: str, found: Any, allowed: str) -> None:

@@ -7,6 +7,7 @@ Masks are boolean, True = real token. The value on padding is stated per field.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -273,9 +274,10 @@ class PPOTerms:
     """Largest ratio of any token."""
 
     @classmethod
-    def zeros(cls, like: Tensor) -> Self:
-        """Return the shares of no tokens, of the type and on the device of `like`."""
-        return cls(**{f.name: torch.zeros_like(like) for f in fields(cls)})
+    def of(cls, loss: Tensor, **measured: Tensor) -> Self:
+        """Return the terms of a loss; fields that were not measured are NaN, and no metrics."""
+        nothing = torch.full_like(loss.detach(), math.nan)
+        return cls(**{f.name: nothing for f in fields(cls)} | measured | {"loss": loss})
 
 
 @dataclass(frozen=True, kw_only=True)

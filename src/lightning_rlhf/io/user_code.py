@@ -8,7 +8,8 @@ import importlib.util
 import os
 import sys
 from asyncio import CancelledError
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,35 @@ FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 run with status 0."""
 NAMES = {"function": "function", "class": "Class", "rule": "RULE", "stage": "STAGE"}
 """Kind of an object -> how its name is written in the examples of messages."""
+_given: Collection[str] | None = None
+"""Code that the command line of a command that reads a folder names; None where the configuration
+is the user's own."""
+
+
+@contextmanager
+def code_of_command(names: Collection[str] = ()) -> Iterator[None]:
+    """Use no code and no address inside but `names`, whatever the files of a folder name."""
+    global _given
+    before, _given = _given, [*names, *(_given or ())]
+    try:
+        yield
+    finally:
+        _given = before
+
+
+def permitted(source: Any, key: str) -> Any:
+    """Return the source to use: what the command line gives under its name, in a folder's place.
+
+    Raises ConfigError where the configuration is that of a folder, and the command line gives none.
+    """
+    name = str(source).rpartition(":")[2]
+    found = [source] if _given is None else [x for x in _given if x.rpartition(":")[2] == name]
+    if not found:
+        raise ConfigError(
+            f"{key} is {source!r}, which a folder names: what it names is not run; allowed: your "
+            f"own code of that name, --code FILE.py:{name}"
+        )
+    return found[0]
 
 
 def number(found: Any) -> float:
@@ -55,6 +85,7 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     Raises:
         ConfigError: where `source` does not lead to such an object.
     """
+    source = permitted(source, key)
     check_file(source, key, what)
     where, _, name = source.rpartition(":")
     is_file = where.endswith(".py")

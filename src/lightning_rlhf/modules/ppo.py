@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -295,7 +295,8 @@ class PPOModule(L.LightningModule):
             ptx_loss = self.ptx.backpropagate(self, self.roles, demonstrations, size)
             loss = loss + config.ptx_coef * ptx_loss
         # The loss that was backpropagated, in the order of the passes.
-        terms = sum_terms(shares or [PPOTerms.zeros(loss)])
+        zeros = {field.name: torch.zeros_like(loss) for field in fields(PPOTerms)}
+        terms = sum_terms(shares or [PPOTerms(**zeros)])
         return replace(terms, loss=loss, ptx_loss=ptx_loss)
 
     def loss_terms(

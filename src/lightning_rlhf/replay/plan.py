@@ -24,14 +24,15 @@ from lightning_rlhf.data.rollouts import (
     weights_of,
 )
 from lightning_rlhf.io.nearest_path import nearest_path
+from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.models.weights import attention_of_the_hub
 from lightning_rlhf.stages.folder.changes import completed, read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.folder.resume import origin
-from lightning_rlhf.stages.registry import DEFINITION, STAGES, chosen_stage, stage_names
+from lightning_rlhf.stages.registry import STAGES, chosen_stage, stage_names
 from lightning_rlhf.stages.settings import read_tree
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.stage import Settings, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,14 @@ def check_origin(folder: Path, checkpoint: Path | None, settings: Settings) -> N
         )
 
 
+@code_of_command()
 def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     """Return the settings of the run in `folder`; earlier stages are looked for beside it.
 
-    trust_remote_code: whether code that the run's configuration names may be executed.
-    Raises ConfigError where there is no training run, or one with such code that may not be
-    executed; CheckpointError where its file is damaged.
+    trust_remote_code: whether code that models bring may be executed. Other code that the run's
+    configuration names is not: see `code_of_command`.
+    Raises ConfigError where there is no training run, or one with code that may not be executed;
+    CheckpointError where its file is damaged.
     """
     file = folder / CONFIG
     check_kinds(folder)
@@ -170,14 +173,12 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage={known}")
     if stage not in tree:
         raise CheckpointError(f"{file} is damaged: it lacks {stage}")
-    # Nothing is logged, so that no logger asks for a key; and nothing is warned of, so that a run
-    # whose configuration lacks the bound can be replayed.
+    # Nothing is logged, so that no logger asks for a key.
     unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
     if isinstance(tree.get("trainer"), dict):
-        objects = {"callbacks", "plugins", "profiler"}
-        unread["trainer"] = {k: v for k, v in tree["trainer"].items() if k not in objects}
-    if stage == "ppo" and isinstance(tree.get("ppo"), dict):
-        unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
+        ours = TrainerConfig.__dataclass_fields__
+        given = tree["trainer"].items()
+        unread["trainer"] = {k: v for k, v in given if k in ours or isinstance(v, int | None)}
     try:
         settings = read_tree(tree | unread)
     except ConfigError as error:
@@ -190,19 +191,10 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
 
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
-    """Raise ConfigError where the configuration of a run names code from outside this package.
-
-    Such code is that of a model, or the definition of a stage.
-    """
-    stages = [
-        (f"{name}.{DEFINITION}", tree[name][DEFINITION])
-        for name in stage_names(tree)
-        if name not in STAGES
-    ]
-    for key, value in [*trusting(tree), *attention_of_the_hub(tree), *stages]:
-        what = "a stage" if (key, value) in stages else "a model"
+    """Raise ConfigError where the configuration of a run asks for code that a model brings."""
+    for key, value in [*trusting(tree), *attention_of_the_hub(tree)]:
         raise ConfigError(
-            f"{file} asks for code that {what} brings: {key} is {value!r}. Replay runs it with "
+            f"{file} asks for code that a model brings: {key} is {value!r}. Replay runs it with "
             "--trust-remote-code alone, which is for folders that you trust"
         )
 

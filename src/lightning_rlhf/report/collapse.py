@@ -23,7 +23,7 @@ def collapsed(row: Mapping[str, float], stage: str = "ppo") -> str | None:
     found = []
     if not per_token <= FAR:  # true of NaN as well
         found.append(f"kl_divergence is {per_token:.3g} nats a token (above {FAR:g})")
-    if not row["entropy"] >= SURE:
+    if "entropy" in row and not row["entropy"] >= SURE:
         found.append(f"entropy is {row['entropy']:.3g} nats a token (below {SURE:g})")
     if not found:
         return None

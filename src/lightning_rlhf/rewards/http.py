@@ -17,6 +17,7 @@ from urllib3.exceptions import InvalidHeader
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.core.wording import counted
+from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.rewards.address import Address, redacted
 from lightning_rlhf.rewards.connection import Answer, Away, Connection, NoAnswer, Unusable
 from lightning_rlhf.rewards.quote import quoted
@@ -81,6 +82,7 @@ class HTTPReward:
                 next.
         """
         self._address = Address.read(url, token_env, name)
+        permitted(self._address.shown, name)
         self._batch_size, self._tries, self._cache_size = batch_size, retries + 1, cache_size
         self._name, self._token_env, self._warn = name, token_env, warn
         self._server = f"{name}: the server {self._address.shown}"

@@ -31,6 +31,7 @@ from lightning_rlhf.callbacks.max_time import MaxTime
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
 from lightning_rlhf.io.storage import full_disk
+from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.folder.folders import check_writable
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
@@ -148,7 +149,8 @@ def build_trainer(
         # Lightning would count the tasks of the whole job in a batch script of Slurm.
         plugins = [*plugins, LightningEnvironment()]
     try:
-        cls: Any = get_class(target)
+        is_own = target != "lightning.Trainer"
+        cls: Any = get_class(permitted(target, "trainer._target_") if is_own else target)
         require(issubclass(cls, L.Trainer), "trainer._target_", target, "lightning.Trainer, or a "
                 "class derived from it")  # fmt: skip
         limit = [MaxTime(options["max_time"], stop)] if has(options, "max_time") else []
@@ -210,6 +212,9 @@ def instantiated(node: Mapping[str, Any], key: str) -> Any:
 
     Raises ConfigError naming the key.
     """
+    for value in node.values():
+        if isinstance(value, str | Mapping | list):
+            permitted(value, key)
     try:
         return instantiate(dict(node), _convert_="all")
     except Exception as error:  # a class of the user's own may raise anything

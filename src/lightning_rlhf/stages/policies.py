@@ -38,7 +38,7 @@ DECODING = ("temperature", "max_response_tokens", "stop_strings")
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint of a stage of TRAINED, from which the adapter of its policy is read."""
+    """A checkpoint of a stage that trains a policy, from which the policy's adapter is read."""
 
     path: Path
     """Path of the file, in the folder `checkpoints/` of its run."""
@@ -249,7 +249,7 @@ def base_of(manifest: Manifest) -> str:
 def _check_kept(policy: Kept, sft: Final | None, key: str) -> None:
     """Raise CheckpointError unless the file is a checkpoint of a policy from this SFT model."""
     stage = policy.origin().stage
-    if stage not in TRAINED:
+    if stage in (SFT, "rm"):
         raise CheckpointError(
             f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of "
             f"{' or '.join(map(given, TRAINED))}, or a final/ folder"

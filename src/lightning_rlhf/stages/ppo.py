@@ -36,11 +36,11 @@ def export(settings: Settings, config: PPOConfig, given: Any) -> Path:
     return export_ppo(settings, config, given)
 
 
-def build(*arguments: Any) -> Any:
+def build(*arguments: Any, **named: Any) -> Any:
     """Return the module before its first iteration, as `train_ppo.build_module`."""
     from lightning_rlhf.stages.train_ppo import build_module
 
-    return build_module(*arguments)
+    return build_module(*arguments, **named)
 
 
 def panels(measured: Collection[str]) -> Sequence[Panel]:

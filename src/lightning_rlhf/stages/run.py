@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import torch
 
-from lightning_rlhf.core.errors import TrainingError, require
+from lightning_rlhf.core.errors import TrainingError, naming_own_keys, require
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.accelerator import check_accelerator, print_device
 from lightning_rlhf.stages.advice import advise
@@ -27,7 +27,7 @@ def run_in_folder(settings: Settings) -> Path:
     """Run the stage in a folder that is already locked; return the path of `final/`."""
     quiet_libraries()
     check_accelerator(settings)
-    with computing(settings), advising(settings.stage):
+    with computing(settings), advising(settings):
         print_device(settings)
         final = settings.definition.run(settings, settings.config)
         is_folder = isinstance(final, Path) and final.is_dir()
@@ -42,19 +42,20 @@ def check_in_memory(settings: Settings) -> None:
     check_accelerator(settings)
     prepare = settings.definition.prepare
     assert prepare is not None
-    with computing(settings), advising(settings.stage):
+    with computing(settings), advising(settings):
         print_device(settings)
         training: Training = prepare(settings, settings.config)
         preflight(training.ready, training.module, training.data)
 
 
 @contextmanager
-def advising(stage: str) -> Iterator[None]:
-    """Add advice to a TrainingError raised inside; stage: name of the section of its keys."""
+def advising(settings: Settings) -> Iterator[None]:
+    """Add advice to a TrainingError raised inside; errors name the keys of the stage's section."""
     try:
-        yield
+        with naming_own_keys(settings.stage):
+            yield
     except TrainingError as error:
-        advise(error, stage)
+        advise(error, settings.stage)
         raise
 
 

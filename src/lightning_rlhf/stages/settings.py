@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.callbacks.logger_config import Kind, LoggerConfig, logger_config
-from lightning_rlhf.core.errors import ConfigError, first_line, require
+from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys, require
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import Seed, Text, build, check_value, described, refuse_unknown
 from lightning_rlhf.data.config import DataConfig
@@ -102,9 +102,10 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         given = "true" if tree["resume"] is True else tree["resume"]
         raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
-    config = _config(definition, tree[stage])
-    if isinstance(config, PPOConfig):
-        check_normalization(config, reward)
+    with naming_own_keys(stage):
+        config = _config(definition, tree[stage])
+        if isinstance(config, PPOConfig):
+            check_normalization(config, reward)
     tree["reward"] = redacted_section(tree["reward"])
     return Settings(
         stage=stage,

@@ -175,7 +175,7 @@ def check_inputs(settings: Settings) -> None:
     if stage.reads_judge and settings.data.judge:
         check_file(settings.data.judge, "data.judge")
     if isinstance(settings.config, PPOConfig) and ":" in settings.config.rollout:
-        check_file(settings.config.rollout, "ppo.rollout", "class")
+        check_file(settings.config.rollout, f"{stage.name}.rollout", "class")
     if stage.reads_reward:
         for name, component in settings.reward.items():
             if isinstance(component, FunctionConfig):

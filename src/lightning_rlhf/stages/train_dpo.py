@@ -68,7 +68,8 @@ def export_dpo(settings: Settings, config: DPOConfig, export: Export) -> Path:
     """Write the policy of a checkpoint as a folder like `final/`; no data is read."""
     ready = replace(make_ready(settings), export=export)
     roles = load_sft(ready).to(ready.device)
-    load_weights(build_module(ready, roles, config), export.checkpoint, export.origin)
+    build = settings.definition.build or build_module
+    load_weights(build(ready, roles, config), export.checkpoint, export.origin)
     return hand_over(ready, roles, POLICY, export.metrics, head=None)
 
 

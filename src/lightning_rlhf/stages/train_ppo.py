@@ -98,7 +98,7 @@ def run_ppo(
         every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=folder
     )
     recorders = [dump, *([Recorder(folder)] if settings.record else [])]
-    diagnosis = Diagnosis(config, folder, prompts_cut=training.prompts_cut)
+    diagnosis = Diagnosis(config, folder, prompts_cut=training.prompts_cut, stage=settings.stage)
     callbacks = [PPOMetrics(), diagnosis, evaluation, samples, *recorders]
     try:
         found = fit(ready, training.module, training.data, callbacks)
@@ -219,7 +219,8 @@ def export_ppo(settings: Settings, config: PPOConfig, export: Export) -> Path:
         roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
     roles.to(ready.device)
     terms = tuple(component.term(name) for name, component in settings.reward.items())
-    module = build_module(ready, roles, Reward(terms, ()), config, {}, None)
+    build = settings.definition.build or build_module
+    module = build(ready, roles, Reward(terms, ()), config, {}, None)
     load_weights(module, export.checkpoint, export.origin)
     found = verdicts_on(settings, parents | hub_rewards(ready))
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
@@ -230,7 +231,7 @@ def export_ppo(settings: Settings, config: PPOConfig, export: Export) -> Path:
 def print_collapse(folder: Path, stage: str) -> None:
     """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
     rows = read_rows(folder / METRICS)
-    trained = [row for row in rows.values() if {"kl_divergence", "entropy"} <= row.keys()]
+    trained = [row for row in rows.values() if "kl_divergence" in row]
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
     if last is not None and (why := collapsed(last, stage)) is not None:
         print_line(f"warning: {why}", "yellow")

@@ -132,7 +132,7 @@ def export_rm(settings: Settings, config: RMConfig, export: Export) -> Path:
 
     The pairs are read again, for the scale and the fitness report.
     """
-    training = prepare_rm(settings, config)
+    training = (settings.definition.prepare or prepare_rm)(settings, config)
     training = replace(training, ready=replace(training.ready, export=export))
     load_weights(training.module, export.checkpoint, export.origin)
     with TemporaryDirectory() as more:

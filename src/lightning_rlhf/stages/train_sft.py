@@ -71,7 +71,8 @@ def export_sft(settings: Settings, config: SFTConfig, export: Export) -> Path:
             settings.model, None, trainable=config.finetune == "full", seed=settings.seed
         )
     roles.to(ready.device)
-    load_weights(build_module(ready, roles, config), export.checkpoint, export.origin)
+    build = settings.definition.build or build_module
+    load_weights(build(ready, roles, config), export.checkpoint, export.origin)
     return hand_over(ready, roles, SFT, export.metrics, head=None)
 
 

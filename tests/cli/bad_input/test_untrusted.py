@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import pickle
+import re
 import shutil
 from ast import Constant
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import lightning_rlhf
+from lightning_rlhf.rewards.connection import Connection
 
 from ..conftest import Workplace
 from .conftest import Refusals, run
@@ -236,6 +240,89 @@ def test_a_configuration_of_a_run_is_text(models: Refusals, pipeline: Workplace)
     edit_model(models.folder, dtype="${oc.env:HOME}")
     error = models.place.call("replay", str(models.folder)).error
     assert "model.dtype is '${oc.env:HOME}'" in error
+
+
+EVIL = {"_target_": "evil.T"}
+PARTS = ("callbacks", "plugins", "profiler", "strategy", "detect_anomaly")
+TERM = {"weight": 1.0, "normalization": "none", "clip": None}
+FUNCTION = {"kind": "function", "path": "evil.py:f", "arguments": {}, **TERM}
+SERVER = {
+    "kind": "http", "url": "http://127.0.0.1:1/x", "batch_size": 1, "timeout_s": 1.0,
+    "retries": 0, "backoff_s": 1.0, "cache_size": 1, "token_env": None, **TERM,
+}  # fmt: skip
+NAMED: list[tuple[dict[str, Any], str]] = [
+    ({"ppo": {"rollout": "evil.py:S"}}, "ppo.rollout"),
+    ({"ppo": {"rollout": "evil:S"}}, "ppo.rollout"),
+    ({"stage": "mine", "mine": {"definition": "evil.py:S"}}, "mine.definition"),
+    (
+        {
+            "trainer": {**dict.fromkeys(PARTS, EVIL), **EVIL},
+            "callbacks": {"mine": EVIL},
+            "logger": {**EVIL, "kind": "wandb"},
+            "data": {"judge": "evil.py:f"},
+            "reward": {"kind": "sum", "components": {"random": FUNCTION}},
+        },
+        "",
+    ),
+    ({"reward": {"kind": "sum", "components": {"random": SERVER}}}, ""),
+]
+"""Sections of a run's configuration that name code or addresses, and the key of the line about it;
+empty where the commands do without what is named."""
+
+
+@pytest.mark.parametrize(("sections", "key"), NAMED)
+def test_what_a_run_names_is_not_imported_or_connected_to(
+    models: Refusals,
+    recorded: Path,
+    marker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    key: str,
+) -> None:
+    """By any command that reads the folder of a run, and stands where the code lies."""
+    place, final = models.place, str(recorded / "final")
+    (place.folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    monkeypatch.syspath_prepend(place.folder)
+    monkeypatch.setattr(Connection, "post", lambda *args, **kwargs: marker.touch())
+    for file in (recorded / "config.json", recorded / "final" / "manifest.json"):
+        whole = json.loads(file.read_text())
+        tree = whole.get("config", whole)
+        for name, values in sections.items():
+            is_part = isinstance(values, dict) and name != "reward"
+            tree[name] = {**tree.get(name, {}), **values} if is_part else values
+        file.write_text(json.dumps(whole))
+    for command in (("replay",), ("export", "--step", "1")):
+        found = place.call(*command, str(recorded))
+        assert found.status == bool(key)
+        if key:
+            assert re.search(f"{key} is 'evil.*--code FILE.py:S", found.error)
+    for command in (
+        ("report", str(recorded)),
+        ("compare", str(recorded), str(recorded), "--out", str(place.folder / "page")),
+        ("diminishing", str(recorded)),
+        ("chat", final),
+        ("export", final, "--merge"),
+        ("serve-reward", final),
+    ):
+        with patch("sys.stdin", io.StringIO("/quit\n")):
+            place.call(*command)
+    policies = f"eval_policy.policies=[{recorded / 'checkpoints' / '000001.ckpt'},{final}]"
+    base = ("run=recorded", "policy.checkpoint=base", "reward=random")
+    place.mini("stage=eval_policy", *base, policies)
+    assert not marker.exists()
+
+
+def test_code_that_the_command_line_gives_stands_in_for_what_a_run_names(
+    models: Refusals, recorded: Path, marker: Path
+) -> None:
+    own = models.place.folder / "own.py"
+    source = "from lightning_rlhf.rollout.native import NativeSampler as S\n"
+    own.write_text(f"{source}open({str(marker)!r}, 'w')\n")
+    tree = json.loads((recorded / "config.json").read_text())
+    tree["ppo"]["rollout"] = "evil.py:S"
+    (recorded / "config.json").write_text(json.dumps(tree))
+    models.place.call("export", str(recorded), "--step", "1", "--code", "own.py:S").succeeded  # noqa: B018
+    assert marker.exists()
 
 
 def test_code_beside_a_configuration(refused: Refusals, marker: Path) -> None:
