@@ -96,7 +96,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     for key in (*KEYS, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     check_value("seed", tree["seed"], Seed)
-    for key in ("overwrite", "record", "debug"):
+    for key in ("overwrite", "record", "debug", "samples"):
         check_value(key, tree[key], bool)
     if tree["preflight"] is False:
         tree["preflight"] = "off"  # which is false in a YAML file
@@ -135,6 +135,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         preflight=tree["preflight"],
         record=tree["record"],
         debug=tree["debug"],
+        samples=tree["samples"],
         tree=tree,
     )
 

@@ -95,7 +95,10 @@ def run_ppo(
     ready, folder = training.ready, training.ready.folder
     evaluation, dump = Evaluation(judge, folder), NonFiniteDump(folder)
     samples = Samples(
-        every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=folder
+        every_n_iterations=config.samples_every,
+        count=COUNT,
+        characters=160 if settings.samples else None,
+        run_dir=folder,
     )
     recorders = [dump, *([Recorder(folder)] if settings.record else [])]
     diagnosis = Diagnosis(config, folder, prompts_cut=training.prompts_cut)

@@ -19,8 +19,8 @@ SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")
 """Keys of a stage's section that set when checkpoints are written."""
 VOLATILE = (
     "final",  # the section of the stage has its value
-    "resume", "overwrite", "preflight", "record", "debug", "logger", "recipe", "run", "job",
-    "outputs", "callbacks", "trainer._target_", "trainer.enable_model_summary",
+    "resume", "overwrite", "preflight", "record", "debug", "samples", "logger", "recipe", "run",
+    "job", "outputs", "callbacks", "trainer._target_", "trainer.enable_model_summary",
     "trainer.devices", "trainer.enable_progress_bar", "trainer.max_time", "trainer.num_nodes",
     "trainer.profiler",
 )  # fmt: skip
@@ -50,7 +50,7 @@ ADDED_TO_PPO: dict[str, Any] = {
     "ptx_batch_size": 32,
 }
 """The same of stage=ppo, and of stages with its keys."""
-ADDED = {"preflight": "off"}
+ADDED: Mapping[str, Any] = {"preflight": "off", "samples": True}
 """Other keys that configurations of earlier versions lack -> the values that they ran with."""
 LONGEST = 60
 """Largest number of characters of a value in a message."""
