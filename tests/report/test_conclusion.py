@@ -35,7 +35,7 @@ GOOD = gained(REWARD, 0.5, 0.4, 0.6)
         ("doubtful", [GOOD], {"findings": 2}),
         ("doubtful", [GOOD], {"diverges": True}),
         ("doubtful", [GOOD], {"is_finished": False}),
-        ("bad", [GOOD], {"reward": Verdict("bad", "Unfit.")}),
+        ("bad", [GOOD], {"rewards": [Verdict("bad", "Unfit.")]}),
         ("unknown", [], {}),
     ],
 )  # fmt: skip

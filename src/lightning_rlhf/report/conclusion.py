@@ -76,7 +76,7 @@ def conclude(
     findings: int,
     sentence: str | None,
     diverges: bool = False,
-    reward: Verdict | None = None,
+    rewards: Sequence[Verdict] = (),
 ) -> Verdict:
     """Return the verdict on a run.
 
@@ -85,7 +85,7 @@ def conclude(
     findings: number of findings of the diagnosis; sentence: a further one, as on diminishing
         returns, if any.
     diverges: whether the reward rose while the gold score did not.
-    reward: the fitness report's verdict on a reward model; None for other stages.
+    rewards: verdicts of fitness reports, on the run's own reward model or on what it is paid.
     """
     known = {one.metric: one for one in evaluated}
     metrics = [(metric, direction) for metric, direction in goal[:1] if metric in known]
@@ -93,7 +93,7 @@ def conclude(
         metrics.append((GOLD, "max"))
     judged = [judge(known[metric], direction) for metric, direction in metrics]
     parts = [one.words for one in judged]
-    if not judged and reward is None:
+    if not judged and not rewards:
         parts.append("nothing was evaluated")
     levels: list[Level] = [one.level for one in judged]
     if "eval/kl" in known:
@@ -105,9 +105,9 @@ def conclude(
         levels.append("doubtful")
     if sentence is not None:
         parts.append(sentence)
-    if reward is not None:
-        levels.append(reward.level)
-        parts.append(reward.words.rstrip("."))
+    for one in rewards:
+        levels.append(one.level)
+        parts.append(one.words.rstrip("."))
     if not is_finished:
         levels.append("doubtful")
         parts.insert(0, "the run has not finished")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
@@ -105,7 +106,7 @@ def stage_report(run: RunFiles) -> StageReport:
             findings=len(found or ()),
             sentence=sentence or results(run, evaluated) or None,
             diverges=diverges,
-            reward=reward_verdict(run),
+            rewards=reward_verdicts(run),
         ),
         curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
         fan=fan_plot(curves, unit),
@@ -151,19 +152,27 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     return found
 
 
-def reward_verdict(run: RunFiles) -> Verdict | None:
-    """Return the verdict of a fitness report: of the manifest, or beside it; None without one."""
-    with damage_named(run.folder / FINAL / FITNESS):
-        judged = read_judgement(run.folder / FINAL)
-    if run.manifest is not None and run.manifest.stage in run.manifest.verdicts:
-        judged = Judgement(**run.manifest.verdicts[run.manifest.stage])
-    if judged is None:
-        return None
+def reward_verdicts(run: RunFiles) -> list[Verdict]:
+    """Return verdicts of fitness reports: on the run's own reward model, or on what it is paid."""
+    final = run.folder / FINAL
+    with damage_named(final / FITNESS):
+        own = read_judgement(final)
+    found: dict[str, Any] = {} if own is None else {run.stage: vars(own)}
+    if run.manifest is not None:
+        found |= run.manifest.verdicts
+    elif run.definition is not None:
+        found |= (optional_json(final / run.definition.numbers) or {}).get("verdicts", {})
     _, pairs = run.curves.get(f"{FITNESS_METRICS}pairs", ((), (0,)))
     is_measured = pairs[-1] >= MIN_COUNT and LOWEST in run.curves
     good: Level = "good" if is_measured else "unknown"
-    level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
-    return Verdict(level, judged.words)
+    verdicts = []
+    for name, judged in ((name, Judgement(**fields)) for name, fields in found.items()):
+        level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
+        of = "" if name == run.stage else f"reward {name}: "
+        section = run.tree.get("reward") or {}
+        paid = (section.get("components") or {}).get(name, section).get("weight") != 0
+        verdicts.append(Verdict(level if paid else "unknown", f"{of}{judged.words}"))
+    return verdicts
 
 
 def pairs(folder: Path) -> list[PairedSample]:

@@ -138,7 +138,7 @@ def prepare_ppo(
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
     found = verdicts_on(settings, parents | hub_rewards(ready))
-    print_verdicts(found)
+    print_verdicts(found, " PPO is run on it all the same.")
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     held_out, train, val = tokenised(ready, rows)
     ptx = read_ptx(ready, config)
