@@ -34,6 +34,8 @@ Sample = dict[str, Any]
 
 SAMPLES = "samples"
 """Name of the folder in that of a run."""
+HELD_OUT = "held_out.jsonl"
+"""Name of the file there of the responses that are sampled after supervised fine-tuning."""
 COUNT = 4
 """Responses that are kept of an iteration."""
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")

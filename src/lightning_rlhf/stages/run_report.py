@@ -10,7 +10,7 @@ from typing import Any
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
 from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
-from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
+from lightning_rlhf.callbacks.samples import HELD_OUT, SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
@@ -29,7 +29,8 @@ from lightning_rlhf.report.run_page import (
     TokenSample,
     write_page,
 )
-from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots, kl_note
+from lightning_rlhf.report.run_plots import HELD_OUT as REWARD
+from lightning_rlhf.report.run_plots import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
@@ -101,7 +102,7 @@ def stage_report(run: RunFiles) -> StageReport:
         title=run.title,
         verdict=conclude(
             evaluated,
-            (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
+            (stage.goal if stage else ()) or ((REWARD, "max"),),
             is_finished=run.is_finished,
             findings=len(found or ()),
             sentence=sentence or results(run, evaluated) or None,
@@ -114,7 +115,9 @@ def stage_report(run: RunFiles) -> StageReport:
         frontier_note=note,
         evaluated=() if evaluation.is_file() else evaluated,
         tables=[*policy_tables(evaluation), *fitness_tables(run), *single_numbers(run, evaluated)],
-        pairs=pairs(run.folder) or policy_pairs(run.folder / FINAL, PAIRS),
+        pairs=pairs(run.folder)
+        or policy_pairs(run.folder / FINAL, PAIRS)
+        or demonstrated(run.folder / SAMPLES / HELD_OUT),
         samples=token_samples(train_samples(run.folder)),
         findings=found,
         phases=[(PHASES[name], sum(curves[name][1])) for name in PHASES if name in curves],
@@ -135,7 +138,8 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
         result = StageResult.read(metrics, run.folder)
         found = []
         rank = list(LABELS)
-        for name in sorted(ends, key=lambda n: rank.index(n) if n in rank else len(rank)):
+        names = dict.fromkeys([*ends, *(n for n in metrics if n.startswith("eval/"))])
+        for name in sorted(names, key=lambda n: rank.index(n) if n in rank else len(rank)):
             value, gain = result.metric(name), result.gain(name)
             if value is None:
                 continue
@@ -190,6 +194,19 @@ def pairs(folder: Path) -> list[PairedSample]:
         )
         for before, after in paired_samples(*files, PAIRS)
     ]
+
+
+def demonstrated(path: Path) -> list[PairedSample]:
+    """Return the responses sampled after SFT beside the demonstrations; none without the file."""
+    rows = [row for _, row in json_lines(path)] if path.is_file() else []
+    kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
+    with damage_named(path):
+        return [
+            PairedSample(
+                prompt=row["prompt"], before=row["demonstration"], after=row["response"], **kinds
+            )
+            for row in rows
+        ]
 
 
 def token_samples(path: Path) -> list[TokenSample]:
