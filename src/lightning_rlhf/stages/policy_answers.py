@@ -109,7 +109,8 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
         roles, longest + config.max_response_tokens,
         f"the longest prompt ({longest} tokens) with {settings.stage}.max_response_tokens "
         f"({config.max_response_tokens})",
-        lower=f"{settings.stage}.max_response_tokens or data.max_prompt_tokens",
+        lower=f"lower {settings.stage}.max_response_tokens or data.max_prompt_tokens, to {{limit}} "
+        "together",
     )  # fmt: skip
     check_room(
         roles, config.batch_size, longest,

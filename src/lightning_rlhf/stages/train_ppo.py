@@ -151,7 +151,7 @@ def prepare_ppo(
     check_positions(
         roles, longest + config.max_response_tokens,
         f"the longest prompt ({longest} tokens) with {key} ({config.max_response_tokens})",
-        lower=f"{key} or data.max_prompt_tokens",
+        lower=f"lower {key} or data.max_prompt_tokens, to {{limit}} together",
     )  # fmt: skip
     check_room(
         roles, config.rollout_batch_size, longest, config.max_response_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +94,7 @@ def sample_held_out(training: SFTTraining) -> None:
     ready, roles, chat = training.ready, training.roles, training.ready.chat
     different = {tuple(e.prompt): e.response for e in training.data.val if e.prompt}
     some = spread(list(different.items()), RESPONSES)
-    limit = getattr(roles.causal_lm.config, "max_position_embeddings", None) or math.inf
+    limit: int = getattr(roles.causal_lm.config, "max_position_embeddings", None) or 10**9
     room = min(LONGEST, limit - max((len(prompt) for prompt, _ in some), default=0))
     if not some or room < 1:
         return
