@@ -84,6 +84,8 @@ def build(settings: Settings) -> Training:
     Loads data and models as `python train.py` does, and reads what earlier stages of the run saved.
     The whole run is one epoch: `Trainer(max_epochs=1)`. Sets torch's number of threads on the CPU
     to `trainer.threads`, where the configuration has one, and its precision of fp32 products.
+    Messages of libraries that need no action are silenced, as on the command line. For "rm" the SFT
+    model first samples `rm.calibration_samples` responses, on which the reward's scale is measured.
 
     Raises:
         RLHFError: data or models are missing or do not fit, or the run has been saved already.
@@ -91,6 +93,7 @@ def build(settings: Settings) -> Training:
     import torch
 
     from lightning_rlhf.stages.accelerator import check_accelerator  # which imports torch
+    from lightning_rlhf.stages.console import quiet_libraries
 
     prepare, resume = settings.definition.prepare, settings.resume
     require_buildable(settings, "built")
@@ -98,6 +101,7 @@ def build(settings: Settings) -> Training:
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     resume_point(settings)
     check_inputs(settings)
+    quiet_libraries()
     check_accelerator(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision(settings.trainer.matmul_precision)

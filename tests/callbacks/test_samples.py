@@ -17,10 +17,12 @@ SAMPLE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("characters", "tables"), [(50, 2), (None, 0)])
 def test_samples_are_printed_and_kept_every_few_iterations(
-    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    samples = Samples(every_n_iterations=2, count=1, characters=50, run_dir=tmp_path)
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    characters: int | None, tables: int,
+) -> None:  # fmt: skip
+    samples = Samples(every_n_iterations=2, count=1, characters=characters, run_dir=tmp_path)
     fit(FakePPO(), [samples], [], batches=5)
     lines = (tmp_path / "samples" / "train.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [2, 4]
@@ -34,7 +36,7 @@ def test_samples_are_printed_and_kept_every_few_iterations(
             "text": ["t1", "t2", "t3"], "kl": [0.1, 0.2, 0.3], "advantage": [1.0, 0.0, -1.0],
         },
     }  # fmt: skip
-    assert capsys.readouterr().out.count("samples of iteration") == 2
+    assert capsys.readouterr().out.count("samples of iteration") == tables
 
 
 def test_text_is_cut_for_reading_and_never_taken_for_markup() -> None:

@@ -60,25 +60,3 @@ def test_a_reward_written_before_there_was_the_key_is_read() -> None:
     assert (
         read_reward(node)["head"] == read_reward({k: node[k] for k in node if k != "unfit"})["head"]
     )
-
-
-def test_a_run_of_a_version_without_a_choice_of_kernels_goes_on_as_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"stage": "sft", "model": {"name": "a"}}))
-    now = {"stage": "sft", "model": {"name": "a", "kernels": "auto"}}
-    assert changes(STAGES["sft"], now, file) == []
-    now["model"] = {"name": "a", "kernels": "plain"}
-    assert changes(STAGES["sft"], now, file) == ['model.kernels was "auto", is "plain"']
-
-
-def test_a_run_of_a_version_without_forms_of_data_goes_on_as_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    then = {"stage": "sft", "data": {"val_fraction": 0.1}}
-    file.write_text(json.dumps(then))
-    now = {"format": "auto", "columns": {}, "train_on": "last", "val_fraction": 0.1}
-    assert changes(STAGES["sft"], {"stage": "sft", "data": now}, file) == []
-    now |= {"train_on": "all", "columns": {"prompt": "question"}}
-    assert changes(STAGES["sft"], {"stage": "sft", "data": now}, file) == [
-        'data.columns.prompt was not there, is "question"',
-        'data.train_on was "last", is "all"',
-    ]

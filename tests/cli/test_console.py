@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from collections import Counter
 from typing import Any
@@ -106,3 +107,15 @@ def test_a_warning_of_ours_is_one_line_and_a_library_s_has_its_place() -> None:
     assert console.shown_warning("less memory", UserWarning, ours, 3) == "warning: less memory\n"
     shown = console.shown_warning("old", UserWarning, theirs, 3)
     assert shown.startswith("/x/torch/y.py:3: UserWarning: old\n")
+
+
+def test_a_stage_ends_with_the_next_command(workplace: Workplace) -> None:
+    """It runs as it is printed: keys of the stage itself are left out, those of all are kept."""
+    command = ["stage=sft", "sft.lr=1e-3", "run=chain", "seed=7", "overwrite=true"]
+    out = workplace.mini(*command).succeeded.out
+    for stage in ("rm", "ppo"):
+        line = out.splitlines()[-1].removeprefix("next: ")
+        words = shlex.split(line)
+        assert {f"stage={stage}", "run=chain", "seed=7"} <= {*words}
+        out = workplace.call(*words[words.index("train.py") + 1 :]).succeeded.out
+        assert (workplace.stage(stage, "chain") / "final").is_dir()

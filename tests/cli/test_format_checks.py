@@ -47,6 +47,7 @@ def ppo(place: Workplace, run: str, folder: Path, *overrides: str) -> Outcome:
     return place.mini(
         "stage=ppo", f"run={run}", f"policy.checkpoint={place.stage('sft') / 'final'}",
         "ppo.iterations=1", "reward=model", f"reward.name_or_path={folder}", *overrides,
+        "samples=false",
     )  # fmt: skip
 
 
@@ -56,14 +57,15 @@ def stopped(place: Workplace, *command: str) -> list[str]:
     It leaves nothing else; no training has begun.
     """
     before = tree(place.outputs)
-    outcome = place.mini(*command)
+    outcome = place.mini(*command, "debug=true")
     assert outcome.status == 1, outcome.out
     assert tree(place.outputs) == before
     assert not (place.outputs / "stopped").exists()
     said = outcome.out.splitlines()
     (start,) = (i for i, line in enumerate(said) if "held-out pairs read through" in line)
-    assert outcome.error.startswith(f"{said[start]}. ")
-    return [*said[start:], outcome.error.removeprefix(f"{said[start]}. ")]
+    error = outcome.err.splitlines()[-1].removeprefix("error: ")  # behind the traceback
+    assert error.startswith(f"{said[start]}. ")
+    return [*said[start:], error.removeprefix(f"{said[start]}. ")]
 
 
 BROKEN = {
@@ -100,7 +102,7 @@ def test_a_format_that_fits_is_said_to(judged: Workplace) -> None:
     folder = judged.outputs / "other" / "other" / "rm" / "final"
     outcome = ppo(judged, "fits", folder).succeeded
     assert "differ by 0.000 of their standard deviation (allowed: 0.1)" in outcome.out
-    assert "text of a pair there" not in outcome.out
+    assert "[user]" not in outcome.out  # neither a row of the data nor a sample
 
 
 def test_bfloat16_is_within_the_tolerance(judged: Workplace) -> None:
@@ -121,7 +123,7 @@ def test_a_whole_model_is_asked_in_what_it_was_trained_in(judged: Workplace) -> 
 
 def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str | None], Path]) -> None:
     outcome = ppo(
-        judged, "warned", changed(BROKEN["start"][0]), "reward.format_check=warn"
+        judged, "warned", changed(BROKEN["start"][0]), "reward.format_check=warn", "debug=true"
     ).succeeded
     assert "text of a pair here:  '[start][start][user]" in outcome.out
     assert "first difference: at character 8, " in outcome.out
@@ -206,7 +208,7 @@ class TestClassifiers:
 
     def test_a_good_one_is_shown(self, judged: Workplace, tmp_path: Path) -> None:
         command = self.classifier(judged, tmp_path, TEMPLATE)
-        outcome = judged.mini(*command, "run=shown").succeeded
+        outcome = judged.mini(*command, "run=shown", "debug=true").succeeded
         assert "reward model: 4 held-out pairs read through PPO's path" in outcome.out
         assert "  text of a pair: '[start][user]" in outcome.out
 

@@ -106,7 +106,7 @@ def test_check_refuses_what_it_cannot_check(
     assert not workplace.outputs.exists()
 
 
-def test_a_resumed_run_of_an_earlier_version_computes_with_no_model_before_it_goes_on(
+def test_a_resumed_run_without_the_key_computes_with_no_model_before_it_goes_on(
     finished: Workplace, cut: Callable[[str, int], None]
 ) -> None:
     words = ["stage=ppo", "run=cut", *given(finished)]
@@ -114,7 +114,7 @@ def test_a_resumed_run_of_an_earlier_version_computes_with_no_model_before_it_go
     assert "PowerCut" in finished.mini(*words).err
     file = finished.stage("ppo", "cut") / "config.json"
     config = json.loads(file.read_text())
-    del config["preflight"]  # as an earlier version wrote it
+    del config["preflight"]
     file.write_text(json.dumps(config))
     out = finished.mini(*words, "resume=true", "preflight=strict").succeeded.out
     assert passed(out) == 7

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
 from lightning_rlhf.stages.reports import runs_of, write_report, write_steps
+from lightning_rlhf.stages.train_sft import sample_held_out
 
 from ..report.pages import check
 from .conftest import STAGES, Workplace, tree
@@ -35,6 +37,37 @@ def test_the_page_of_ppo_shows_tokens_and_intervals(pipeline: Workplace) -> None
     assert any("\nadvantage " in title and "\nKL " in title for title in page.values("title"))
     for heading in ("Reward against KL", "Reward against compute", "Held-out prompts", "sampling"):
         assert heading in page.text
+
+
+def test_five_responses_to_held_out_prompts_after_sft(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the terminal and the page; the weights and torch's generator stay as they were."""
+    states = []
+
+    def sampling(training: Any) -> None:
+        states.append((torch.get_rng_state(), weights(training)))
+        sample_held_out(training)
+        states.append((torch.get_rng_state(), weights(training)))
+
+    def weights(training: Any) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in training.roles.parameters()])
+
+    monkeypatch.setattr("lightning_rlhf.stages.train_sft.sample_held_out", sampling)
+    quiet = workplace.mini("stage=sft", "run=quiet", "samples=false").succeeded.out
+    out = workplace.mini("stage=sft", "data.max_val_rows=null").succeeded.out
+    for (state, before), (then, after) in zip(states[::2], states[1::2], strict=True):
+        assert torch.equal(state, then)
+        assert torch.equal(before, after)
+    path = workplace.stage("sft") / "samples" / "held_out.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert 3 <= len({one["prompt"] for one in found}) == len(found) <= 5  # of four rows
+    page = check((workplace.stage("sft") / "report.html").read_text())
+    for one in found:
+        start = one["prompt"][:20]
+        assert start in out
+        assert start not in quiet
+        assert one["demonstration"] in page.text
 
 
 def test_the_same_page_again_and_one_of_all_stages(finished: Workplace) -> None:

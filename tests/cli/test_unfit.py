@@ -12,7 +12,9 @@ import pytest
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.manifest import MANIFEST
 from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.stages.reports import read
 from lightning_rlhf.stages.reward import text_rewards
+from lightning_rlhf.stages.run_report import stage_report
 
 from .conftest import Workplace, given, make_workplace
 
@@ -112,11 +114,46 @@ def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
     out = " ".join(backwards.mini(*command).succeeded.out.split())
     start, table, end = out.partition("On held-out prompts")
     assert f"reward head: {NOT_FIT}" in start
-    assert "all the same (unfit=warn)" in start
+    assert "PPO is run on it all the same." in start
     assert "reward head: Not fit: on held-out pairs" in table + end
     manifest = find(str(backwards.stage("ppo", "warned") / "final"), "").require_manifest("ppo")
     assert manifest.verdicts["head"]["is_unfit"] is True
     assert manifest.verdicts["head"]["words"].startswith(NOT_FIT)
+    assert level_of(backwards.stage("ppo", "warned")) == "bad"
+
+
+def level_of(folder: Path) -> str:
+    return stage_report(read(folder)).verdict.level
+
+
+@pytest.mark.parametrize("stage", ["eval_policy", "rank"])
+def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(
+    backwards: Workplace, stage: str
+) -> None:
+    """On the terminal, in the report and in the verdict; nothing is refused."""
+    command = [f"stage={stage}", f"run=on_{stage}", *given(backwards), "data.judge=null"]
+    command += [f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"] * (stage != "rank")
+    out = " ".join(backwards.mini(*command).succeeded.out.split())
+    assert f"reward head: {NOT_FIT}" in out
+    folder = backwards.stage(stage, f"on_{stage}")
+    assert NOT_FIT in (folder / "report.html").read_text()
+    assert level_of(folder) == "bad"
+
+
+def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
+    backwards: Workplace,
+) -> None:
+    """A function has none of its own; another reward is not judged by the report on this one."""
+    path = backwards.folder / "short.py"
+    path.write_text("def score(prompts, responses, **_):\n    return [-len(r) for r in responses]")
+    words = ["reward=function", f"reward.path={path}:score", given(backwards)[0], "run=function"]
+    backwards.mini("stage=eval_reward", *words).succeeded  # noqa: B018
+    sft = f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"
+    for weight, is_told in ((1, True), (2, False)):
+        more = [sft, f"reward.weight={weight}", "data.judge=null"]
+        backwards.mini("stage=eval_policy", *words, *more, "overwrite=true").succeeded  # noqa: B018
+        file = backwards.stage("eval_policy", "function") / "final" / "evaluation.json"
+        assert ("function" in json.loads(file.read_text())["verdicts"]) == is_told
 
 
 def test_the_key_may_change_between_two_calls_of_a_run(finished: Workplace) -> None:

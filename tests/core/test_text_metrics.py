@@ -5,7 +5,13 @@ import math
 
 import pytest
 
-from lightning_rlhf.core.text_metrics import distinct, outcome, pass_at_k, perplexity
+from lightning_rlhf.core.text_metrics import (
+    distinct,
+    outcome,
+    pass_at_k,
+    perplexity,
+    unigram_perplexity,
+)
 
 
 def test_a_tie_is_half_a_win() -> None:
@@ -21,6 +27,13 @@ def test_distinct_counts_ngrams_over_all_texts() -> None:
 def test_perplexity_of_a_uniform_choice_is_the_number_of_choices() -> None:
     assert perplexity(math.log(50)) == pytest.approx(50)
     assert perplexity(1e4) == math.inf
+
+
+def test_the_unigram_model_counts_one_more_of_each_token() -> None:
+    """1 1 2 are known: p(1) = 3/6, p(2) = 2/6, p(another) = 1/6."""
+    texts = [[1, 2], [9]]
+    expected = (6 / 3 * 6 / 2 * 6 / 1) ** (1 / 3)
+    assert unigram_perplexity([[1, 1], [2]], texts) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(1, 1, 1), (5, 0, 2), (5, 2, 1), (5, 2, 3), (4, 4, 4)])

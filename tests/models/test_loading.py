@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -472,6 +473,9 @@ def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:
     ))  # fmt: skip
     roles: Any = SimpleNamespace(causal_lm=model)
     check_positions(roles, 64, "it")
-    caught = r"it has 65 tokens.*meaningless there; lower data\.max_response_tokens"
+    caught = r"it has 65 tokens.*meaningless there; lower data\.max_response_tokens.*64"
     with pytest.warns(UserWarning, match=caught):
         check_positions(roles, 65, "it")
+    with warnings.catch_warnings(record=True) as again:
+        check_positions(roles, 66, "another text")
+    assert not again

@@ -35,7 +35,7 @@ GOOD = gained(REWARD, 0.5, 0.4, 0.6)
         ("doubtful", [GOOD], {"findings": 2}),
         ("doubtful", [GOOD], {"diverges": True}),
         ("doubtful", [GOOD], {"is_finished": False}),
-        ("bad", [GOOD], {"reward": Verdict("bad", "Unfit.")}),
+        ("bad", [GOOD], {"rewards": [Verdict("bad", "Unfit.")]}),
         ("unknown", [], {}),
     ],
 )  # fmt: skip
@@ -72,3 +72,25 @@ def test_accuracy_is_held_against_guessing() -> None:
     for interval, level in (((0.55, 0.65), "good"), ((0.45, 0.75), "doubtful")):
         one = Evaluated(metric="eval/accuracy", value=0.6, interval=interval)
         assert conclude([one], goal, is_finished=True, findings=0, sentence=None).level == level
+
+
+@pytest.mark.parametrize(("perplexity", "level"), [(198.0, "doubtful"), (20.0, "good")])
+def test_a_model_that_knows_little_more_than_frequencies_is_not_good(
+    perplexity: float, level: Level
+) -> None:
+    """Of a unigram perplexity of 400, three quarters of the loss are 400^(3/4) = 89."""
+    loss = gained("eval/loss", -1.0, -1.1, -0.9)
+    values = {"eval/perplexity": perplexity, "eval/unigram_perplexity": 400.0}
+    scale = [Evaluated(metric=name, value=value) for name, value in values.items()]
+    found = conclude(
+        [loss, *scale], [("eval/loss", "min")], is_finished=True, findings=0, sentence=None
+    )
+    assert found.level == level
+    assert ("learned little" in found.words) == (level == "doubtful")
+
+
+def test_what_is_too_small_to_be_shown_did_not_change() -> None:
+    found = verdict(gained(REWARD, 1e-9, 0.0, 0.0), Evaluated(metric=KL, value=-8.84e-07))
+    assert "did not change" in found.words
+    assert "0 [0, 0]" not in found.words
+    assert "the KL to the SFT model is 0 nats" in found.words

@@ -84,7 +84,7 @@ def test_another_text_does_not_fit_however_little_it_moves_scores() -> None:
 def test_pairs_that_nobody_scored_before() -> None:
     result = unknown([2, 1], [1, 2], "<q>", ["it starts twice"], ["it has no end"])
     assert (result.pairs, result.accuracy, result.own_accuracy, result.gap) == (2, 0.5, None, None)
-    assert result.lines("a", 0.1) == [
+    assert result.lines("a", 0.1, shows_text=True) == [
         "reward a: 2 held-out pairs read through PPO's path, 0.50 of them ranked as labelled",
         "  text of a pair: '<q>'",
         "  it starts twice",
@@ -127,7 +127,7 @@ def test_pairs_that_guessing_may_rank_so(right: int, wrong: int, ties: int) -> N
 
 def test_the_same_text_is_shown_once() -> None:
     result = compare([known(1, 0)], [1], [0], "<q>a<r>b<e>", [])
-    assert result.lines("a", 0.25) == [
+    assert result.lines("a", 0.25, shows_text=True) == [
         "reward a: 1 held-out pairs read through PPO's path, 1.00 of them ranked as labelled, 1.00 "
         "in its own stage; the scores differ by 0.000 of their standard deviation (allowed: 0.25)",
         "  text of a pair: '<q>a<r>b<e>'",
@@ -136,7 +136,8 @@ def test_the_same_text_is_shown_once() -> None:
 
 def test_another_text_is_shown_beside_its_own() -> None:
     # Own deviation of 1 and 0: 0.5; differences 1 and 0, root of 1 / 2: 1.41421 of it.
-    lines = compare([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", ["odd"]).lines("a", 0.1)
+    result = compare([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", ["odd"])
+    lines = result.lines("a", 0.1, shows_text=True)
     assert "differ by 1.414 of" in lines[0]
     assert lines[1:] == [
         "  text of a pair there: '<q>a<r>b<e>'",
@@ -144,6 +145,16 @@ def test_another_text_is_shown_beside_its_own() -> None:
         "  first difference: at character 4, '<q>a<r>b<e>' there, '<q>a\\n<r>b<e>' here",
         "  odd",
     ]
+
+
+def test_no_row_of_the_data_is_among_the_lines_unless_it_is_asked_for() -> None:
+    """Neither of a text that fits, nor of one that does not, nor of pairs without scores."""
+    for result in (
+        compare([known(1, 0)], [1], [0], "<q>a<r>b<e>", []),
+        compare([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", []),
+        unknown([1], [0], "<q>a<r>b<e>", [], []),
+    ):
+        assert not any("<q>" in line for line in result.lines("a", 0.1, shows_text=False))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ Sample = dict[str, Any]
 
 SAMPLES = "samples"
 """Name of the folder in that of a run."""
+HELD_OUT = "held_out.jsonl"
+"""Name of the file there of the responses that are sampled after supervised fine-tuning."""
 COUNT = 4
 """Responses that are kept of an iteration."""
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
@@ -45,12 +47,12 @@ DECIMALS = 4
 class Samples(Callback):
     """Shows the first `count` responses of every `every_n_iterations`-th batch.
 
-    The console cuts prompts and responses to `characters`; loggers and
+    The console cuts prompts and responses to `characters`, None shows none there; loggers and
     `<run_dir>/samples/train.jsonl` get them whole.
     """
 
     def __init__(
-        self, *, every_n_iterations: int, count: int, characters: int, run_dir: Path
+        self, *, every_n_iterations: int, count: int, characters: int | None, run_dir: Path
     ) -> None:
         self._every_n_iterations = every_n_iterations
         self._count = count
@@ -75,7 +77,8 @@ class Samples(Callback):
             return
         experience = outputs[RESULT].experience.select(slice(0, self._count))
         samples = training_samples(ppo_view(pl_module), experience)
-        get_console().print(console_table(samples, self._characters))
+        if self._characters is not None:
+            get_console().print(console_table(samples, self._characters))
         self._append(samples)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):

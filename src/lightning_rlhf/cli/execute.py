@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +14,43 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf.cli.messages import composition_error
-from lightning_rlhf.cli.overrides import check_stage, refuse_absent_callbacks, refuse_other_stages
+from lightning_rlhf.callbacks.terminal import print_line
+from lightning_rlhf.cli.messages import composition_error, program_name
+from lightning_rlhf.cli.overrides import (
+    check_stage,
+    parse_overrides,
+    refuse_absent_callbacks,
+    refuse_other_stages,
+    stage_of,
+)
+from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages import paths
+from lightning_rlhf.stages.process import IN_RECIPE
+from lightning_rlhf.stages.registry import STAGES
 
 if TYPE_CHECKING:
     from lightning_rlhf.stages.stage import Settings
+
+
+NEXT = {"sft": "rm", "rm": "ppo", "ppo": "eval_policy"}
+"""Stage -> the one that follows it."""
+ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
+"""Keys of a command that are not those of the next one."""
+
+
+def next_command(settings: Settings, overrides: Sequence[str]) -> str:
+    """Return the command that goes on from a finished stage that hands over a model."""
+    from lightning_rlhf.cli.recipe import own_configs
+    from lightning_rlhf.stages.folder.folders import FINAL, folder_of
+
+    words = ["chat", str(folder_of(settings) / FINAL)]
+    if settings.stage in NEXT:
+        given = [o for o in parse_overrides(overrides) if o.key_or_group not in ONCE]
+        kept = [str(o.input_line) for o in given if stage_of(o, STAGES) is None]
+        words = [*own_configs(), f"stage={NEXT[settings.stage]}", *kept]
+    return without_secrets(f"{program_name()} {shlex.join(words)}", overrides)
 
 
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
@@ -137,3 +169,6 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
         run_processes(settings, overrides)
     else:
         run_stage(settings)
+    is_alone = not in_sweep and IN_RECIPE not in os.environ
+    if is_alone and definition.hands_over == "model":
+        print_line(f"next: {next_command(settings, overrides)}")

@@ -275,7 +275,8 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
                 f"{folder / 'samples'} holds no eval_*.jsonl of the step in final/, which a "
                 "finished stage=ppo leaves. overwrite=true does the recipe again"
             )
-        console.print(side_by_side(*samples, n=5))
+        if stages["ppo"].samples:
+            console.print(side_by_side(*samples, n=5))
     trained = [stage for stage, settings in stages.items() if settings.definition.trains]
     for stage, folder in folders.items():
         picture, tables = f"picture: {folder / 'curves.png'}", f"tables: {folder / FINAL}"

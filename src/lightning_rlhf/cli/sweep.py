@@ -31,7 +31,7 @@ LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
 """Patterns of the characters that are not allowed in the name of a job's folder."""
-NEUTRAL = ("resume", "overwrite", "debug", "logger", "callbacks", "trainer")
+NEUTRAL = ("resume", "overwrite", "debug", "samples", "logger", "callbacks", "trainer")
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from statistics import fmean
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 """Natural logarithm of the largest float, 709.78."""
@@ -34,6 +37,22 @@ def distinct(texts: Iterable[str], n: int) -> float:
 def perplexity(loss: float) -> float:
     """Return exp(loss) for a mean negative log-likelihood in nats a token, inf on overflow."""
     return math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
+
+
+def unigram_perplexity(known: Iterable[Sequence[int]], texts: Iterable[Sequence[int]]) -> float:
+    """Return the perplexity of texts under the frequencies of tokens in others; lower is better.
+
+        exp(- mean over the tokens t of texts of log p(t)),   p(t) = (n(t) + 1) / (N + V)
+
+    n(t) is the number of t in `known`, N that of all its tokens, V that of the different ones and
+    one more, which stands for every token that is not there.
+
+    Source: Jurafsky and Martin, Speech and Language Processing, chapter 3, add-one smoothing
+    Departs: V counts the tokens of `known`, not those of the tokenizer.
+    """
+    counts = Counter(chain.from_iterable(known))
+    total = counts.total() + len(counts) + 1
+    return math.exp(fmean(math.log(total / (counts[t] + 1)) for t in chain.from_iterable(texts)))
 
 
 def pass_at_k(passed: Sequence[bool], k: int) -> float:

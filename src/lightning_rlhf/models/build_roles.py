@@ -142,26 +142,30 @@ def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
     roles.assign(role)
 
 
-LOWER = "data.max_response_tokens or data.max_prompt_tokens"
-"""Configuration keys that shorten the texts of the data."""
+LOWER = "lower data.max_response_tokens or data.max_prompt_tokens, to {limit} together"
+"""Advice on how to shorten the texts of the data."""
+WARNED: set[int] = set()
+"""Numbers of positions that this process has warned of."""
 
 
 def check_positions(roles: Roles, longest: int, what: str, lower: str = LOWER) -> None:
     """Raise ConfigError where a text has more tokens than the model has learned positions for.
 
-    Where the positions are computed (rotary), a longer text is possible: a warning is issued.
+    Where the positions are computed (rotary), a longer text is possible: the first one of a process
+    is warned of.
 
     longest: number of tokens of the longest text.
     what: description of that text, for the message.
-    lower: configuration keys that shorten it, for the message.
+    lower: advice on how to shorten it, for the message, with the number of positions as {limit}.
     """
     refuse_positions(roles, longest, what, lower)
     limit = getattr(roles.causal_lm.config, "max_position_embeddings", None)
-    if limit is not None and longest > limit:
+    if limit is not None and longest > limit and limit not in WARNED:
+        WARNED.add(limit)
         warnings.warn(
             f"{what} has {longest} tokens, more than the {limit} that the model was made for "
-            f"(max_position_embeddings): its answers and scores may be meaningless there; lower "
-            f"{lower}",
+            f"(max_position_embeddings): its answers and scores may be meaningless there; "
+            + lower.format(limit=limit),
             stacklevel=2,
         )
 
@@ -176,7 +180,7 @@ def refuse_positions(roles: Roles, longest: int, what: str, lower: str = LOWER) 
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
         raise ConfigError(
             f"{what} has {longest} tokens, but the model has positions for {limit} "
-            f"(max_position_embeddings); lower {lower}"
+            f"(max_position_embeddings); {lower.format(limit=limit)}"
         )
 
 

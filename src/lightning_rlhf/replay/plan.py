@@ -26,7 +26,7 @@ from lightning_rlhf.data.rollouts import (
 from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.models.weights import attention_of_the_hub
-from lightning_rlhf.stages.folder.changes import completed, read_config
+from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.folder.resume import origin
@@ -162,7 +162,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
             f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
             f"outputs/<run>/<model>/ppo{runs}"
         )
-    tree = completed(read_config(file, "replay has to know the configuration of the run"))
+    tree = read_config(file, "replay has to know the configuration of the run")
     if "stage" not in tree or tree["stage"] not in stage_names(tree):
         raise CheckpointError(f"{file} is damaged: it names no stage")
     if not trust_remote_code:

@@ -72,9 +72,11 @@ class Comparison:
         ]
         return TextTable(
             title="Results",
-            heading=["runs", "seeds", *map(heading_of, self.metrics)],
+            heading=["runs", "seed", *map(heading_of, self.metrics)],
             rows=rows,
-            note="Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none.",
+            note="Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
+            if any(len(group.runs) > 1 for group in self.groups)
+            else "",
         )
 
     def differences(self) -> TextTable:
@@ -108,7 +110,7 @@ class Comparison:
                 heading=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
                 rows=rows,
                 note="Interpolated between the evaluations of each run, at the place where its KL "
-                "first reaches the value; mean over seeds with its 95% t-interval.",
+                "first reaches the value; mean over seeds.",
             )
 
     def curves(self) -> list[Plot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,7 @@ NAMES = {
     "eval/distinct_2": "the share of different pairs of words",
     "eval/loss": "the loss on held-out demonstrations",
     "eval/perplexity": "the perplexity of held-out demonstrations",
+    "eval/unigram_perplexity": "the perplexity by token frequencies alone",
     "eval/accuracy": "the accuracy on held-out pairs",
     "eval/rm_loss": "the loss on held-out pairs",
     "eval/dpo_loss": "the preference loss on held-out pairs",
@@ -41,6 +43,10 @@ NAMES = {
     "eval/logps_rejected": "the log-probability of rejected responses, nats",
 }
 """Names of metrics in a sentence, where they are not those of LABELS."""
+PERPLEXITY, UNIGRAM = "eval/perplexity", "eval/unigram_perplexity"
+LITTLE = 0.75
+"""Share of the loss of token frequencies from which a model has learned little: that of pairs of
+words on the Wall Street Journal, log 170 / log 962 (Jurafsky and Martin, chapter 3)."""
 GUESSING = 0.5
 """Accuracy of guessing which of two responses is preferred."""
 
@@ -76,7 +82,7 @@ def conclude(
     findings: int,
     sentence: str | None,
     diverges: bool = False,
-    reward: Verdict | None = None,
+    rewards: Sequence[Verdict] = (),
 ) -> Verdict:
     """Return the verdict on a run.
 
@@ -85,7 +91,7 @@ def conclude(
     findings: number of findings of the diagnosis; sentence: a further one, as on diminishing
         returns, if any.
     diverges: whether the reward rose while the gold score did not.
-    reward: the fitness report's verdict on a reward model; None for other stages.
+    rewards: verdicts of fitness reports, on the run's own reward model or on what it is paid.
     """
     known = {one.metric: one for one in evaluated}
     metrics = [(metric, direction) for metric, direction in goal[:1] if metric in known]
@@ -93,9 +99,15 @@ def conclude(
         metrics.append((GOLD, "max"))
     judged = [judge(known[metric], direction) for metric, direction in metrics]
     parts = [one.words for one in judged]
-    if not judged and reward is None:
+    if not judged and not rewards:
         parts.append("nothing was evaluated")
     levels: list[Level] = [one.level for one in judged]
+    if {PERPLEXITY, UNIGRAM} <= known.keys():
+        found, unigram = known[PERPLEXITY].value, known[UNIGRAM].value
+        parts.append(f"the perplexity is {found:.3g}, and {unigram:.3g} by token frequencies alone")
+        if math.log(found) >= LITTLE * math.log(unigram):
+            levels.append("doubtful")
+            parts[-1] += ": the model has learned little"
     if "eval/kl" in known:
         parts.append(f"the KL to the SFT model is {measured(known['eval/kl'])} nats a response")
     if findings:
@@ -105,9 +117,9 @@ def conclude(
         levels.append("doubtful")
     if sentence is not None:
         parts.append(sentence)
-    if reward is not None:
-        levels.append(reward.level)
-        parts.append(reward.words.rstrip("."))
+    for one in rewards:
+        levels.append(one.level)
+        parts.append(one.words.rstrip("."))
     if not is_finished:
         levels.append("doubtful")
         parts.insert(0, "the run has not finished")
@@ -126,16 +138,16 @@ def judge(one: Evaluated, direction: Literal["min", "max"]) -> Verdict:
         )
     if one.gain is None:
         return Verdict("unknown", f"{label} is {measured(one)}, evaluated once")
+    level, change = _sign(one.gain, one.gain_interval, direction), short(abs(one.gain))
+    if change == "0":
+        return Verdict(level, f"{label} did not change and is {short(one.value)}")
     rises = one.gain > 0
     interval = ""
     if one.gain_interval is not None:
         low, high = one.gain_interval if rises else (-one.gain_interval[1], -one.gain_interval[0])
-        interval = f" [{low:z.3g}, {high:z.3g}]"
-    return Verdict(
-        _sign(one.gain, one.gain_interval, direction),
-        f"{label} {'rose' if rises else 'fell'} by {abs(one.gain):.3g}{interval} to "
-        f"{one.value:z.3g}",
-    )
+        interval = f" [{short(low)}, {short(high)}]"
+    words = f"{'rose' if rises else 'fell'} by {change}{interval} to {short(one.value)}"
+    return Verdict(level, f"{label} {words}")
 
 
 def label_of(metric: str) -> str:
@@ -153,8 +165,13 @@ def heading_of(metric: str) -> str:
 def measured(one: Evaluated) -> str:
     """Return a value with its interval."""
     if one.interval is None:
-        return f"{one.value:z.3g}"
-    return f"{one.value:z.3g} [{one.interval[0]:z.3g}, {one.interval[1]:z.3g}]"
+        return short(one.value)
+    return f"{short(one.value)} [{short(one.interval[0])}, {short(one.interval[1])}]"
+
+
+def short(value: float) -> str:
+    """Return a number with three digits, and at most four decimals: what is smaller is 0."""
+    return f"{round(value, 4):z.3g}"
 
 
 def _shifted(interval: Interval | None, by: float) -> Interval | None:

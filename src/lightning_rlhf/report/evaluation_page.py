@@ -17,7 +17,7 @@ from lightning_rlhf.io.visible import json_line, visible_line
 from lightning_rlhf.report.comparison import DECODINGS, Comparison, Decoding, PolicySamples
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.markdown import plain, table
-from lightning_rlhf.report.tables import ABSENT, spread
+from lightning_rlhf.report.tables import ABSENT, spread, verdict_lines
 from lightning_rlhf.rewards.prefixes import PASS
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
@@ -63,7 +63,8 @@ class PolicyReport:
 
     title: str
     about: Mapping[str, Any]
-    """Settings of the evaluation: number of prompts, of samples, temperature, seed, sources."""
+    """Settings of the evaluation: number of prompts, of samples, temperature, seed, sources, and
+    the fitness reports' verdicts on the reward, by component."""
     policies: Sequence[PolicySamples]
     """The SFT model, then the policies in the order given."""
     numbers: Mapping[Decoding, Mapping[str, Mapping[str, float]]]
@@ -136,7 +137,9 @@ class PolicyReport:
         if rows := [row for row in self.pass_rows() if _is_brief(row[0].partition("/")[2])]:
             yield _console("Sampled responses, pass@k", heading, rows)
         rows = [row for row in self.comparison_rows("sampled") if _is_brief(row[1])]
-        yield _console("Sampled responses, paired", HEADING, rows)
+        last = _console("Sampled responses, paired", HEADING, rows)
+        last.caption, last.caption_justify = verdict_lines(self.about["verdicts"]), "left"
+        yield last
 
     def logged(self) -> dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]]:
         """Return the tables for loggers, columns and rows by name."""
@@ -176,7 +179,9 @@ class PolicyReport:
             },
             "comparisons": [asdict(one) for one in self.comparisons],
         }
-        (folder / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        (folder / NUMBERS).write_text(
+            json.dumps(numbers, indent=2, default=vars) + "\n", encoding="utf-8"
+        )
         lines = (json_line(row) + "\n" for row in self.side_by_side())
         (folder / SAMPLES).write_text("".join(lines), encoding="utf-8")
 
@@ -202,6 +207,10 @@ class PolicyReport:
             f"Measured on {counted(prompts, 'held-out prompt')}, with "
             f"{counted(self.about['samples_per_prompt'], 'sampled response')} and one greedy "
             f"response to each; temperature {self.about['temperature']:g}.",
+            *(
+                plain(f"Reward {name}: {verdict.words}", CHARACTERS)
+                for name, verdict in self.about["verdicts"].items()
+            ),
         ]
         for decoding in DECODINGS:
             columns = list(range(1, len(names) + 1))

@@ -61,16 +61,8 @@ def before_after_table(
 
     verdicts: verdict of the fitness report on each component of the reward, shown under the table.
     """
-    verdict_lines = [
-        Text(visible_line(f"reward {name}: {verdict.words}"), verdict.style)
-        for name, verdict in verdicts.items()
-    ]
-    table = Table(
-        title="On held-out prompts",
-        title_justify="left",
-        caption=Text("\n").join(verdict_lines) if verdict_lines else None,
-        caption_justify="left",
-    )
+    table = Table(title="On held-out prompts", title_justify="left", caption_justify="left")
+    table.caption = verdict_lines(verdicts)
     table.add_column("")
     for heading in ("SFT", "after PPO", "change"):
         table.add_column(heading, justify="right")
@@ -79,6 +71,15 @@ def before_after_table(
         label = LABELS[name] if name in LABELS else name.removeprefix(JUDGE).removeprefix("eval/")
         table.add_row(Text(visible_line(label)), *_change(before, after, name))
     return table
+
+
+def verdict_lines(verdicts: Mapping[str, Verdict]) -> Text | None:
+    """Return the verdict on each component of the reward, for below a table; None without any."""
+    lines = [
+        Text(visible_line(f"reward {name}: {verdict.words}"), verdict.style)
+        for name, verdict in verdicts.items()
+    ]
+    return Text("\n").join(lines) if lines else None
 
 
 def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:

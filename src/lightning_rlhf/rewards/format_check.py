@@ -95,20 +95,26 @@ class FormatResult:
             return not self.problems
         return self.rendered == self.own_rendered and self.gap <= tolerance
 
-    def lines(self, name: str, tolerance: float) -> list[str]:
-        """Return the result in words, one line each, with the text of one pair."""
+    def lines(self, name: str, tolerance: float, *, shows_text: bool) -> list[str]:
+        """Return the result in words, one line each.
+
+        shows_text: whether the text of one pair, a row of the data, is among them.
+        """
         here = f"{self.accuracy:.2f} of them ranked as labelled"
         if self.gap is None:
             first = f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}"
             more = (*self.problems, *(f"look: {doubt}" for doubt in self.doubts))
-            return [first, f"  text of a pair: {self.rendered!r}", *(f"  {line}" for line in more)]
+            shown = [f"  text of a pair: {self.rendered!r}"] * shows_text
+            return [first, *shown, *(f"  {line}" for line in more)]
         first = (
             f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}, "
             f"{self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} of "
             f"their standard deviation (allowed: {tolerance:g})"
         )
-        shown = [f"  text of a pair: {self.rendered!r}"]
-        if self.rendered != self.own_rendered:
+        shown = [f"  text of a pair: {self.rendered!r}"] * shows_text
+        if self.rendered != self.own_rendered and not shows_text:
+            shown = ["  the text of a pair is another one there; debug=true shows both"]
+        elif self.rendered != self.own_rendered:
             shown = [
                 f"  text of a pair there: {self.own_rendered!r}",
                 f"  text of a pair here:  {self.rendered!r}",

@@ -24,14 +24,15 @@ def sample_reference(
     params: SamplingParams,
     generator: torch.Generator,
     replicas: Replicas = ONE,
+    role: str = REFERENCE,
 ) -> list[SampledResponses]:
     """Return the batches of responses of the SFT model that all processes sample, on the CPU.
 
-    batches: batches of prompts, none of which is divided.
+    batches: batches of prompts, none of which is divided; role: role of the SFT model.
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
     sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
-    with roles.use_role(REFERENCE):
+    with roles.use_role(role):
         mine = [
             (int(numbers[0]), sampled.to("cpu"))
             for numbers, sampled in sample_mine(sampler, batches, generator)

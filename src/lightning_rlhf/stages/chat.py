@@ -189,7 +189,7 @@ class Conversation:
         chat, tokens, shown = speaker.chat, [], ""
         prompt = chat.prompt_tokens(asked)
         check_positions(
-            speaker.roles, len(prompt) + self.max_tokens, "the dialogue with a reply", "/reset"
+            speaker.roles, len(prompt) + self.max_tokens, "the dialogue with a reply", "use /reset"
         )
         for token in speaker.tokens(prompt, self.max_tokens, self.temperature, self.generator):
             tokens.append(token)

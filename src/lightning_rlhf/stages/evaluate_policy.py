@@ -42,6 +42,7 @@ from lightning_rlhf.stages.policy_answers import (
     load_policy,
     numbers_of,
     sample_responses,
+    told_verdicts,
 )
 from lightning_rlhf.stages.policy_scores import Scorer
 from lightning_rlhf.stages.reward.build_rewards import light_sources
@@ -72,6 +73,7 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
         if demonstrations is None
         else fitting(ready, demonstrations, tokenise_demonstrations, limit),
         sources={name: str(policy.path) for name, policy in policies.items()},
+        verdicts=told_verdicts(ready),
     )
     shown = [
         f"{', '.join(policies)} and the SFT model on {len(task.prompts)} held-out prompts",
@@ -176,6 +178,7 @@ def report(task: Task, policies: Sequence[PolicySamples]) -> PolicyReport:
             "temperature": config.temperature,
             "seed": settings.seed,
             "sources": dict(task.sources),
+            "verdicts": task.verdicts,
         },
         policies=policies,
         numbers=numbers,

@@ -30,6 +30,7 @@ from lightning_rlhf.models.build_roles import (
     start_from,
 )
 from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT, Roles
+from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.comparison import Decoding
 from lightning_rlhf.rollout.annotate import annotate, predict
 from lightning_rlhf.rollout.dealt import DealtBatch, count_mine, deal, sample_mine
@@ -40,6 +41,8 @@ from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.stages.chosen import load_weights
 from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.policies import Kept, Source
+from lightning_rlhf.stages.reward.build_rewards import hub_rewards
+from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
 
 Part = tuple[Int[Tensor, " B"], Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
@@ -62,6 +65,8 @@ class Task:
     """Held-out demonstrations; empty where the data have none."""
     sources: Mapping[str, str]
     """Policy -> path of the folder or file that it is loaded from."""
+    verdicts: Mapping[str, Verdict]
+    """Component of the reward -> verdict of its fitness report, where it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,16 @@ class Answers:
     """Responses of each decoding that this process sampled."""
     perplexity: float | None
     """Perplexity of the held-out demonstrations; None without any."""
+
+
+def told_verdicts(ready: Prepared) -> dict[str, Verdict]:
+    """Print and return the verdicts of fitness reports on the reward, by component.
+
+    To be called after `light_sources`, which downloads reward models.
+    """
+    found = verdicts_on(ready.settings, {**ready.parents, **hub_rewards(ready)}, refuses=False)
+    print_verdicts(found)
+    return {name: verdict for name, verdict in found.items() if verdict is not None}
 
 
 def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
@@ -94,7 +109,8 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
         roles, longest + config.max_response_tokens,
         f"the longest prompt ({longest} tokens) with {settings.stage}.max_response_tokens "
         f"({config.max_response_tokens})",
-        lower=f"{settings.stage}.max_response_tokens or data.max_prompt_tokens",
+        lower=f"lower {settings.stage}.max_response_tokens or data.max_prompt_tokens, to {{limit}} "
+        "together",
     )  # fmt: skip
     check_room(
         roles, config.batch_size, longest,

@@ -37,6 +37,7 @@ from lightning_rlhf.stages.policy_answers import (
     load_policy,
     numbers_of,
     sample_responses,
+    told_verdicts,
 )
 from lightning_rlhf.stages.policy_scores import Scorer
 from lightning_rlhf.stages.reward.build_rewards import light_sources
@@ -64,6 +65,7 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
         rows=[row.columns for row in rows.rows],
         references=(),
         sources={name: str(policy.path) if policy is not None else _path_of(parents.get(SFT))},
+        verdicts=told_verdicts(ready),
     )
     print_line(
         f"{config.samples_per_prompt} responses of {name} to each of "
@@ -153,13 +155,14 @@ def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) ->
         provenance = {
             "metrics": metrics,
             "policy": dict(task.sources),
+            "verdicts": task.verdicts,
             "parents": json.loads((folder / PARENTS).read_text(encoding="utf-8")),
             "left_out": dict(ranked.left_out),
             "config": settings.tree,
             "versions": versions(),
         }
         (whole / settings.definition.numbers).write_text(
-            json.dumps(provenance, indent=1) + "\n", "utf-8"
+            json.dumps(provenance, indent=1, default=vars) + "\n", "utf-8"
         )
     leave_report(folder, settings.definition)
     for line in summary(metrics, ranked, config):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
 from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
-from lightning_rlhf.callbacks.samples import SAMPLES, train_samples
+from lightning_rlhf.callbacks.samples import HELD_OUT, SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
 from lightning_rlhf.io.storage import written_whole
@@ -28,7 +29,8 @@ from lightning_rlhf.report.run_page import (
     TokenSample,
     write_page,
 )
-from lightning_rlhf.report.run_plots import HELD_OUT, curve_plots, fan_plot, frontier_plots, kl_note
+from lightning_rlhf.report.run_plots import HELD_OUT as REWARD
+from lightning_rlhf.report.run_plots import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
@@ -102,12 +104,12 @@ def stage_report(run: RunFiles) -> StageReport:
         title=run.title,
         verdict=conclude(
             evaluated,
-            (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
+            (stage.goal if stage else ()) or ((REWARD, "max"),),
             is_finished=run.is_finished,
             findings=len(found or ()),
             sentence=sentence or results(run, evaluated) or None,
             diverges=diverges,
-            reward=reward_verdict(run),
+            rewards=reward_verdicts(run),
         ),
         curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
         fan=fan_plot(curves, unit),
@@ -115,7 +117,9 @@ def stage_report(run: RunFiles) -> StageReport:
         frontier_note=note,
         evaluated=() if evaluation.is_file() else evaluated,
         tables=[*policy_tables(evaluation), *fitness_tables(run), *single_numbers(run, evaluated)],
-        pairs=pairs(run.folder) or policy_pairs(run.folder / FINAL, PAIRS),
+        pairs=pairs(run.folder)
+        or policy_pairs(run.folder / FINAL, PAIRS)
+        or demonstrated(run.folder / SAMPLES / HELD_OUT),
         samples=token_samples(train_samples(run.folder)),
         findings=found,
         phases=[(PHASES[name], sum(curves[name][1])) for name in PHASES if name in curves],
@@ -136,7 +140,8 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
         result = StageResult.read(metrics, run.folder)
         found = []
         rank = list(LABELS)
-        for name in sorted(ends, key=lambda n: rank.index(n) if n in rank else len(rank)):
+        names = dict.fromkeys([*ends, *(n for n in metrics if n.startswith("eval/"))])
+        for name in sorted(names, key=lambda n: rank.index(n) if n in rank else len(rank)):
             value, gain = result.metric(name), result.gain(name)
             if value is None:
                 continue
@@ -153,19 +158,27 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     return found
 
 
-def reward_verdict(run: RunFiles) -> Verdict | None:
-    """Return the verdict of a fitness report: of the manifest, or beside it; None without one."""
-    with damage_named(run.folder / FINAL / FITNESS):
-        judged = read_judgement(run.folder / FINAL)
-    if run.manifest is not None and run.manifest.stage in run.manifest.verdicts:
-        judged = Judgement(**run.manifest.verdicts[run.manifest.stage])
-    if judged is None:
-        return None
+def reward_verdicts(run: RunFiles) -> list[Verdict]:
+    """Return verdicts of fitness reports: on the run's own reward model, or on what it is paid."""
+    final = run.folder / FINAL
+    with damage_named(final / FITNESS):
+        own = read_judgement(final)
+    found: dict[str, Any] = {} if own is None else {run.stage: vars(own)}
+    if run.manifest is not None:
+        found |= run.manifest.verdicts
+    elif run.definition is not None:
+        found |= (optional_json(final / run.definition.numbers) or {}).get("verdicts", {})
     _, pairs = run.curves.get(f"{FITNESS_METRICS}pairs", ((), (0,)))
     is_measured = pairs[-1] >= MIN_COUNT and LOWEST in run.curves
     good: Level = "good" if is_measured else "unknown"
-    level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
-    return Verdict(level, judged.words)
+    verdicts = []
+    for name, judged in ((name, Judgement(**fields)) for name, fields in found.items()):
+        level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
+        of = "" if name == run.stage else f"reward {name}: "
+        section = run.tree.get("reward") or {}
+        paid = (section.get("components") or {}).get(name, section).get("weight") != 0
+        verdicts.append(Verdict(level if paid else "unknown", f"{of}{judged.words}"))
+    return verdicts
 
 
 def pairs(folder: Path) -> list[PairedSample]:
@@ -183,6 +196,19 @@ def pairs(folder: Path) -> list[PairedSample]:
         )
         for before, after in paired_samples(*files, PAIRS)
     ]
+
+
+def demonstrated(path: Path) -> list[PairedSample]:
+    """Return the responses sampled after SFT beside the demonstrations; none without the file."""
+    rows = [row for _, row in json_lines(path)] if path.is_file() else []
+    kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
+    with damage_named(path):
+        return [
+            PairedSample(
+                prompt=row["prompt"], before=row["demonstration"], after=row["response"], **kinds
+            )
+            for row in rows
+        ]
 
 
 def token_samples(path: Path) -> list[TokenSample]:

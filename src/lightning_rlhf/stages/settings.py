@@ -19,7 +19,6 @@ from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import Seed, Text, build, check_value, described, refuse_unknown
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.stages.folder.changes import completed, stage_completed
 from lightning_rlhf.stages.registry import DEFINITION, chosen_stage, stage_names
 from lightning_rlhf.stages.reward_section import (
     check_components,
@@ -88,14 +87,13 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     for key in (*KEYS, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     check_value("seed", tree["seed"], Seed)
-    for key in ("overwrite", "record", "debug"):
+    for key in ("overwrite", "record", "debug", "samples"):
         check_value(key, tree[key], bool)
     if tree["preflight"] is False:
         tree["preflight"] = "off"  # which is false in a YAML file
     check_value("preflight", tree["preflight"], PreflightMode)
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)
-    tree = stage_completed(completed(tree), definition)
     tree = resolve_auto(tree)
     check_value("outputs", tree["outputs"], Annotated[Text, described("a folder")])
     if tree["resume"] and tree["overwrite"]:
@@ -128,6 +126,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         preflight=tree["preflight"],
         record=tree["record"],
         debug=tree["debug"],
+        samples=tree["samples"],
         tree=tree,
     )
 

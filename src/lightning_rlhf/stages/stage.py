@@ -99,6 +99,8 @@ class Settings:
     record: bool
     """True if PPO writes its rollouts; the other stages have none."""
     debug: bool
+    samples: bool
+    """Whether sampled responses are printed."""
     tree: dict[str, Any]
     """The whole configuration as plain types."""
 

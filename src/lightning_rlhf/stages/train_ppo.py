@@ -95,7 +95,10 @@ def run_ppo(
     ready, folder = training.ready, training.ready.folder
     evaluation, dump = Evaluation(judge, folder), NonFiniteDump(folder)
     samples = Samples(
-        every_n_iterations=config.samples_every, count=COUNT, characters=160, run_dir=folder
+        every_n_iterations=config.samples_every,
+        count=COUNT,
+        characters=160 if settings.samples else None,
+        run_dir=folder,
     )
     recorders = [dump, *([Recorder(folder)] if settings.record else [])]
     diagnosis = Diagnosis(config, folder, prompts_cut=training.prompts_cut, stage=settings.stage)
@@ -135,7 +138,7 @@ def prepare_ppo(
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)
     found = verdicts_on(settings, parents | hub_rewards(ready))
-    print_verdicts(found)
+    print_verdicts(found, " PPO is run on it all the same.")
     verdicts = {name: verdict for name, verdict in found.items() if verdict is not None}
     held_out, train, val = tokenised(ready, rows)
     ptx = read_ptx(ready, config)
@@ -148,7 +151,7 @@ def prepare_ppo(
     check_positions(
         roles, longest + config.max_response_tokens,
         f"the longest prompt ({longest} tokens) with {key} ({config.max_response_tokens})",
-        lower=f"{key} or data.max_prompt_tokens",
+        lower=f"lower {key} or data.max_prompt_tokens, to {{limit}} together",
     )  # fmt: skip
     check_room(
         roles, config.rollout_batch_size, longest, config.max_response_tokens,

@@ -29,6 +29,13 @@ EVALUATION: dict[str, Metric] = {
         "falls; after PPO, not far above that of the SFT model",
         better="min",
     ),
+    "eval/unigram_perplexity": Metric(
+        "perplexity of the same tokens under their frequencies in the training targets",
+        "tokens",
+        "eval",
+        SFT,
+        "far above eval/perplexity; near it, the model has learned little",
+    ),
     "eval/rm_loss": Metric(
         "-log sigmoid(chosen - rejected), mean over all validation pairs",
         "nats a pair",

@@ -10,11 +10,9 @@ from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.stages.folder.changes import (
-    completed,
     differing_keys,
     flatten,
     read_config,
-    stage_completed,
     volatile,
 )
 from lightning_rlhf.stages.folder.ending import read_ending
@@ -28,8 +26,7 @@ def is_longer(settings: Settings) -> bool:
     Raises ConfigError where they are and the steps made so far would have been others.
     """
     folder, stage = folder_of(settings), settings.definition
-    stored = read_config(folder / CONFIG, "overwrite=true starts over")
-    then, now = stage_completed(completed(stored), stage), completed(settings.tree)
+    then, now = read_config(folder / CONFIG, "overwrite=true starts over"), settings.tree
     key = f"{stage.name}.{stage.length}"
     if differing_keys(then, now, (*volatile(stage), *stage.unread)) != [key]:
         return False

@@ -129,9 +129,6 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
     """Return a reward head with random weights."""
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
-    print_line(
-        "reward=random: the reward means nothing; this only shows that the loop runs", "bold red"
-    )
     return LearnedReward(
         partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size,
         reading(partial(role_flops, roles, role)), roles,

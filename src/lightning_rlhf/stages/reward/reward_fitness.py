@@ -224,7 +224,7 @@ def sft_samples(
         )
     longest = max(int(rollout.mask.sum(dim=1).max()) for rollout in samples)
     what = f"the longest of {count} responses of the SFT model, with its prompt,"
-    check_positions(roles, longest, what, "data.max_response_tokens")
+    check_positions(roles, longest, what)
     return samples
 
 

@@ -48,7 +48,7 @@ def check_formats(ready: Prepared, reward: Reward) -> None:
                 f"reward {name}: no held-out pairs to check its format with (data.preferences)"
             )
             continue
-        lines = result.lines(name, config.format_tolerance)
+        lines = result.lines(name, config.format_tolerance, shows_text=ready.settings.debug)
         fits = result.fits(config.format_tolerance)
         for line in lines:
             print_line(line, "bold red" if not fits else "")
