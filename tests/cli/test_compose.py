@@ -188,6 +188,28 @@ def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> No
         assert (settings.data.judge is not None) == (data in ("course", "quickstart"))
 
 
+@pytest.mark.parametrize("data", options("data"))
+def test_a_local_file_is_not_validated_on_a_data_set_of_the_hub(data: str) -> None:
+    """Of each kind, unless the data set is given."""
+    kinds = ("demonstrations", "preferences", "prompts")
+    own = [f"data.{kind}.train=mine.jsonl" for kind in kinds]
+    preset, mine = (
+        read_settings(composed("stage=sft", f"data={data}", *w)).data for w in ([], own)
+    )
+    both = (
+        "stage=sft",
+        f"data={data}",
+        *own,
+        *(f"data.{kind}.val=org/name:test" for kind in kinds),
+    )
+    for kind in kinds:
+        shipped = getattr(preset, kind).val
+        is_local = shipped is not None and shipped.endswith((".jsonl", ".jsonl.gz"))
+        assert getattr(mine, kind) == Split(train="mine.jsonl", val=shipped if is_local else None)
+        given_too = getattr(read_settings(composed(*both)).data, kind)
+        assert given_too == Split(train="mine.jsonl", val="org/name:test")
+
+
 @pytest.fixture(scope="module")
 def files_data() -> DataConfig:
     """The values of data=files."""
