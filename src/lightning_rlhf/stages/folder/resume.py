@@ -198,13 +198,11 @@ def named(folder: Path, name: str) -> Path:
 def check_resumable(path: Path, settings: Settings) -> None:
     """Raise CheckpointError, with a hint, where the checkpoint is damaged or of another run.
 
-    Also where another file that the run continues is damaged, or lacks data that was written before
-    the checkpoint.
+    Also where another file that the run continues is damaged.
     """
     # Imported here, since it takes seconds: errors in names are raised before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
     from lightning_rlhf.callbacks.samples import read_samples, train_samples
-    from lightning_rlhf.stages.folder.gaps import check_no_gap
 
     folder = folder_of(settings)
     read_rows(folder / METRICS)
@@ -226,7 +224,6 @@ def check_resumable(path: Path, settings: Settings) -> None:
         if before:
             way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"
         raise CheckpointError(f"{error}. {way}") from error
-    check_no_gap(path, settings)
 
 
 def origin(settings: Settings) -> Origin:
