@@ -586,7 +586,7 @@ def whole(run: Run) -> Path:
 
 def test_a_whole_checkpoint_is_read(whole: Path) -> None:
     check_checkpoint(whole, ORIGIN)
-    assert read_run(whole) == asdict(ORIGIN) | {"step": 6, "val_every": 1000}
+    assert read_run(whole) == asdict(ORIGIN) | {"step": 6}
 
 
 @pytest.mark.parametrize("size", [0, 1000])
@@ -600,7 +600,7 @@ def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
     """torch itself would read it."""
     path, tensor = tmp_path / "000001.ckpt", torch.full((64,), 1.2345)
     WholeFiles().save_checkpoint(
-        {"state_dict": {"a": tensor}, "lightning_rlhf": stamp(ORIGIN, 1, 2)}, path
+        {"state_dict": {"a": tensor}, "lightning_rlhf": stamp(ORIGIN, 1)}, path
     )
     check_checkpoint(path, ORIGIN)
     data = bytearray(path.read_bytes())
@@ -631,7 +631,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_foreign(whole: Path) -> 
         check_checkpoint(other, ORIGIN)
 
 
-STAMP = stamp(ORIGIN, 1, 2)
+STAMP = stamp(ORIGIN, 1)
 
 
 @pytest.mark.parametrize("content", [

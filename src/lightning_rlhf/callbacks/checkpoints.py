@@ -60,15 +60,12 @@ class Checkpoints(Callback):
         origin: Origin,
         stop: Stop,
         goal: Goal,
-        steps: int | None = None,
         replicas: Replicas = ONE,
     ) -> None:
         """Set up the callback.
 
         config: section of the stage; the checkpoint of its `final` is kept where that is a step.
         goal: empty where no evaluation is better than another; there is no `best.ckpt` then.
-        steps: number of steps of the whole run; where it is larger than the one that a checkpoint
-            was written with, the run goes on. None is that of the checkpoint.
         replicas: processes of the run, of which the first writes the files.
         """
         self.folder = folder
@@ -76,7 +73,6 @@ class Checkpoints(Callback):
         self.origin = origin
         self.stop = stop
         self.goal = goal
-        self.steps = steps
         self.replicas = replicas
         self.kept = config.final if isinstance(config.final, int) else None
         """Step whose checkpoint is kept whatever its age."""
@@ -112,15 +108,12 @@ class Checkpoints(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         check_contents(checkpoint, trainer.callbacks)  # type: ignore[attr-defined]
-        checkpoint[RUN] = stamp(self.origin, trained(trainer), self.config.val_every)
+        checkpoint[RUN] = stamp(self.origin, trained(trainer))
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._first = checkpoint[RUN]["step"]
-        if self.steps is not None and self._first < self.steps:
-            # Lightning has no public way to resume an epoch with more batches than it had.
-            checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_states(trainer.callbacks)  # type: ignore[attr-defined]

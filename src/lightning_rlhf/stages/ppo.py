@@ -73,7 +73,6 @@ STAGE = Stage(
         "eval/judge/correct",
     ),
     panels=panels,
-    length="iterations",
     volatile=("kl_warning",),
     replays="updates",
 )

@@ -150,8 +150,6 @@ class Stage:
     panels: Callable[[Collection[str]], Sequence[Panel]] | None = None
     """Function: names of the measured metrics -> panels of curves.png; None draws one panel a
     metric."""
-    length: str = "epochs"
-    """Key of the section that sets the length of a run."""
     divides: bool = False
     """True if the processes of a stage that does not train divide its work; the first one writes
     its files, and `run` ends the others."""
