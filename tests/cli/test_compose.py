@@ -95,8 +95,7 @@ def yaml(group: str, option: str) -> dict[str, Any]:
 
 def stage_keys(stage: str) -> dict[str, Any]:
     """Of the stage's section, as it is where nothing is overridden."""
-    file = "eval_reward" if stage == "eval" else stage  # its earlier name
-    return yaml("stages", file) | (yaml("advantage", "gae") if stage == "ppo" else {})
+    return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
 
 
 def test_groups_are_those_that_the_tests_below_go_through() -> None:
@@ -106,7 +105,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
         "advantage"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["dpo", "eval", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
+    assert STAGES == ["dpo", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
     assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
     assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
 

@@ -87,14 +87,14 @@ def test_a_plan_needs_nothing_that_is_trained(workplace: Workplace) -> None:
     assert {"base", "sft", "reward", "policy", "critic"} <= planned(out).keys()
     assert "for each of 2 processes on a CPU" in out
     assert not workplace.outputs.exists()
-    error = workplace.call("plan", *MINI, "stage=eval").error
-    assert error.startswith("stage=eval has no memory plan; allowed: sft, rm, ppo, dpo")
+    error = workplace.call("plan", *MINI, "stage=eval_reward").error
+    assert error.startswith("stage=eval_reward has no memory plan; allowed: sft, rm, ppo, dpo")
     error = workplace.call("plan", *MINI, "recipe=quickstart").error
     assert error.endswith("a plan is of one; allowed: plan stage=NAME")
 
 
 @pytest.mark.parametrize(("words", "error"), [
-    (["stage=eval"], "stage=eval cannot be checked: its description has no `prepare`"),
+    (["stage=eval_reward"], "stage=eval_reward cannot be checked: it"),
     (["recipe=quickstart"], "recipe=NAME runs several stages or jobs, and a check is of one"),
     (["stage=sft", "seed=1,2", "-m"], "-m runs several stages or jobs"),
     (["stage=ppo", "run=elsewhere"], "stage=ppo starts from an SFT model"),
