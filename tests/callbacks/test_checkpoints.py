@@ -212,17 +212,6 @@ def test_of_equally_accurate_reward_models_the_one_of_the_lower_loss_is_best(
     )
 
 
-def test_a_checkpoint_that_knows_no_loss_of_the_best_one_loses_to_an_equal_one(
-    tmp_path: Path,
-) -> None:
-    saver = saver_of("rm", tmp_path)
-    saver.load_state_dict({"best": 0.75, "best_step": 1, "evaluated": 1})
-    evaluated(saver, 2, accuracy=0.5, rm_loss=0.1)
-    assert saver.best_step == 1
-    evaluated(saver, 3, accuracy=0.75, rm_loss=0.9)
-    assert saver.best_step == 3
-
-
 def test_an_evaluation_that_is_not_finite_is_refused_and_not_done(tmp_path: Path) -> None:
     saver = saver_of("sft", tmp_path)
     evaluated(saver, 1, loss=2.0, **{"judge/own": float("nan")})

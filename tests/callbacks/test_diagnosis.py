@@ -158,19 +158,6 @@ def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path, cut
     assert resumed.state_dict() == whole.state_dict()
 
 
-def test_the_state_of_earlier_checkpoints_is_read(fit: Fit, tmp_path: Path, capsys: Any) -> None:
-    """They count constant iterations, and name two warnings."""
-    path = tmp_path / "old.ckpt"
-    train(fit, Scored([SAME] * 4), more=[SaveAt(2, path)])
-    checkpoint = torch.load(path, weights_only=False)
-    checkpoint["callbacks"]["Diagnosis"] = {"constant": 2, "told": ["kl"]}
-    torch.save(checkpoint, path)
-    capsys.readouterr()
-    train(fit, Scored([SAME] * 4, [99.0] * 4), 50.0, ckpt_path=path, rules=RULES)
-    out = capsys.readouterr().out
-    assert (out.count(CONSTANT), out.count(FAR)) == (1, 0)
-
-
 def test_wandb_gets_an_alert_and_a_run_without_it_none(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,13 +240,6 @@ def test_columns_take_any_name_that_a_form_has() -> None:
         read_settings(composed("stage=sft", "data=files", "data.columns.promt=question"))
 
 
-def test_a_preset_of_an_earlier_version_has_its_data_read_as_then() -> None:
-    """One of the user's own that lists all keys, without those that were added since."""
-    given = ("~data.format", "~data.columns", "~data.train_on")
-    data = read_settings(composed("stage=sft", *given)).data
-    assert (data.format, data.columns, data.train_on) == ("auto", {}, "last")
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_s_own_numbers_apply_to_it_alone(stage: str, model: str) -> None:

@@ -224,18 +224,3 @@ def test_exports_that_are_refused(place: Workplace, tmp_path: Path) -> None:
     error = place.call("export", run, "--step", "6", "--out", str(tmp_path)).error
     assert error == f"--out {tmp_path} exists already; allowed: a folder that does not"
     assert "is no run" in place.call("export", str(place.outputs), "--step", "1").error
-
-
-def test_a_run_of_an_earlier_version_resumes(place: Workplace) -> None:
-    """Its config.json has none of the keys."""
-    work = folder(place, "older")
-    shutil.copytree(folder(place, "reference"), work)
-    shutil.rmtree(work / "final")
-    stored = json.loads((work / "config.json").read_text())
-    for key in ("final", "best", "stop"):
-        del stored["ppo"][key]
-    del stored["final"]
-    stored["job"] = "older"
-    (work / "config.json").write_text(json.dumps(stored))
-    ppo(place, "older", "resume=true", "ppo.checkpoints_kept=9").succeeded  # noqa: B018
-    assert weights(work / "final") == weights(folder(place, "reference") / "final")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,21 +102,6 @@ def test_check_refuses_what_it_cannot_check(
 ) -> None:
     assert error in workplace.call("check", *MINI, *words).error
     assert not workplace.outputs.exists()
-
-
-def test_a_resumed_run_of_an_earlier_version_computes_with_no_model_before_it_goes_on(
-    finished: Workplace, cut: Callable[[str, int], None]
-) -> None:
-    words = ["stage=ppo", "run=cut", *given(finished)]
-    cut("step", 1)
-    assert "PowerCut" in finished.mini(*words).err
-    file = finished.stage("ppo", "cut") / "config.json"
-    config = json.loads(file.read_text())
-    del config["preflight"]  # as an earlier version wrote it
-    file.write_text(json.dumps(config))
-    out = finished.mini(*words, "resume=true", "preflight=strict").succeeded.out
-    assert passed(out) == 7
-    assert not re.search("│ (fingerprint|padding|ratio)", out)
 
 
 def test_off_is_false_in_a_file_and_other_words_are_refused(workplace: Workplace) -> None:

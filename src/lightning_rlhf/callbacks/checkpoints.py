@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,7 +23,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.contract import is_evaluation, position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
-from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
+from lightning_rlhf.callbacks.goal import Goal, require_metrics, signed
 from lightning_rlhf.callbacks.loadable import check_contents, check_states, state_of
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
@@ -97,10 +96,7 @@ class Checkpoints(Callback):
         return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        best = state_dict["best"]
-        if isinstance(best, float):  # from a checkpoint that has the first metric only
-            best = best, *(-SIGNS[mode] * math.inf for _, mode in self.goal[1:])
-        self.best = best
+        self.best = state_dict["best"]
         self.best_step = state_dict["best_step"]
         self.evaluated = state_dict["evaluated"]
 

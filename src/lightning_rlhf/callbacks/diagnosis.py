@@ -25,8 +25,6 @@ KEPT = 100
 """Number of iterations, and of evaluations, whose metrics are kept for the rules."""
 UNREAD = ("eval/", "time/", "compute/")
 """Prefixes of metrics that are not kept in the rows of iterations."""
-EARLIER_NAMES = {"constant": "reward_constant", "kl": "kl_exploding"}
-"""Names of rules in checkpoints of earlier versions -> present names."""
 
 
 class Diagnosis(Callback):
@@ -72,12 +70,7 @@ class Diagnosis(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        names = state_dict["told" if "told" in state_dict else "reported"]  # "told": older
-        self.reported = [EARLIER_NAMES.get(name, name) for name in names]
-        if "constant" in state_dict:  # from a checkpoint that counts constant iterations alone
-            row = {"step": 0.0, "rollout/reward_min": 0.0, "rollout/reward_max": 0.0}
-            self.rows = [row] * state_dict["constant"]
-            return
+        self.reported = list(state_dict["reported"])
         self.rows, self.evaluations = list(state_dict["rows"]), list(state_dict["evaluations"])
         self.findings = list(state_dict["findings"])
 

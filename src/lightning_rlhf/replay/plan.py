@@ -25,7 +25,7 @@ from lightning_rlhf.data.rollouts import (
 )
 from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.models.weights import attention_of_the_hub
-from lightning_rlhf.stages.folder.changes import completed, read_config
+from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, is_stale, run_folder
 from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.folder.resume import origin
@@ -159,7 +159,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
             f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
             f"outputs/<run>/<model>/ppo{runs}"
         )
-    tree = completed(read_config(file, "replay has to know the configuration of the run"))
+    tree = read_config(file, "replay has to know the configuration of the run")
     if "stage" not in tree or tree["stage"] not in stage_names(tree):
         raise CheckpointError(f"{file} is damaged: it names no stage")
     if not trust_remote_code:
@@ -170,14 +170,11 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         raise ConfigError(f"{folder} is a run of stage={stage}; allowed: one of stage={known}")
     if stage not in tree:
         raise CheckpointError(f"{file} is damaged: it lacks {stage}")
-    # Nothing is logged, so that no logger asks for a key; and nothing is warned of, so that a run
-    # whose configuration lacks the bound can be replayed.
+    # Nothing is logged, so that no logger asks for a key.
     unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
     if isinstance(tree.get("trainer"), dict):
         objects = {"callbacks", "plugins", "profiler"}
         unread["trainer"] = {k: v for k, v in tree["trainer"].items() if k not in objects}
-    if stage == "ppo" and isinstance(tree.get("ppo"), dict):
-        unread["ppo"] = {"kl_warning": None, **tree["ppo"]}
     try:
         settings = read_tree(tree | unread)
     except ConfigError as error:

@@ -42,9 +42,6 @@ from lightning_rlhf.stages.ptx import read_ptx
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.train_ppo import build_module
 
-ADDED: Mapping[str, float] = {"ptx_loss": 0.0}
-"""Facts of an update that recordings of earlier versions lack, with the values that they had."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
@@ -123,8 +120,7 @@ def differences(
         yield f"the parameters at the end {where}"
     if len(updates) != len(recorded.updates):
         yield f"{counted(len(updates), 'update')} {where}, were {len(recorded.updates)}"
-    for number, (now, facts) in enumerate(zip(updates, recorded.updates, strict=False), start=1):
-        then = {**ADDED, **facts}
+    for number, (now, then) in enumerate(zip(updates, recorded.updates, strict=False), start=1):
         if now.keys() != then.keys():
             yield f"the facts of update {number} {where}: {sorted(now.keys() ^ then.keys())}"
         for name in now:

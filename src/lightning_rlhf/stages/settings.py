@@ -26,7 +26,6 @@ from lightning_rlhf.core.validation import (
 )
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.stages.folder.changes import completed, stage_completed
 from lightning_rlhf.stages.registry import DEFINITION, chosen_stage, stage_names
 from lightning_rlhf.stages.reward_section import (
     check_components,
@@ -103,7 +102,6 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     check_value("preflight", tree["preflight"], PreflightMode)
     tree["resume"] = read_resume(tree["resume"])
     tree |= folder_names(tree)
-    tree = stage_completed(completed(tree), definition)
     tree = resolve_auto(tree)
     check_value("outputs", tree["outputs"], Annotated[Text, described("a folder")])
     if tree["resume"] and tree["overwrite"]:

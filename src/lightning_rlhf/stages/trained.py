@@ -10,7 +10,6 @@ from lightning_rlhf.core.validation import build
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.manifest import MANIFEST
-from lightning_rlhf.stages.folder.changes import completed
 from lightning_rlhf.stages.sections import section
 
 
@@ -27,8 +26,7 @@ def trained_as(final: Final) -> tuple[ModelConfig, Mapping[str, Any]]:
         arguments = section(config, "data", key)[key]
         is_mapping = isinstance(arguments, Mapping)
         require(is_mapping, f"data.{key}", arguments, "a mapping of names to values")
-        model = section(completed(config), "model")
-        return build(ModelConfig, model, "model"), arguments
+        return build(ModelConfig, section(config, "model"), "model"), arguments
     except ConfigError as error:
         raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
 

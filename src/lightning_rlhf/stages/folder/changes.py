@@ -9,9 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages.stage import Stage
 
@@ -28,30 +26,6 @@ VOLATILE = (
 its results."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Pattern of keys that decide whether a run starts and do not change its results."""
-ADDED_TO_SECTION: Mapping[str, dict[str, Any]] = {
-    "model": {"kernels": "auto"},
-    "data": {"format": "auto", "columns": {}, "train_on": "last"},
-    "trainer": {"num_nodes": 1, "matmul_precision": "highest"},
-}
-"""Section -> keys of it that configurations of earlier versions lack, with the values that they ran
-with."""
-ADDED_TO_STAGE: dict[str, Any] = {
-    "final": "last",
-    "ema_decay": None,
-    "best": {"metric": None, "mode": None},
-    "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
-}
-"""Keys of a stage that trains which configurations of earlier versions lack, likewise."""
-ADDED_TO_PPO: dict[str, Any] = {
-    "cuda_graphs": False,
-    "generation_batch_size": None,
-    "stop": {**ADDED_TO_STAGE["stop"], "max_kl": None},
-    "ptx_coef": 0.0,
-    "ptx_batch_size": 32,
-}
-"""The same of stage=ppo, and of stages with its keys."""
-ADDED = {"preflight": "off"}
-"""Other keys that configurations of earlier versions lack -> the values that they ran with."""
 LONGEST = 60
 """Largest number of characters of a value in a message."""
 LISTED = 6
@@ -66,33 +40,12 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     ignored = (*volatile(stage), *stage.unread)
-    then = stage_completed(completed(read_config(file, "overwrite=true starts over")), stage)
-    tree = stage_completed(completed(tree), stage)
+    then = read_config(file, "overwrite=true starts over")
     before, now = flatten(then), flatten(tree)
     return [
         "{} was {}, is {}".format(key, *abridged(value_in(before, key), value_in(now, key)))
         for key in differing_keys(then, tree, ignored)
     ]
-
-
-def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored configuration with the keys that earlier versions lack."""
-    tree = {**ADDED, **tree}
-    sections = {name: tree.get(name) for name in ADDED_TO_SECTION}
-    return tree | {
-        name: ADDED_TO_SECTION[name] | section
-        for name, section in sections.items()
-        if isinstance(section, dict)
-    }
-
-
-def stage_completed(tree: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
-    """Return a configuration with the keys that a section of `stage` lacks in earlier versions."""
-    section = tree.get(stage.name)
-    if not isinstance(section, dict) or not issubclass(stage.config, StageConfig):
-        return dict(tree)
-    added = ADDED_TO_STAGE | (ADDED_TO_PPO if issubclass(stage.config, PPOConfig) else {})
-    return {**tree, stage.name: added | section}
 
 
 def read_config(file: Path, way: str) -> dict[str, Any]:
@@ -137,7 +90,7 @@ def listed(changed: Sequence[str]) -> str:
 
 
 def differing_keys(
-    one: dict[str, Any], other: dict[str, Any], ignored: Collection[str]
+    one: Mapping[str, Any], other: Mapping[str, Any], ignored: Collection[str]
 ) -> list[str]:
     """Return the keys in which two configurations differ, except `ignored` keys and nested ones."""
     ours, theirs = flatten(one), flatten(other)
