@@ -389,7 +389,6 @@ PROJECTS = [
 """Names of W&B projects; the last is a right one."""
 FINALS = {
     "chat": ("sft", ["chat", "{final}"]),
-    "push": ("ppo", ["push", "{final}", "org/name", "--dry-run"]),
     "export": ("ppo", ["export", "{final}", "--merge", "--out", "merged"]),
     "export of dpo": ("dpo", ["export", "{final}", "--merge", "--out", "merged"]),
 }

@@ -1,4 +1,4 @@
-"""What a user takes away: loaded by other programs, merged, moved, described and pushed."""
+"""What a user takes away: loaded by other programs, merged, moved and described."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from httpx import ConnectError
-from huggingface_hub import CommitOperationAdd, ModelCard
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +24,7 @@ from transformers import (
 
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.stages.model_card import license_of, with_name
+from lightning_rlhf.stages.model_card import license_of
 from lightning_rlhf.stages.paths import HOME
 from lightning_rlhf.stages.reward.text_rewards import text_scorer
 from lightning_rlhf.stages.trained import trained_as
@@ -43,6 +42,10 @@ def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Work
     half = ["--merge", "--dtype", "bfloat16", "--out", "outputs/default/mini/ppo/half"]
     found.call("export", "outputs/default/mini/ppo/final", *half).succeeded  # noqa: B018
     return found
+
+
+def with_name(code: str, name: str) -> str:
+    return re.sub(r'^name = "[^"]*"', f'name = "{name}"', code, flags=re.MULTILINE)
 
 
 def prompt(folder: Path) -> torch.Tensor:
@@ -238,77 +241,6 @@ def test_the_license_is_that_of_the_first_folder_that_states_one(
     finally:
         library.removeHandler(caplog.handler)
     assert not caplog.records
-
-
-# Pushed.
-
-
-class FakeHub:
-    """The two calls of HfApi that are made."""
-
-    def __init__(self) -> None:
-        self.created: list[tuple[str, Any]] = []
-        self.files: dict[str, bytes] = {}
-
-    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> str:
-        assert exist_ok
-        self.created.append((repo_id, private))
-        return f"https://huggingface.co/{repo_id}"
-
-    def create_commit(
-        self, repo_id: str, operations: list[CommitOperationAdd], *, commit_message: str
-    ) -> None:
-        for one in operations:
-            with one.as_file() as file:
-                self.files[one.path_in_repo] = file.read()
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub()
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: fake)
-    monkeypatch.setattr("lightning_rlhf.stages.upload.get_token", lambda: "hf_token")
-    return fake
-
-
-def test_push_uploads_what_the_dry_run_lists(place: Workplace, hub: FakeHub) -> None:
-    merged = "outputs/default/mini/ppo/final_merged"
-    listed = place.call("push", merged, "org/policy", "--private", "--dry-run").succeeded.out
-    assert hub.created == []
-    assert "would be uploaded to org/policy, a private repository" in listed
-    out = place.call("push", merged, "org/policy", "--private").succeeded.out
-    assert out.strip() == "https://huggingface.co/org/policy"
-    assert hub.created == [("org/policy", True)]
-    names = {line.split()[-1] for line in listed.splitlines()[:-1]}
-    assert names == set(hub.files)
-    assert {"README.md", "config.json", "model.safetensors", "manifest.json"} <= names
-    folder = place.stage("ppo") / "final_merged"
-    for name, content in hub.files.items():
-        if name != "README.md":
-            assert content == (folder / name).read_bytes(), name
-    assert b'name = "org/policy"' in hub.files["README.md"]
-
-
-def test_pushes_that_are_refused(
-    place: Workplace, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    merged = "outputs/default/mini/ppo/final_merged"
-    error = place.call("push", "outputs/default/mini/ppo/final", "org/policy").error
-    assert "is an adapter on" in error
-    assert "export outputs/default/mini/ppo/final --merge" in error
-    assert "no such folder" in place.call("push", "nothing", "org/policy").error
-    assert "organisation/name" in place.call("push", merged, "policy").error
-    assert "no name on the hub" in place.call("push", merged, "a/b/c").error
-
-    def no_network(*args: Any, **kwargs: Any) -> None:
-        raise ConnectError("[Errno -2] Name or service not known")
-
-    monkeypatch.setattr(hub, "create_repo", no_network)
-    assert (
-        "org/policy was not uploaded: [Errno -2]" in place.call("push", merged, "org/policy").error
-    )
-    monkeypatch.setattr("lightning_rlhf.stages.upload.get_token", lambda: None)
-    assert "no token for the hub; hf auth login" in place.call("push", merged, "org/policy").error
 
 
 def test_merges_that_are_refused(place: Workplace, tmp_path: Path) -> None:

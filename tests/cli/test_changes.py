@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import yaml
-
 from lightning_rlhf.stages.folder.changes import abridged, changes
-from lightning_rlhf.stages.paths import HOME
 from lightning_rlhf.stages.registry import STAGES
-from lightning_rlhf.stages.reward_section import read_reward
-
-CONF = HOME / "conf"
 
 
 def test_each_key_with_its_value_then_and_now(tmp_path: Path) -> None:
@@ -37,7 +31,6 @@ def test_of_long_values_the_place_where_they_differ_is_shown() -> None:
 
 
 def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -> None:
-    """Nor does a configuration that was written before there was the key."""
     part = {"kind": "head", "weight": 1.0}
     then = {"stage": "ppo", "reward": {"kind": "sum", "components": {"a": part, "unfit": part}}}
     file = tmp_path / "config.json"
@@ -53,10 +46,3 @@ def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -
     single = {"stage": "ppo", "reward": {**part, "unfit": "refuse"}}
     file.write_text(json.dumps({"stage": "ppo", "reward": part}))
     assert changes(STAGES["ppo"], single, file) == []
-
-
-def test_a_reward_written_before_there_was_the_key_is_read() -> None:
-    node = yaml.safe_load((CONF / "reward" / "head.yaml").read_text())
-    assert (
-        read_reward(node)["head"] == read_reward({k: node[k] for k in node if k != "unfit"})["head"]
-    )

@@ -95,8 +95,7 @@ def yaml(group: str, option: str) -> dict[str, Any]:
 
 def stage_keys(stage: str) -> dict[str, Any]:
     """Of the stage's section, as it is where nothing is overridden."""
-    file = "eval_reward" if stage == "eval" else stage  # its earlier name
-    return yaml("stages", file) | (yaml("advantage", "gae") if stage == "ppo" else {})
+    return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
 
 
 def test_groups_are_those_that_the_tests_below_go_through() -> None:
@@ -106,7 +105,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
         "advantage"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["dpo", "eval", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
+    assert STAGES == ["dpo", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
     assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
     assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
 
@@ -188,6 +187,28 @@ def test_every_data_reward_and_logger_composes_with_each_other(stage: str) -> No
         assert (settings.data.judge is not None) == (data in ("course", "quickstart"))
 
 
+@pytest.mark.parametrize("data", options("data"))
+def test_a_local_file_is_not_validated_on_a_data_set_of_the_hub(data: str) -> None:
+    """Of each kind, unless the data set is given."""
+    kinds = ("demonstrations", "preferences", "prompts")
+    own = [f"data.{kind}.train=mine.jsonl" for kind in kinds]
+    preset, mine = (
+        read_settings(composed("stage=sft", f"data={data}", *w)).data for w in ([], own)
+    )
+    both = (
+        "stage=sft",
+        f"data={data}",
+        *own,
+        *(f"data.{kind}.val=org/name:test" for kind in kinds),
+    )
+    for kind in kinds:
+        shipped = getattr(preset, kind).val
+        is_local = shipped is not None and shipped.endswith((".jsonl", ".jsonl.gz"))
+        assert getattr(mine, kind) == Split(train="mine.jsonl", val=shipped if is_local else None)
+        given_too = getattr(read_settings(composed(*both)).data, kind)
+        assert given_too == Split(train="mine.jsonl", val="org/name:test")
+
+
 @pytest.fixture(scope="module")
 def files_data() -> DataConfig:
     """The values of data=files."""
@@ -217,13 +238,6 @@ def test_columns_take_any_name_that_a_form_has() -> None:
         ConfigError, match=r"^data\.columns\.promt is 'question'; allowed: one that"
     ):
         read_settings(composed("stage=sft", "data=files", "data.columns.promt=question"))
-
-
-def test_a_preset_of_an_earlier_version_has_its_data_read_as_then() -> None:
-    """One of the user's own that lists all keys, without those that were added since."""
-    given = ("~data.format", "~data.columns", "~data.train_on")
-    data = read_settings(composed("stage=sft", *given)).data
-    assert (data.format, data.columns, data.train_on) == ("auto", {}, "last")
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -87,10 +87,10 @@ def test_a_schedule_may_move_where_the_first_update_was_not_made() -> None:
         (
             1,
             True,
-            "1 prompt to validate on, too few to measure with (data.max_val_rows, "
+            "1 prompt to validate on, from x.jsonl, too few to measure with (data.max_val_rows, "
             "data.val_fraction, or a file of their own, gives more)",
         ),
-        (20, True, "20 prompts to validate on"),
+        (20, True, "20 prompts to validate on, from x.jsonl"),
     ],
 )
 def test_few_rows_are_told(

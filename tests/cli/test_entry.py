@@ -70,7 +70,6 @@ def test_help_shows_the_name_it_was_called_by(
                 f"stage={name}"
                 for name in (
                     "dpo",
-                    "eval",
                     "eval_policy",
                     "eval_reward",
                     "ppo",
@@ -286,7 +285,7 @@ SOON: dict[str, tuple[list[str], str]] = {
                         "outputs/default/tiny/rm has none"),
     "finished": (["stage=rm"], "outputs/default/tiny/rm holds a run that finished"),
     "finished, under a supervisor": (["stage=rm", "resume=auto"], "cannot be resumed: "),
-    "cut off": (["stage=eval", "policy.checkpoint=base"], "holds a run that was cut off"),
+    "cut off": (["stage=eval_reward", "policy.checkpoint=base"], "holds a run that was cut off"),
     "another SFT model": (["stage=ppo", "policy.checkpoint=./x"], "policy.checkpoint=./x: no such"),
     "another reward model": (["stage=ppo", "policy.checkpoint=base", "reward.checkpoint=./x"],
                              "reward.checkpoint=./x: no such folder"),
@@ -315,9 +314,9 @@ def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: st
         (run / "rm" / "final").mkdir(parents=True)
         (run / "rm" / "config.json").write_text("{}")
     if case == "cut off":
-        (run / "eval" / "checkpoints").mkdir(parents=True)
-        (run / "eval" / "config.json").write_text("{}")
-        (run / "eval" / "checkpoints" / "000004.ckpt").write_text("")
+        (run / "eval_reward" / "checkpoints").mkdir(parents=True)
+        (run / "eval_reward" / "config.json").write_text("{}")
+        (run / "eval_reward" / "checkpoints" / "000004.ckpt").write_text("")
     (workplace.folder / "y.py").write_text("")
     outcome = workplace.process([sys.executable, "-c", ANSWERED, *arguments])
     if named:

@@ -47,8 +47,9 @@ class TestBeforeAModelLoads:
                 ["stage=ppo needs a reward", "stage=rm", "reward.checkpoint=", "reward=random"],
             ),
             (
-                ["stage=eval", "policy.checkpoint=base"],
-                ["stage=eval needs a reward", "stage=rm", "reward.checkpoint=", "reward=random"],
+                ["stage=eval_reward", "policy.checkpoint=base"],
+                ["stage=eval_reward needs a reward", "stage=rm", "reward.checkpoint=",
+                 "reward=random"],
             ),
             (
                 ["stage=ppo", "ppo.minibatch_size=7"],

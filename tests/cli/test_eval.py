@@ -1,4 +1,4 @@
-"""stage=eval: a report on a reward of whatever source."""
+"""stage=eval_reward: a report on a reward of whatever source."""
 
 from __future__ import annotations
 
@@ -46,9 +46,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 def evaluate(place: Workplace, run: str, *overrides: str) -> tuple[str, dict[str, Any], str]:
     """The page, its numbers, and what the terminal shows."""
-    command = ["stage=eval", f"run={run}", "eval.samples=8", "eval.batch_size=8", *overrides]
+    command = [
+        "stage=eval_reward",
+        f"run={run}",
+        "eval_reward.samples=8",
+        "eval_reward.batch_size=8",
+        *overrides,
+    ]
     out = place.mini(*command, given(place)[0]).succeeded.out
-    final = place.stage("eval", run) / "final"
+    final = place.stage("eval_reward", run) / "final"
     return (final / "report.md").read_text(), json.loads((final / "fitness.json").read_text()), out
 
 
@@ -71,20 +77,20 @@ def sources(place: Workplace) -> dict[str, list[str]]:
 def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None:
     page, numbers, out = evaluate(place, kind, *sources(place)[kind])
     reward = {"judge": "model", "classifier": "model"}.get(kind, kind)
-    named = f"{kind}/mini/eval: {reward}"
+    named = rf"{kind}/mini/eval\_reward: {reward}"
     assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Not enough data: ")
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
     assert "Measured on 4 held-out pairs of 4 prompts and 8 SFT samples" in page
     assert "4 held-out pairs, too few to measure with" in " ".join(out.split())
-    report = check((place.stage("eval", kind) / "report.html").read_text()).text
+    report = check((place.stage("eval_reward", kind) / "report.html").read_text()).text
     assert numbers["verdict"].rstrip(".") in report
     assert "nothing was evaluated" not in report.lower()
     assert "definitions, checks and pictures: final/report.md" in report
     assert "Fitness of a reward: not judged." in report
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures
-    assert all((place.stage("eval", kind) / "final" / name).is_file() for name in pictures)
+    assert all((place.stage("eval_reward", kind) / "final" / name).is_file() for name in pictures)
     assert ("held-out pairs read through PPO's path" in out) == (kind != "function")
 
 
@@ -116,7 +122,9 @@ def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:
         "reward.components.steady.path=rules.py:threes", "reward.components.steady.clip=1",
         "reward.components.steady.weight=0.5",
     )  # fmt: skip
-    assert page.startswith("# Is this reward fit to be maximised? sum/mini/eval: long, steady\n")
+    assert page.startswith(
+        "# Is this reward fit to be maximised? sum/mini/eval\\_reward: long, steady\n"
+    )
     found = numbers["fitness"]
     assert found["sampled"]["mean"] == pytest.approx(0.5, abs=1e-5)
     assert found["sampled"]["std"] == pytest.approx(2, rel=1e-5)
@@ -151,7 +159,13 @@ def test_a_report_is_there_whole_or_not_at_all(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plug is pulled with one file of `final/` written; the same command then does it anew."""
-    command = ["stage=eval", "run=cut", "eval.samples=8", "eval.batch_size=8", given(place)[0]]
+    command = [
+        "stage=eval_reward",
+        "run=cut",
+        "eval_reward.samples=8",
+        "eval_reward.batch_size=8",
+        given(place)[0],
+    ]
     command += sources(place)["function"]
 
     def one_file(source: str, target: Path) -> None:
@@ -162,14 +176,14 @@ def test_a_report_is_there_whole_or_not_at_all(
     with monkeypatch.context() as patch:
         patch.setattr("lightning_rlhf.stages.evaluate_reward.shutil.copytree", one_file)
         assert place.mini(*command).status == 1
-    final = place.stage("eval", "cut") / "final"
+    final = place.stage("eval_reward", "cut") / "final"
     assert not final.exists()
     place.mini(*command).succeeded  # noqa: B018
     assert {"report.md", "fitness.json"} < {path.name for path in final.iterdir()}
     assert not list(final.parent.glob("final.*"))
 
 
-@pytest.mark.parametrize(("stage", "function"), [("eval", "broken"), ("ppo", "never")])
+@pytest.mark.parametrize(("stage", "function"), [("eval_reward", "broken"), ("ppo", "never")])
 def test_what_is_no_number_stops_it_and_names_whose(
     place: Workplace, stage: str, function: str
 ) -> None:
@@ -183,6 +197,6 @@ def test_what_is_no_number_stops_it_and_names_whose(
     said, prompt = "'Three plus four is seven. Now go away.'", "'Work out three plus four.'"
     assert outcome.error.startswith("reward 'bad' gave nan for the response '")
     assert "; allowed: a finite number" in outcome.error
-    if stage == "eval":
+    if stage == "eval_reward":
         assert f"for the response {said} to the prompt {prompt};" in outcome.error
     assert not (place.stage(stage, f"nan_{stage}") / "final").exists()

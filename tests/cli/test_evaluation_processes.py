@@ -45,7 +45,7 @@ POLICY = (
     "stage=eval_policy", "eval_policy.samples_per_prompt=2", "eval_policy.batch_size=3",
     "eval_policy.best_of=3", "data.demonstrations.val=data/sft_val.jsonl",
 )  # fmt: skip
-REWARD = ("stage=eval", "eval.samples=20", "eval.batch_size=8")
+REWARD = ("stage=eval_reward", "eval_reward.samples=20", "eval_reward.batch_size=8")
 OWN = ("reward=function", "reward.path=data/asked.py:score")
 JUDGED = ("data.judge=data/asked.py:judge",)
 

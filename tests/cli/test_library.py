@@ -159,7 +159,10 @@ def test_one_set_of_overrides_serves_several_stages() -> None:
     assert (ppo.config.advantage, {sft.seed, rm.seed, ppo.seed}) == ("rloo", {3})
     for alone, own in ((sft, words[0]), (rm, words[1])):
         assert lightning_rlhf.configuration(alone.stage, own, "seed=3") == alone
-    for wrong, told in (("ppo.kl_coeff=1", "did you mean ppo.kl_coef"), ("eval.samples=1", "eval")):
+    for wrong, told in (
+        ("ppo.kl_coeff=1", "did you mean ppo.kl_coef"),
+        ("eval_reward.samples=1", "eval_reward"),
+    ):
         with pytest.raises(ConfigError, match=told):
             lightning_rlhf.configuration("sft", wrong, stages=STAGES)
 
@@ -209,9 +212,9 @@ def test_mistakes_in_a_configuration_are_named(words: list[str], told: str) -> N
         (["sft", "resume=true"], ConfigError, "resume is True; allowed: false"),
         (["sft", "trainer=gpu"], ConfigError, "trainer.accelerator is 'gpu', but torch finds none"),
         (
-            ["eval", "reward=random"],
+            ["eval_reward", "reward=random"],
             ConfigError,
-            "stage=eval cannot be built.*: sft, rm, ppo, dpo, or",
+            "stage=eval_reward cannot be built.*: sft, rm, ppo, dpo, or",
         ),
         (["sft", "data.demonstrations.train=no.jsonl"], DataError, "no.jsonl"),
     ],

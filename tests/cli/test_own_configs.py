@@ -95,7 +95,7 @@ def test_a_model_of_ones_own_has_numbers_in_every_stage(own: Workplace) -> None:
 def test_a_preset_has_the_numbers_of_the_one_it_starts_from(own: Workplace) -> None:
     """All five sections of tiny, whatever trainer is chosen; a preset that starts over has none."""
     tiny, mine = (shown(own, "--config-dir", "own", f"model={m}") for m in ("tiny", "mine"))
-    for section in ("sft", "rm", "ppo", "eval", "trainer"):
+    for section in ("sft", "rm", "ppo", "eval_reward", "trainer"):
         numbers = yaml.safe_load((CONF / "stage_model" / f"{section}_tiny.yaml").read_text())
         assert numbers.items() <= mine[section].items(), section
         assert mine[section] == tiny[section], section

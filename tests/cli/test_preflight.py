@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,14 +85,14 @@ def test_a_plan_needs_nothing_that_is_trained(workplace: Workplace) -> None:
     assert {"base", "sft", "reward", "policy", "critic"} <= planned(out).keys()
     assert "for each of 2 processes on a CPU" in out
     assert not workplace.outputs.exists()
-    error = workplace.call("plan", *MINI, "stage=eval").error
-    assert error.startswith("stage=eval has no memory plan; allowed: sft, rm, ppo, dpo")
+    error = workplace.call("plan", *MINI, "stage=eval_reward").error
+    assert error.startswith("stage=eval_reward has no memory plan; allowed: sft, rm, ppo, dpo")
     error = workplace.call("plan", *MINI, "recipe=quickstart").error
     assert error.endswith("a plan is of one; allowed: plan stage=NAME")
 
 
 @pytest.mark.parametrize(("words", "error"), [
-    (["stage=eval"], "stage=eval cannot be checked: its description has no `prepare`"),
+    (["stage=eval_reward"], "stage=eval_reward cannot be checked: it"),
     (["recipe=quickstart"], "recipe=NAME runs several stages or jobs, and a check is of one"),
     (["stage=sft", "seed=1,2", "-m"], "-m runs several stages or jobs"),
     (["stage=ppo", "run=elsewhere"], "stage=ppo starts from an SFT model"),
@@ -104,21 +102,6 @@ def test_check_refuses_what_it_cannot_check(
 ) -> None:
     assert error in workplace.call("check", *MINI, *words).error
     assert not workplace.outputs.exists()
-
-
-def test_a_resumed_run_without_the_key_computes_with_no_model_before_it_goes_on(
-    finished: Workplace, cut: Callable[[str, int], None]
-) -> None:
-    words = ["stage=ppo", "run=cut", *given(finished)]
-    cut("step", 1)
-    assert "PowerCut" in finished.mini(*words).err
-    file = finished.stage("ppo", "cut") / "config.json"
-    config = json.loads(file.read_text())
-    del config["preflight"]
-    file.write_text(json.dumps(config))
-    out = finished.mini(*words, "resume=true", "preflight=strict").succeeded.out
-    assert passed(out) == 7
-    assert not re.search("│ (fingerprint|padding|ratio)", out)
 
 
 def test_off_is_false_in_a_file_and_other_words_are_refused(workplace: Workplace) -> None:

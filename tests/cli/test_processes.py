@@ -12,14 +12,18 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.launcher.api import LaunchConfig
 
 from lightning_rlhf.cli import processes
 from lightning_rlhf.cli.processes import killed_process
@@ -369,6 +373,27 @@ def test_processes_that_do_not_meet_say_where(tmp_path: Path) -> None:
         (error,) = forked(1, join, tmp_path)
     assert isinstance(error, ConfigError)
     assert f"process 0 of 2 cannot meet the others at 127.0.0.1:{port} (" in str(error)
+
+
+def test_processes_meet_without_a_look_up_of_a_name(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes and fail; where they do not meet, one line says so, in time."""
+    given: list[LaunchConfig] = []
+
+    def refuse(config: LaunchConfig, entrypoint: str) -> NoReturn:
+        given.append(config)
+        raise RendezvousConnectionError("see the inner one") from DistNetworkError("no route\nat 1")
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", refuse)
+    error = workplace.mini("stage=sft", "trainer.devices=2").error
+    assert "do not meet at 127.0.0.1" in error
+    assert "(no route)" in error
+    assert "trainer.devices=1" in error
+    (config,) = given
+    for address in (config.rdzv_endpoint.removesuffix(":0"), config.local_addr):
+        assert ip_address(address or "").is_loopback
+    assert config.rdzv_configs["read_timeout"] <= 60
 
 
 def test_an_own_stage_that_does_not_divide_its_work_is_refused() -> None:

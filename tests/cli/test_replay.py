@@ -470,8 +470,8 @@ def no_folder(run: Path) -> str:
 
 def another_stage(run: Path) -> str:
     config = run / "config.json"
-    config.write_text(config.read_text().replace('"stage": "ppo"', '"stage": "eval"'))
-    return f"{run} is a run of stage=eval; allowed: one of stage=sft, rm, ppo"
+    config.write_text(config.read_text().replace('"stage": "ppo"', '"stage": "eval_reward"'))
+    return f"{run} is a run of stage=eval_reward; allowed: one of stage=sft, rm, ppo"
 
 
 def damaged_config(run: Path) -> str:

@@ -169,8 +169,8 @@ def test_it_excludes_overwrite(workplace: Workplace) -> None:
     assert error == "resume=auto and overwrite=true exclude each other; give one of them"
 
 
-class TestGaps:
-    """Rows or samples of steps before the checkpoint are missing, as after a damaged disk."""
+class TestSamples:
+    """The samples of the steps before the checkpoint are damaged."""
 
     @pytest.fixture
     def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
@@ -181,60 +181,11 @@ class TestGaps:
         )
         return finished
 
-    def shorten(self, place: Workplace, name: str, lines: int) -> None:
-        file = place.stage("ppo") / name
-        file.write_text("".join(file.read_text().splitlines(keepends=True)[:-lines]))
-
     def refused(self, place: Workplace) -> str:
         before = tree(place.outputs)
         error = place.mini("stage=ppo", "resume=true").error
         assert tree(place.outputs) == before
         return error.removeprefix("outputs/default/mini/ppo/")
-
-    def test_a_row(self, place: Workplace) -> None:
-        self.shorten(place, "metrics.csv", 1)
-        assert self.refused(place) == (
-            "metrics.csv lacks the row of step 3; the checkpoint of step 3 was written after it. "
-            "Give resume=000002, up to which nothing is missing, or resume=000003 to go on without"
-        )
-
-    def test_rows_before_both_checkpoints(self, place: Workplace) -> None:
-        self.shorten(place, "metrics.csv", 3)
-        assert self.refused(place) == (
-            "metrics.csv lacks the row of step 1; the checkpoint of step 3 was written after it. "
-            "Give resume=000003 to go on without"
-        )
-
-    def test_a_row_in_the_middle(self, place: Workplace) -> None:
-        file = place.stage("ppo") / "metrics.csv"
-        lines = file.read_text().splitlines(keepends=True)
-        assert lines[-2].startswith("2,")
-        file.write_text("".join([*lines[:-2], lines[-1]]))
-        assert self.refused(place).startswith("metrics.csv lacks the row of step 2; ")
-
-    def test_a_sample_of_an_iteration(self, place: Workplace) -> None:
-        self.shorten(place, "samples/train.jsonl", 1)
-        error = self.refused(place)
-        assert error.startswith("samples/train.jsonl lacks samples of iteration 3; the ")
-        assert "Give resume=000002, " in error
-
-    @pytest.mark.parametrize("iteration", [0, 2])
-    def test_an_evaluation(self, place: Workplace, iteration: int) -> None:
-        (place.stage("ppo") / "samples" / f"eval_{iteration:06d}.jsonl").unlink()
-        error = self.refused(place)
-        assert error.startswith(f"samples/eval_{iteration:06d}.jsonl is missing; the ")
-        assert ("resume=000002" in error) == (iteration == 2), "at 2 that evaluation is still due"
-
-    def test_an_evaluation_of_a_run_shorter_than_val_every(self, workplace: Workplace) -> None:
-        """It validates at tenths, and no row is due but those."""
-        command = ["stage=sft", "sft.val_every=1000", "trainer.log_every_n_steps=1000"]
-        workplace.mini(*command).succeeded  # noqa: B018
-        shutil.rmtree(workplace.stage("sft") / "final")
-        file = workplace.stage("sft") / "metrics.csv"
-        head, first, *others = file.read_text().splitlines(keepends=True)
-        file.write_text("".join([head, *others]))
-        lacks = f"metrics.csv lacks the row of step {first.partition(',')[0]}; "
-        assert lacks in workplace.mini(*command, "resume=true").error
 
     def test_a_line_that_is_no_sample(self, place: Workplace) -> None:
         with (place.stage("ppo") / "samples" / "train.jsonl").open("a") as file:
@@ -248,34 +199,3 @@ class TestGaps:
             file.write('{"itera')
         monkeypatch.undo()
         place.mini("stage=ppo", "resume=true").succeeded  # noqa: B018
-
-    def test_auto_goes_back_to_where_nothing_is_missing(
-        self, place: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.shorten(place, "metrics.csv", 1)
-        monkeypatch.undo()
-        out = place.mini("stage=ppo", "resume=auto").succeeded.out
-        assert "resume=auto goes on from 000002.ckpt" in out
-        assert rows(place.stage("ppo")) == rows(pipeline.stage("ppo"))
-
-    def test_the_checkpoint_that_is_named_goes_on_with_a_warning(
-        self, place: Workplace, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.shorten(place, "metrics.csv", 1)
-        monkeypatch.undo()
-        out = place.mini("stage=ppo", "resume=3").succeeded.out
-        assert "warning: outputs/default/mini/ppo/metrics.csv lacks the row of step 3" in out
-        assert weights(place.stage("ppo")) == weights(pipeline.stage("ppo"))
-
-    def test_a_row_of_a_supervised_stage(
-        self, finished: Workplace, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of 6 steps; a row each 10 steps and at the evaluations after 2 and 4."""
-        shutil.rmtree(finished.stage("sft") / "final")
-        unbuilt(monkeypatch)
-        file = finished.stage("sft") / "metrics.csv"
-        lines = file.read_text().splitlines(keepends=True)
-        assert [line.split(",")[0] for line in lines] == ["step", "2", "4", "6"]
-        file.write_text("".join(lines[:2]))
-        error = finished.mini("stage=sft", "resume=true").error
-        assert "metrics.csv lacks the row of step 4; " in error

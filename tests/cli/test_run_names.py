@@ -41,6 +41,8 @@ def test_a_job_is_named_in_pictures_report_and_dashboard(
 
 
 def test_a_run_without_a_job_has_three_parts_and_eval_names_its_reward(finished: Workplace) -> None:
-    finished.mini("stage=eval", "eval.samples=8", *given(finished)).succeeded  # noqa: B018
-    report = (finished.stage("eval") / "final" / "report.md").read_text()
-    assert report.startswith("# Is this reward fit to be maximised? default/mini/eval: head\n")
+    finished.mini("stage=eval_reward", "eval_reward.samples=8", *given(finished)).succeeded  # noqa: B018
+    report = (finished.stage("eval_reward") / "final" / "report.md").read_text()
+    assert report.startswith(
+        "# Is this reward fit to be maximised? default/mini/eval\\_reward: head\n"
+    )

@@ -330,8 +330,8 @@ def test_a_sweep_of_evaluations_shows_what_their_reports_say(finished: Workplace
     rules = "def {}(prompts, responses):\n    return [{}float(len(r)) for r in responses]\n"
     text = rules.format("long", "") + rules.format("short", "-")
     (finished.folder / "rules.py").write_text(text)
-    few = ("eval.samples=4", "eval.batch_size=4", "reward=function")
-    outcome = finished.sweep("stage=eval", *few, "reward.path=rules.py:long,rules.py:short")
+    few = ("eval_reward.samples=4", "eval_reward.batch_size=4", "reward=function")
+    outcome = finished.sweep("stage=eval_reward", *few, "reward.path=rules.py:long,rules.py:short")
     shown = table(outcome.succeeded.out)
     assert shown.count(" done ") == 2
     assert "fitness/flags" in shown

@@ -241,14 +241,6 @@ def test_a_digest_is_of_every_number_and_of_where_a_sequence_ends() -> None:
     assert len({digest([PromptTokens(p, 0) for p in prompts]) for prompts in ends}) == 2
 
 
-def test_a_resumed_run_may_be_made_longer(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    fit(Recorder(3), stage_data(), SaveAt(path, 2))
-    after = fit(Recorder(3), stage_data(batches=BATCHES + 4), resume=path).seen
-    whole = fit(Recorder(3), stage_data(batches=BATCHES + 4)).seen
-    assert after == whole[3:]
-
-
 def test_validation_goes_from_long_to_short() -> None:
     # Lengths 1 2 3 4 1, in batches of 2.
     module = fit(Recorder(3), stage_data(batches=3))

@@ -155,5 +155,6 @@ def test_a_source_is_text(value: Any, make_config: MakeConfig) -> None:
 @pytest.mark.parametrize("name", ["quickstart", "course", "files", "hh"])
 def test_the_shipped_configurations(name: str) -> None:
     OmegaConf.register_new_resolver("recipes", lambda path: f"recipes/{path}", replace=True)
+    OmegaConf.register_new_resolver("hub_val", str, replace=True)
     loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)
     assert isinstance(build(DataConfig, loaded, "data").prompts, Split)

@@ -13,7 +13,6 @@ from lightning_rlhf.core.validation import build
 from lightning_rlhf.rewards.config import (
     ComponentConfig,
     FunctionConfig,
-    HeadConfig,
     HTTPConfig,
     ModelConfig,
 )
@@ -77,13 +76,6 @@ def test_a_value_out_of_bounds_is_named_with_its_key(
     with pytest.raises(ConfigError) as found:
         make(kind, key, **changes)
     assert str(found.value).startswith(f"{key}.{message}")
-
-
-def test_a_reward_model_that_an_older_version_recorded_is_refused_where_unfit() -> None:
-    recorded = yaml.safe_load((CONF / "head.yaml").read_text())
-    assert build(HeadConfig, recorded | {"unfit": "warn"}, "reward").unfit == "warn"
-    del recorded["unfit"]
-    assert build(HeadConfig, recorded, "reward").unfit == "refuse"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def written(folder: Path, **tensors: torch.Tensor) -> Path:
     """Write a checkpoint with roles.weight and critic.weight, changed by `tensors`."""
     state = {"roles.weight": torch.tensor([[1.0, 2.0]]), "critic.weight": torch.tensor([[3.0]])}
     state |= {f"{name}.weight": tensor for name, tensor in tensors.items()}
-    content: dict[str, Any] = {"state_dict": state, RUN: stamp(ORIGIN, 3, 1)}
+    content: dict[str, Any] = {"state_dict": state, RUN: stamp(ORIGIN, 3)}
     content[OUTLINE] = outline(content)
     path = folder / "000003.ckpt"
     torch.save(content, path)

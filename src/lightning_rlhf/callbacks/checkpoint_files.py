@@ -115,9 +115,9 @@ def step_of(path: Path) -> int:
     return int(read_run(path)["step"])
 
 
-def stamp(origin: Origin, step: int, val_every: int) -> dict[str, Any]:
-    """Return the value of the key RUN of a checkpoint; val_every: steps between validations."""
-    return {**asdict(origin), "step": step, "val_every": val_every}
+def stamp(origin: Origin, step: int) -> dict[str, Any]:
+    """Return the value of the key RUN of a checkpoint."""
+    return {**asdict(origin), "step": step}
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def run_of(path: Path, found: Any) -> dict[str, Any]:
     Raises CheckpointError where the file was written by another program.
     """
     run: Any = found.get(RUN) if isinstance(found, dict) and "state_dict" in found else None
-    keys = {*Origin.__dataclass_fields__, "step", "val_every"}
+    keys = {*Origin.__dataclass_fields__, "step"}
     if not isinstance(run, dict) or run.keys() != keys or not isinstance(run["step"], int):
         raise CheckpointError(f"{path} is foreign: no checkpoint of this lightning-rlhf")
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,7 +23,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.contract import is_evaluation, position
 from lightning_rlhf.callbacks.finite import require_finite_metrics
-from lightning_rlhf.callbacks.goal import SIGNS, Goal, require_metrics, signed
+from lightning_rlhf.callbacks.goal import Goal, require_metrics, signed
 from lightning_rlhf.callbacks.loadable import check_contents, check_states, state_of
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
@@ -60,15 +59,12 @@ class Checkpoints(Callback):
         origin: Origin,
         stop: Stop,
         goal: Goal,
-        steps: int | None = None,
         replicas: Replicas = ONE,
     ) -> None:
         """Set up the callback.
 
         config: section of the stage; the checkpoint of its `final` is kept where that is a step.
         goal: empty where no evaluation is better than another; there is no `best.ckpt` then.
-        steps: number of steps of the whole run; where it is larger than the one that a checkpoint
-            was written with, the run goes on. None is that of the checkpoint.
         replicas: processes of the run, of which the first writes the files.
         """
         self.folder = folder
@@ -76,7 +72,6 @@ class Checkpoints(Callback):
         self.origin = origin
         self.stop = stop
         self.goal = goal
-        self.steps = steps
         self.replicas = replicas
         self.kept = config.final if isinstance(config.final, int) else None
         """Step whose checkpoint is kept whatever its age."""
@@ -101,10 +96,7 @@ class Checkpoints(Callback):
         return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        best = state_dict["best"]
-        if isinstance(best, float):  # from a checkpoint that has the first metric only
-            best = best, *(-SIGNS[mode] * math.inf for _, mode in self.goal[1:])
-        self.best = best
+        self.best = state_dict["best"]
         self.best_step = state_dict["best_step"]
         self.evaluated = state_dict["evaluated"]
 
@@ -112,15 +104,12 @@ class Checkpoints(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         check_contents(checkpoint, trainer.callbacks)  # type: ignore[attr-defined]
-        checkpoint[RUN] = stamp(self.origin, trained(trainer), self.config.val_every)
+        checkpoint[RUN] = stamp(self.origin, trained(trainer))
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._first = checkpoint[RUN]["step"]
-        if self.steps is not None and self._first < self.steps:
-            # Lightning has no public way to resume an epoch with more batches than it had.
-            checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_states(trainer.callbacks)  # type: ignore[attr-defined]

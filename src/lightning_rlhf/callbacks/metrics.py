@@ -171,8 +171,7 @@ class SummedMetrics(CountedRows):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._training, self._logged_step = state_dict["training"], state_dict["logged_step"]
         self._nonfinite = state_dict["nonfinite"]
-        if "compute" in state_dict:  # older checkpoints have none
-            self._compute.totals = state_dict["compute"]
+        self._compute.totals = state_dict["compute"]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -49,6 +49,7 @@ from lightning_rlhf.cli.secrecy import (
 )
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
+from lightning_rlhf.data.sources import ENDINGS
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.io.visible import visible
@@ -137,9 +138,15 @@ def printed_safely(given: Namespace) -> Iterator[None]:
 def register_resolvers() -> None:
     """Register the resolvers and the configuration that conf/ refers to.
 
-    `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, and the
-    configuration `open` a mapping that takes any key on the command line.
+    `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, `${hub_val:name}`
+    a data set to validate on (null beside a local file to train on), and the configuration `open` a
+    mapping that takes any key on the command line.
     """
+
+    def hub_val(name: str, *, _parent_: DictConfig) -> str | None:
+        return None if str(_parent_.train).endswith(ENDINGS) else name
+
+    OmegaConf.register_new_resolver("hub_val", hub_val, replace=True)
     OmegaConf.register_new_resolver("program", program_name, replace=True)
     OmegaConf.register_new_resolver("recipes", lambda p: str(paths.RECIPES / p), replace=True)
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))

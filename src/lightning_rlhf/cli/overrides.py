@@ -34,7 +34,6 @@ COMMANDS = {
     "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
     "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
     "export": "lightning_rlhf.cli.export:export",
-    "push": "lightning_rlhf.cli.push:push",
     "replay": "lightning_rlhf.cli.replay:replay",
     "report": "lightning_rlhf.cli.report:report",
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",

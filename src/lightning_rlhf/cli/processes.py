@@ -16,7 +16,7 @@ from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.overrides import key_of
 from lightning_rlhf.cli.recipe import own_configs
 from lightning_rlhf.cli.recipe_steps import quoted
-from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError
+from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of
 from lightning_rlhf.stages.process import IN_RECIPE
@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # torch
 
 DECIDED = ("job", "resume", "overwrite")
 """Keys whose values were decided in this process."""
+HERE = "127.0.0.1"
+"""Address at which the processes meet: the look-up of a name, such as localhost, may fail."""
+MEET_S = 30
+"""Seconds after which an attempt to meet has failed; the launcher makes two."""
 SHUTDOWN_S = 3600
 """Seconds after a signal in which the processes finish their step and write a checkpoint."""
 
@@ -97,10 +101,13 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
     An exit status below 0 is a signal's number.
     said: message to print at the first signal, with a place for its name.
 
-    Raises: Stopped where a signal came to this process, after the processes have ended.
+    Raises: Stopped where a signal came to this process, after the processes have ended, and
+        RLHFError where they do not meet.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     stop = Stop(said)
@@ -117,8 +124,9 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
         nproc_per_node=processes,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # the name of this machine may have no address
+        rdzv_endpoint=f"{HERE}:0",
+        rdzv_configs={"read_timeout": MEET_S, "join_timeout": MEET_S},
+        local_addr=HERE,
         max_restarts=0,
         shutdown_timeout=SHUTDOWN_S,
         signals_to_handle="SIGHUP,SIGQUIT",
@@ -132,6 +140,12 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         return dict(error.failures)
+    except (RendezvousError, DistError) as error:
+        reason = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise RLHFError(
+            f"the processes of the run do not meet at {HERE} ({first_line(reason)}); allowed: "
+            "a machine on which a program can connect to that address, or trainer.devices=1"
+        ) from error
     except SignalException as error:
         raise Stopped(error.sigval) from error
     finally:

@@ -15,7 +15,7 @@ from lightning_rlhf.data.parsing import NumberedRows
 from lightning_rlhf.data.tables import hub_rows, hub_table, parquet_names, parquet_rows
 from lightning_rlhf.data.text_files import csv_names, csv_rows, json_lines, json_rows, text_lines
 
-_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
 _OTHER_FILES = (".tsv", ".gz", ".arrow", ".zip")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 Unit = Literal["line", "row"]
@@ -51,7 +51,7 @@ def open_source(source: str) -> Source:
         HubError: the dataset cannot be loaded (raised while the rows are read).
     """
     path = Path(os.path.expanduser(source))
-    if source.endswith(_ENDINGS):
+    if source.endswith(ENDINGS):
         if not path.is_file():
             what = "is no file" if path.exists() else "does not exist"
             raise DataError(f"data file {source} {what}")
@@ -65,9 +65,9 @@ def open_source(source: str) -> Source:
     here = path.exists() or Path(name).exists()
     if here or path.suffix in _OTHER_FILES or not _HUB_ID.fullmatch(name):
         raise DataError(
-            f"data source {source!r} is neither a file ending in {', '.join(_ENDINGS)} "
+            f"data source {source!r} is neither a file ending in {', '.join(ENDINGS)} "
             "nor a hub data set org/name or org/name:split"
         )
     split = split or "train"
-    table = cache(partial(hub_table, name, split, ", ".join(_ENDINGS)))
+    table = cache(partial(hub_table, name, split, ", ".join(ENDINGS)))
     return Source("row", partial(hub_rows, table, name, split), lambda: list(table().column_names))

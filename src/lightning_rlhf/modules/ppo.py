@@ -408,10 +408,8 @@ class PPOModule(L.LightningModule):
         self.kl_coef = checkpoint["kl_coef"]
         self.guard.load_state_dict(checkpoint["learner"])
         self.moments = ScoreMoments.from_state_dict(checkpoint["moments"])
-        if "annotation_rows" in checkpoint:  # older checkpoints have none
-            self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
-        if "generation_rows" in checkpoint:
-            self.collector.generation_rows.rows = checkpoint["generation_rows"]
+        self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
+        self.collector.generation_rows.rows = checkpoint["generation_rows"]
 
 
 def check_loss(terms: Any, name: str) -> None:

@@ -66,9 +66,8 @@ class LearnedConfig(ComponentConfig):
     format_check: FormatCheck
     format_tolerance: PositiveFloat
     """Largest gap to the reward model's own scores, root mean square, in their deviations."""
-    unfit: Unfit = "refuse"
-    """What stage=ppo does where its fitness report says that the reward is unfit. The
-    configuration in a folder of an older version lacks it."""
+    unfit: Unfit
+    """What stage=ppo does where its fitness report says that the reward is unfit."""
     uncertainty_coef: Coefficient
     """Price of the deviation between the heads of an ensemble that stage=rm trained."""
 

@@ -39,12 +39,17 @@ from lightning_rlhf.stages.stage import Settings
 
 
 def choose(
-    folder: Path, saver: Checkpoints, module: L.LightningModule, last: int, reason: str | None
+    folder: Path,
+    saver: Checkpoints,
+    module: L.LightningModule,
+    steps: int,
+    last: int,
+    reason: str | None,
 ) -> dict[str, float] | None:
     """Give `module` the weights of the step that becomes `final/`, and write ending.json.
 
-    folder: folder of the run. last: its last step. reason: why a rule of `stop` ended it there;
-    None where none did.
+    folder: folder of the run. steps: number of steps of its schedule. last: its last step.
+    reason: why a rule of `stop` ended it there; None where none did.
 
     Returns the metrics of the evaluation of that step; None where it is the last one, whose metrics
     the Trainer has.
@@ -57,12 +62,12 @@ def choose(
         step=step,
         last_step=last,
         metrics=values(folder, saver.goal, step, last),
-        stopped=None if last == saver.steps else reason or "a callback",
+        stopped=None if last == steps else reason or "a callback",
     )
-    if last != saver.steps:
+    if last != steps:
         what = "a callback" if reason is None else "a rule"
         why = "" if reason is None else f": {reason}"
-        print_line(f"{what} ended the run after step {last} of {saver.steps}{why}")
+        print_line(f"{what} ended the run after step {last} of {steps}{why}")
     if step != last:
         require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
                 f"ended after step {last}")  # fmt: skip

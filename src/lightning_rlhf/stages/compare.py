@@ -131,12 +131,12 @@ def ignored_keys(run: RunFiles) -> Collection[str]:
 
 def differences(run: RunFiles, other: RunFiles, ignored: Collection[str]) -> list[str]:
     """Return the keys in which two runs differ."""
-    return differing_keys(dict(run.tree), dict(other.tree), ignored)
+    return differing_keys(run.tree, other.tree, ignored)
 
 
 def values_of(run: RunFiles, keys: Sequence[str]) -> dict[str, str]:
     """Return the values of a run for the keys, as text."""
-    flat = flatten(dict(run.tree))
+    flat = flatten(run.tree)
     return {key: text(flat[key]) if key in flat else "not there" for key in keys}
 
 

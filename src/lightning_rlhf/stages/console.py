@@ -76,7 +76,7 @@ def print_lengths(
 ) -> None:
     """Print the number of rows to train or validate on, and of those dropped or cut."""
     count = len(tokenised.examples)
-    shown = f"{counted(count, what)}{' to validate on' * to_validate}"
+    shown = counted(count, what) + f" to validate on, from {rows.source}" * to_validate
     lost = rows.left_out + tokenised.dropped
     notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
     notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.config import DPOConfig
-from lightning_rlhf.stages.folder.gaps import row_gaps
 from lightning_rlhf.stages.stage import Settings, Stage
 
 if TYPE_CHECKING:
@@ -62,6 +61,5 @@ STAGE = Stage(
     headlines=("update/dpo_loss", "update/accuracy", "eval/accuracy"),
     summary=("eval/dpo_loss", "eval/accuracy", "eval/reward_margin"),
     panels=panels,
-    gaps=row_gaps,
     replays="rows",
 )

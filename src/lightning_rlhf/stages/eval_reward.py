@@ -1,11 +1,7 @@
-"""stage=eval_reward: a report on whether a reward, of any source, is fit to be maximised by PPO.
-
-stage=eval is the same stage by its earlier name, with a section and folders of that name.
-"""
+"""stage=eval_reward: a report on whether a reward, of any source, is fit to be maximised by PPO."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_rlhf.core.config import EvalConfig
@@ -30,4 +26,3 @@ STAGE = Stage(
     hands_over="report",
     divides=True,
 )
-ALIAS = replace(STAGE, name="eval")

@@ -39,7 +39,6 @@ from lightning_rlhf.stages.check_learned import check_learned
 from lightning_rlhf.stages.chosen import choose
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.final import check_final, goal_of, stop_metric
-from lightning_rlhf.stages.folder.extend import check_longer
 from lightning_rlhf.stages.folder.folders import CHECKPOINTS, METRICS, claim, run_name
 from lightning_rlhf.stages.folder.resume import origin, resume_point
 from lightning_rlhf.stages.hand_over import hand_over as hand_over
@@ -82,7 +81,6 @@ def fit(
     check_final(settings, steps)
     resume_from = replicas.first(lambda: resume_point(settings))
     if resume_from is not None:
-        check_longer(settings, resume_from, steps)
         check_state(resume_from, module, data)
     preflight(ready, module, data, resumed=resume_from is not None)
     replicas.first(lambda: claim(settings, ready.parents))
@@ -93,9 +91,8 @@ def fit(
         loggers = build_loggers(settings.logger, ready.folder, identity(settings)) + ready.loggers
     stop = Stop()
     saver = Checkpoints(
-        ready.folder / CHECKPOINTS, config, origin(settings), stop, goal_of(settings), steps,
-        replicas,
-    )  # fmt: skip
+        ready.folder / CHECKPOINTS, config, origin(settings), stop, goal_of(settings), replicas
+    )
     rule = EarlyStop(settings.stage, config.stop, stop_metric(settings))
     # First, so that whatever the others do in a validation is done with the averaged weights.
     average = [] if config.ema_decay is None else [WeightAverage(config.ema_decay)]
@@ -112,7 +109,7 @@ def fit(
             train(ready, trainer, module, data, saver, resume_from)
         if not replicas.is_first:
             sys.exit()
-        chosen = choose(ready.folder, saver, module, trained(trainer), rule.reason)
+        chosen = choose(ready.folder, saver, module, steps, trained(trainer), rule.reason)
         if at_end is not None:
             at_end(loggers, position(trainer, module))
         exit_code = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,8 +252,3 @@ def result_of(metrics: Mapping[str, float], folder: Path | None) -> StageResult:
 def in_code(folder: Path) -> str:
     """Return the name of a folder for the code in its card, which may be moved."""
     return "path/to/final" if folder.is_absolute() else folder.as_posix()
-
-
-def with_name(text: str, name: str) -> str:
-    """Return a card whose code loads the model from `name`, as the hub id that it is pushed to."""
-    return re.sub(r'^name = "[^"]*"', f'name = "{name}"', text, flags=re.MULTILINE)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.stages.folder.gaps import iteration_gaps
 from lightning_rlhf.stages.reward.unfit import verdicts_on
 from lightning_rlhf.stages.stage import Settings, Stage
 
@@ -74,8 +73,6 @@ STAGE = Stage(
         "eval/judge/correct",
     ),
     panels=panels,
-    length="iterations",
     volatile=("kl_warning",),
-    gaps=iteration_gaps,
     replays="updates",
 )

@@ -21,7 +21,6 @@ STAGES: Mapping[str, Stage] = {
         rank.STAGE,
         eval_policy.STAGE,
         eval_reward.STAGE,
-        eval_reward.ALIAS,
     )
 }
 """Name -> stage of this package."""

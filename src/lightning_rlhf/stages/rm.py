@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.config import RMConfig
-from lightning_rlhf.stages.folder.gaps import row_gaps
 from lightning_rlhf.stages.stage import Settings, Stage
 
 if TYPE_CHECKING:
@@ -62,6 +61,5 @@ STAGE = Stage(
     headlines=("update/rm_loss", "update/accuracy", "eval/accuracy"),
     summary=("eval/rm_loss", "eval/accuracy"),
     panels=panels,
-    gaps=row_gaps,
     replays="rows",
 )

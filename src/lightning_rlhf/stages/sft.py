@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.stages.folder.gaps import row_gaps
 from lightning_rlhf.stages.stage import Settings, Stage
 
 if TYPE_CHECKING:
@@ -63,6 +62,5 @@ STAGE = Stage(
     headlines=("update/loss", "eval/loss"),
     summary=("eval/loss",),
     panels=panels,
-    gaps=row_gaps,
     replays="rows",
 )

@@ -7,7 +7,7 @@ names: `definition: path/to/file.py:STAGE`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -152,8 +152,6 @@ class Stage:
     panels: Callable[[Collection[str]], Sequence[Panel]] | None = None
     """Function: names of the measured metrics -> panels of curves.png; None draws one panel a
     metric."""
-    length: str = "epochs"
-    """Key of the section that sets the length of a run."""
     divides: bool = False
     """True if the processes of a stage that does not train divide its work; the first one writes
     its files, and `run` ends the others."""
@@ -163,9 +161,6 @@ class Stage:
     volatile: tuple[str, ...] = ()
     """Keys of the section that may differ between two calls of a run, besides those that set when
     checkpoints are written."""
-    gaps: Callable[[Settings, int, range], Iterator[str]] | None = None
-    """Function: (settings, step of a checkpoint, steps of evaluations before it) -> each file of
-    the run that lacks a step before the checkpoint, with the first such step."""
     replays: Literal["updates", "rows"] | None = None
     """Data that `lightning-rlhf replay` computes again: the recorded updates, or the rows of the
     batch at which the run ended."""

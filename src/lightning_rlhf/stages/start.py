@@ -13,7 +13,6 @@ from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.parallel.world import World, world
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages.final import check_final
-from lightning_rlhf.stages.folder.extend import check_longer
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, folder_of, is_complete
 from lightning_rlhf.stages.folder.resume import check_resumable, decide, held, resume_point
 from lightning_rlhf.stages.registry import STAGES
@@ -56,8 +55,6 @@ def begin(settings: Settings) -> Settings | None:
     check_inputs(settings)
     if checkpoint is not None:
         check_resumable(checkpoint, settings)
-        if isinstance(settings.config, PPOConfig):  # others know their steps from the data
-            check_longer(settings, checkpoint, settings.config.iterations)
     return settings
 
 

@@ -112,7 +112,8 @@ def run_ppo(
     assert evaluation.first is not None
     assert evaluation.last is not None
     ending = read_ending(folder)
-    is_last = ending is None or ending.step == ending.last_step
+    assert ending is not None  # the run has finished
+    is_last = ending.step == ending.last_step
     first, last = evaluation.first, evaluation.last if is_last else found
     get_console().print(before_after_table(first, last, training.verdicts))
     print_collapse(folder, settings.stage)

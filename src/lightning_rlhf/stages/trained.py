@@ -26,8 +26,7 @@ def trained_as(final: Final) -> tuple[ModelConfig, Mapping[str, Any]]:
         arguments = section(config, "data", key)[key]
         is_mapping = isinstance(arguments, Mapping)
         require(is_mapping, f"data.{key}", arguments, "a mapping of names to values")
-        model = section(config, "model")
-        return build(ModelConfig, model, "model"), arguments
+        return build(ModelConfig, section(config, "model"), "model"), arguments
     except ConfigError as error:
         raise CheckpointError(f"{final.path / MANIFEST}: config: {error}") from error
 

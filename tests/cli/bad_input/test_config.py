@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_model")
 SFT = ("stage=sft",)
 RM = ("stage=rm", "policy.checkpoint=base")
 PPO = ("stage=ppo", "policy.checkpoint=base", "reward=random")
-EVAL = ("stage=eval", "policy.checkpoint=base", "reward=random")
+EVAL = ("stage=eval_reward", "policy.checkpoint=base", "reward=random")
 FUNCTION = (*PPO[:2], "reward=function", "reward.path=lightning_rlhf.rewards.functions:length_band")
 HTTP = (*PPO[:2], "reward=http", "reward.url=http://127.0.0.1:9/score")
 MODEL = (*PPO[:2], "reward=model", "reward.name_or_path=org/name")
@@ -101,11 +101,11 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     (RM, "rm.heads", 0, ["rm.heads is 0"]),
     (RM, "rm.heads", 2**53, ["rm.heads is 9007199254740992", "<= 1000000"]),
     (RM, "rm.calibration_samples", 2**53, ["rm.calibration_samples is", "<= 1000000"]),
-    (EVAL, "eval.samples", 2**53, ["eval.samples is 9007199254740992", "<= 1000000"]),
+    (EVAL, "eval_reward.samples", 2**53, ["eval_reward.samples is 9007199254740992", "<= 1000000"]),
     (PPO, "ppo.rollout_batch_size", 2**53, ["ppo.rollout_batch_size is", "<= 1000000"]),
     (PPO, "ppo.val_samples_per_prompt", 2**53, ["ppo.val_samples_per_prompt", "<= 1000000"]),
     (RM, "rm.label_smoothing", 0.5, ["rm.label_smoothing is 0.5", "< 0.5"]),
-    (EVAL, "eval.samples", "all", ["eval.samples is 'all'", "a whole number"]),
+    (EVAL, "eval_reward.samples", "all", ["eval_reward.samples is 'all'", "a whole number"]),
     (PPO, "ppo.temperature", 0, ["ppo.temperature is 0", "> 0"]),
     (PPO, "ppo.advantage", ["gae"], ["ppo.advantage is ['gae']", "grpo"]),
     (PPO, "ppo.stop_strings", [1], ["ppo.stop_strings is 1", "texts"]),

@@ -23,7 +23,7 @@ COMMANDS = [
     ("stage=ppo", "reward=http", "reward.url=http://localhost"),
     ("stage=ppo", "reward=function", "reward.path=a.py:b"),
     ("stage=ppo", "reward=composite"),
-    ("stage=eval",),
+    ("stage=eval_reward",),
 ]
 LEAVES = (
     st.none()

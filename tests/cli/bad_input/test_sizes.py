@@ -50,8 +50,8 @@ def test_responses_of_ppo(models: Refusals) -> None:
     models.value("ppo.max_response_tokens", 10**8, *PPO, named=named)
 
 
-@pytest.mark.parametrize("stage", ["rm", "eval"])
+@pytest.mark.parametrize("stage", ["rm", "eval_reward"])
 def test_responses_that_are_sampled(models: Refusals, stage: str) -> None:
     named = ["data.max_response_tokens is 1000000000; allowed: at most ", "responses at once"]
-    given = (f"stage={stage}", *PPO[1:3], *PPO[3:] * (stage == "eval"))
+    given = (f"stage={stage}", *PPO[1:3], *PPO[3:] * (stage == "eval_reward"))
     models.value("data.max_response_tokens", 10**9, *given, named=named)

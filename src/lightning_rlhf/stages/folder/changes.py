@@ -90,7 +90,7 @@ def listed(changed: Sequence[str]) -> str:
 
 
 def differing_keys(
-    one: dict[str, Any], other: dict[str, Any], ignored: Collection[str]
+    one: Mapping[str, Any], other: Mapping[str, Any], ignored: Collection[str]
 ) -> list[str]:
     """Return the keys in which two configurations differ, except `ignored` keys and nested ones."""
     ours, theirs = flatten(one), flatten(other)

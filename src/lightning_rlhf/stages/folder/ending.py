@@ -69,7 +69,7 @@ def write_ending(folder: Path, ending: Ending) -> None:
 
 
 def read_ending(folder: Path) -> Ending | None:
-    """Return the ending of the run in `folder`; None of a run of an earlier version, or cut off.
+    """Return the ending of the run in `folder`; None of one that was cut off.
 
     Raises CheckpointError where the file is damaged.
     """

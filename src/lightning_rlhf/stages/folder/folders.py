@@ -21,7 +21,7 @@ from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missi
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import changes, listed, read_config
-from lightning_rlhf.stages.folder.ending import ENDING, read_ending
+from lightning_rlhf.stages.folder.ending import ENDING
 from lightning_rlhf.stages.stage import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
@@ -91,8 +91,7 @@ def leave_failed(folder: Path, reason: str) -> None:
 def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     """Make the run's folder and record its `parents`; files of another run are deleted.
 
-    Such a run is one to be overwritten, or one that ended before its first step. The `final/` of a
-    run that is made longer gets the name of its step.
+    Such a run is one to be overwritten, or one that ended before its first step.
 
     Raises ConfigError where it cannot be written.
     """
@@ -108,8 +107,6 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
         if not settings.resume:
             with written_whole(folder / RUN_ID) as beside:
                 beside.write_text(secrets.token_hex(8))
-        if settings.resume:
-            put_aside(folder)
         (folder / ENDING).unlink(missing_ok=True)
         for name, tree in ((PARENTS, digests), (CONFIG, settings.tree)):
             with written_whole(folder / name) as beside:
@@ -117,19 +114,6 @@ def claim(settings: Settings, parents: Mapping[str, Final]) -> Path:
     except OSError as error:
         raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
     return folder
-
-
-def put_aside(folder: Path) -> None:
-    """Rename `final/`, where there is one, to the name of its step; an export of it may stand there
-    already."""
-    if (folder / FINAL).is_dir():
-        ending, steps = read_ending(folder), map(step_named, numbered(folder / CHECKPOINTS))
-        kept = exported(folder, max(steps, default=0) if ending is None else ending.step)
-        if is_marked(kept):
-            delete(folder / FINAL)
-        else:
-            os.replace(folder / FINAL, kept)
-            print_line(f"the model of the shorter run is {kept}")
 
 
 def exported(folder: Path, step: int) -> Path:

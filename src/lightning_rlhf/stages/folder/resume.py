@@ -26,7 +26,6 @@ from lightning_rlhf.io.reading import read_text
 from lightning_rlhf.io.storage import make_folder
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import changes, listed
-from lightning_rlhf.stages.folder.extend import dependent, is_longer
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
     CONFIG,
@@ -95,11 +94,8 @@ def resume_point(settings: Settings) -> Path | None:
     beside = name_beside(settings)
     auto = "" if finished or there else "resume=auto or "
     ways = f"{auto}overwrite=true to delete it and start over, or {beside} to keep both"
-    if finished and not (settings.resume and is_longer(settings)):
-        length = f"{settings.stage}.{settings.definition.length}"
-        can_be_longer = settings.definition.trains and not dependent(settings)
-        longer = f"resume=true with a larger {length} to train on, " * can_be_longer
-        raise ConfigError(f"{folder} holds a run that finished. Give {longer}{ways}")
+    if finished:
+        raise ConfigError(f"{folder} holds a run that finished. Give {ways}")
     if settings.resume and there:
         check_same_run(settings, folder)
         return there[-1] if settings.resume is True else named(folder, settings.resume)
@@ -126,12 +122,9 @@ def decide(settings: Settings) -> Settings | None:
     folder = folder_of(settings)
     if is_used(folder) and (folder / FINAL).is_dir():
         check_same_run(settings, folder)
-        if not is_longer(settings):
-            print_line(f"{settings.stage}: finished already, {folder / FINAL}")
-            return None
-        if not saved(folder):
-            raise ConfigError(f"{folder} has no checkpoint to go on from")
-    elif not is_used(folder) or is_unbegun(folder):
+        print_line(f"{settings.stage}: finished already, {folder / FINAL}")
+        return None
+    if not is_used(folder) or is_unbegun(folder):
         return replace(settings, resume=False)
     check_same_run(settings, folder)
     if not saved(folder):
@@ -179,9 +172,7 @@ def check_same_run(settings: Settings, folder: Path) -> None:
 
 
 def check_same_config(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError unless the run in `folder` had this configuration, or fewer steps of it."""
-    if is_longer(settings):
-        return
+    """Raise ConfigError unless the run in `folder` had this configuration."""
     if changed := changes(settings.definition, settings.tree, folder / CONFIG):
         raise ConfigError(
             f"{folder} cannot be resumed: {listed(changed)} ({folder / CONFIG}). Give what it was "
@@ -201,13 +192,11 @@ def named(folder: Path, name: str) -> Path:
 def check_resumable(path: Path, settings: Settings) -> None:
     """Raise CheckpointError, with a hint, where the checkpoint is damaged or of another run.
 
-    Also where another file that the run continues is damaged, or lacks data that was written before
-    the checkpoint.
+    Also where another file that the run continues is damaged.
     """
     # Imported here, since it takes seconds: errors in names are raised before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
     from lightning_rlhf.callbacks.samples import read_samples, train_samples
-    from lightning_rlhf.stages.folder.gaps import check_no_gap
 
     folder = folder_of(settings)
     read_rows(folder / METRICS)
@@ -229,7 +218,6 @@ def check_resumable(path: Path, settings: Settings) -> None:
         if before:
             way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"
         raise CheckpointError(f"{error}. {way}") from error
-    check_no_gap(path, settings)
 
 
 def origin(settings: Settings) -> Origin:
