@@ -49,7 +49,7 @@ class Disk:
                 self.at_checkpoint[int(target.stem)] = {
                     f: (self.synced.get(f, 0), f.stat().st_size)
                     for f in files
-                    if ".ckpt" not in f.name
+                    if f.suffix not in (".ckpt", ".tmp")
                 }
             replace(source, target)
             if source in self.synced:

@@ -28,7 +28,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
 
     def keep(figure: Figure, path: Path, **_: object) -> None:
-        figures[path.name] = figure
+        figures["curves.png" if path.suffix == ".tmp" else path.name] = figure
 
     monkeypatch.setattr(Figure, "savefig", keep)
     return figures
