@@ -26,7 +26,7 @@ faults: $(BIN)/.installed-dev  ## plant faults in copies of the code and count t
 soak: $(BIN)/.installed  ## kill runs at random moments, go on, and compare with runs never stopped: docs/reliability.md; a quarter of an hour
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-malformed: $(BIN)/.installed  ## give every command malformed input and count how it answers: docs/reliability.md; a quarter of an hour
+malformed: $(BIN)/.installed  ## give commands input that is malformed at random and count how they answer: docs/reliability.md; a quarter of an hour
 	$(BIN)/python benchmarks/malformed.py $(ARGS)
 
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
