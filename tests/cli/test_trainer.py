@@ -434,6 +434,7 @@ def test_what_the_trainer_refuses_costs_no_finished_run(
     final = own.stage("sft") / "final"
     final.mkdir(parents=True)
     (final / "kept").touch()
+    (own.stage("sft") / "config.json").write_text('{"stage": "sft"}')
     assert own.mini("stage=sft", "overwrite=true", given).error.startswith(told)
     assert (final / "kept").exists()
 

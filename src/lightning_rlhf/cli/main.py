@@ -49,7 +49,6 @@ from lightning_rlhf.cli.secrecy import (
 )
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
-from lightning_rlhf.data.sources import ENDINGS
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.io.visible import visible
@@ -144,6 +143,8 @@ def register_resolvers() -> None:
     """
 
     def hub_val(name: str, *, _parent_: DictConfig) -> str | None:
+        from lightning_rlhf.data.sources import ENDINGS  # which imports pydantic
+
         return None if str(_parent_.train).endswith(ENDINGS) else name
 
     OmegaConf.register_new_resolver("hub_val", hub_val, replace=True)

@@ -180,7 +180,6 @@ def run_stages(
         if state == "done" and source and is_newer(source, folder_of(settings) / FINAL):
             state = "outdated"
         if state == "done":
-            complete(settings)
             print_line(f"{stage}: done already, {folder_of(settings)}", "green")
             continue
         ran.append(stage)
@@ -279,6 +278,8 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
             console.print(side_by_side(*samples, n=5))
     trained = [stage for stage, settings in stages.items() if settings.definition.trains]
     for stage, folder in folders.items():
+        if stage not in ran:
+            complete(stages[stage])
         picture, tables = f"picture: {folder / 'curves.png'}", f"tables: {folder / FINAL}"
         print_line(picture if stage in trained else tables)
     for stage in trained:

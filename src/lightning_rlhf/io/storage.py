@@ -91,6 +91,7 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
     beside = target.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     try:
         if kind == "folder":
+            make_folder(target.parent)
             beside.mkdir()
         else:
             beside.touch(exist_ok=False)

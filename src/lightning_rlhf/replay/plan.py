@@ -177,8 +177,10 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
     if isinstance(tree.get("trainer"), dict):
         ours = TrainerConfig.__dataclass_fields__
-        given = tree["trainer"].items()
-        unread["trainer"] = {k: v for k, v in given if k in ours or isinstance(v, int | None)}
+        unread["trainer"] = {
+            key: value for key, value in tree["trainer"].items()
+            if key in ours or isinstance(value, int | None) or value == "lightning.Trainer"
+        }  # fmt: skip
     try:
         settings = read_tree(tree | unread)
     except ConfigError as error:

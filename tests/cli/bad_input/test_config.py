@@ -106,7 +106,7 @@ VALUES: list[tuple[tuple[str, ...], str, Any, list[str]]] = [
     (PPO, "ppo.val_samples_per_prompt", 2**53, ["ppo.val_samples_per_prompt", "<= 1000000"]),
     (RM, "rm.label_smoothing", 0.5, ["rm.label_smoothing is 0.5", "< 0.5"]),
     (EVAL, "eval_reward.samples", "all", ["eval_reward.samples is 'all'", "a whole number"]),
-    (PPO, "ppo.temperature", 0, ["ppo.temperature is 0", "> 0"]),
+    (PPO, "ppo.temperature", 0, ["ppo.temperature is 0", ">= 1e-06"]),
     (PPO, "ppo.advantage", ["gae"], ["ppo.advantage is ['gae']", "grpo"]),
     (PPO, "ppo.stop_strings", [1], ["ppo.stop_strings is 1", "texts"]),
     (PPO, "ppo.kl_in", "loss", ["ppo.kl_estimator is 'k1'", "ppo.kl_in=loss"]),
@@ -164,7 +164,7 @@ COMMANDS: list[tuple[list[str], list[str]]] = [
     (["stage=sft", "run.x=1"], ["run.x is not a known key; did you mean run?"]),
     (
         ["stage=ppo", "zebra=1"],
-        ["zebra is not a known key; allowed: callbacks, data, debug, dpo, eval, eval_policy"],
+        ["zebra is not a known key; allowed: callbacks, data, debug, dpo, eval_policy"],
     ),
     (["stage=sft", "lr=1"], ["lr is not a known key; did you mean sft.lr?"]),
     (["stage=sft", "++lr=1"], ["lr is not a known key; did you mean sft.lr?"]),
