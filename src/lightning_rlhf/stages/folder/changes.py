@@ -43,7 +43,6 @@ ADDED_TO_STAGE: dict[str, Any] = {
 }
 """Keys of a stage that trains which configurations of earlier versions lack, likewise."""
 ADDED_TO_PPO: dict[str, Any] = {
-    "cuda_graphs": False,
     "generation_batch_size": None,
     "stop": {**ADDED_TO_STAGE["stop"], "max_kl": None},
     "ptx_coef": 0.0,
