@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -38,7 +37,6 @@ from gpu_runs import (
 from lightning_rlhf.kernels.patch import rounding_of
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import BASE, Roles
-from lightning_rlhf.rollout.static import StaticDecoding
 from machine import bandwidth, product_rate
 from true_shape import SHAPE, make_checkpoint
 from workloads import LONGEST, SHORTEST, Workload, prompts_of
@@ -157,16 +155,6 @@ def load(place: Place, row: Row) -> PreTrainedModel:
     return load_causal_lm(config, trainable=False, seed=0)
 
 
-def graphs(place: Place, row: Row, seconds: float) -> Found:
-    """Run a stage whose responses must be decoded by CUDA graphs."""
-    run = StaticDecoding.run
-    with patch.object(StaticDecoding, "run", autospec=True, side_effect=run) as decoded:
-        found = stage(place, row, seconds)
-    if not decoded.called:
-        raise CheckError("no batch was decoded in fixed shapes")
-    return found
-
-
 def generate(place: Place, row: Row, seconds: float) -> Found:
     """Sample beside `generate` of transformers."""
     settings = lightning_rlhf.configuration("ppo", *overrides(place, row), *place.words)
@@ -209,7 +197,6 @@ def trl(place: Place, row: Row, seconds: float) -> Found:
 
 STAGES = ("sft", "rm", "dpo", "ppo")
 FAST = ("model.kernels=fast",)
-GRAPHS = (*FAST, "ppo.cuda_graphs=true")
 FLA = ("fla", "causal_conv1d")
 ROWS = (
     Row(name="limits of the GPU", shape="", work=limits, seconds=10),
@@ -217,8 +204,6 @@ ROWS = (
     Row(name="checkpoint", shape=TRUE, work=make, seconds=30),
     *(Row(name="logits", shape=shape, work=logits, seconds=10) for shape in (TINY, TRUE)),
     *(Row(name=f"{TRUE} {s}", shape=TRUE, work=stage, stage=s, seconds=20) for s in STAGES),
-    Row(name="CUDA graphs", shape=TINY, work=graphs, words=GRAPHS, seconds=5),
-    Row(name="CUDA graphs", shape=TRUE, work=graphs, words=GRAPHS, seconds=20),
     Row(name="transformers' generate", shape=TINY, work=generate, seconds=5),
     Row(name="transformers' generate", shape=TRUE, work=generate, seconds=20),
     Row(name="TRL's PPO", shape=TINY, work=trl, seconds=20, needs=("trl",)),
@@ -232,7 +217,5 @@ ROWS = (
     *(Row(name=f"bitsandbytes {kind}", shape=TRUE, work=stage, seconds=25, needs=("bitsandbytes",),
           words=(f"model.quantization={kind}",)) for kind in ("nf4", "int8")),
     Row(name="flash-linear-attention", shape=TRUE, work=logits, seconds=10, needs=FLA),
-    Row(name="compile", shape=TINY, work=stage, words=("model.compile=true",), seconds=40),
-    Row(name="compile", shape=TRUE, work=stage, words=("model.compile=true",), seconds=60),
 )  # fmt: skip
 """Rows in the order in which they are run; where the time is over, the last ones are left out."""

@@ -18,7 +18,6 @@ from common import ROOT, Clock, OnIteration, Setting
 from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.types import DecodedResponses, Experience, Prompts
-from lightning_rlhf.kernels.decoder import compile_layers
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import CRITIC, POLICY, VALUE, Roles
@@ -36,16 +35,10 @@ def train(
     on_iteration: OnIteration,
     *,
     critic: CriticKind = "head",
-    compiles: bool = False,
     device: torch.device = CPU,
 ) -> nn.Module:
-    """Train an adapter on `model`, whose own weights are frozen; returns the policy.
-
-    compiles: True compiles the layers, as model.compile=true does.
-    """
+    """Train an adapter on `model`, whose own weights are frozen; returns the policy."""
     torch.manual_seed(setting.seed)
-    if compiles:
-        compile_layers(model)
     module = build(model, setting, critic)
     trainer = L.Trainer(
         accelerator="cpu" if device.type == "cpu" else "gpu",

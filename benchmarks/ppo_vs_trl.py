@@ -33,8 +33,7 @@ from common import (
 )
 from workloads import LONGEST, SHORTEST, WORKLOADS, Workload, build_model, low_tokens, parameters
 
-SIDES = ("ours", "compiled", "trl", "trl_kept")
-OURS = SIDES[:2]
+SIDES = ("ours", "trl", "trl_kept")
 
 
 def setting_of(workload: Workload, iterations: int) -> Setting:
@@ -72,9 +71,8 @@ def work(
         talk.recv()
 
     talk.recv()
-    if side in OURS:
-        compiles = side == "compiled"
-        ours.train(model, setting, prompts, turn, critic=workload.critic, compiles=compiles)
+    if side == "ours":
+        ours.train(model, setting, prompts, turn, critic=workload.critic)
     else:
         trl_peer.train(model, setting, prompts, turn, policy=peer_trains)
     talk.send({"idle_mb": idle, "peak_mb": memory("VmHWM")})
@@ -136,10 +134,9 @@ def summary(result: dict[str, Any], side: str, fact: str) -> tuple[float, float,
 
 def table(results: dict[str, Any]) -> str:
     header = ["workload", "model", "response tokens, ours / TRL", "s an iteration, ours",
-              "ours compiled", "s an iteration, TRL", "TRL with our settings",
-              "TRL's garbage collection, s", "TRL / ours", "TRL / ours compiled",
-              "TRL with our settings / ours", "MB above idle, ours / compiled / TRL",
-              "memory, ours / TRL", "ours compiled / TRL"]  # fmt: skip
+              "s an iteration, TRL", "TRL with our settings", "TRL's garbage collection, s",
+              "TRL / ours", "TRL with our settings / ours", "MB above idle, ours / TRL",
+              "memory, ours / TRL"]  # fmt: skip
     rows = []
     for name, result in results.items():
         seconds = {side: summary(result, side, "seconds") for side in SIDES}
@@ -154,7 +151,7 @@ def table(results: dict[str, Any]) -> str:
                 f"{tokens['ours']:.1f} / {tokens['trl']:.1f}",
                 *(f"{m:.2f} [{low:.2f}-{high:.2f}]" for m, low, high in seconds.values()),
                 f"{summary(result, 'trl', 'gc_seconds')[0]:.2f}",
-                *(f"{seconds['trl'][0] / seconds[side][0]:.2f}" for side in OURS),
+                f"{seconds['trl'][0] / seconds['ours'][0]:.2f}",
                 f"{seconds['trl_kept'][0] / seconds['ours'][0]:.2f}",
                 *memory_above_idle(result),
             ]
@@ -163,16 +160,12 @@ def table(results: dict[str, Any]) -> str:
 
 
 def memory_above_idle(result: dict[str, Any]) -> list[str]:
-    """Return table cells: MB above idle of ours, ours compiled and unchanged TRL, and two ratios.
-
-    The ratios are those of ours and of ours compiled to TRL.
-    """
-    sides = [result[side] for side in SIDES[:3]]
+    """Return two table cells: MB above idle of ours and of unchanged TRL, and their ratio."""
+    sides = [result[side] for side in SIDES[:2]]
     if any(facts["peak_mb"] is None or facts["idle_mb"] is None for facts in sides):
-        return ["-"] * 3
-    *both, peer = (facts["peak_mb"] - facts["idle_mb"] for facts in sides)
-    together = " / ".join(f"{x:.0f}" for x in (*both, peer))
-    return [together, *(f"{x / peer:.2f}" for x in both)]
+        return ["-"] * 2
+    ours, peer = (facts["peak_mb"] - facts["idle_mb"] for facts in sides)
+    return [f"{ours:.0f} / {peer:.0f}", f"{ours / peer:.2f}"]
 
 
 def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer.Trained) -> str:
@@ -186,8 +179,7 @@ def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer
         f"{SHORTEST} to {LONGEST} tokens, responses of at most {Workload.response}, 4 epochs of 4 "
         "minibatches and 16 optimizer steps, which are counted; a reward that costs nothing. "
         f"Median of {iterations} iterations [smallest-largest], the sides in turn, iteration by "
-        "iteration, after one that warms up. Compiled: with model.compile=true; compiling is in "
-        "the iteration that is not counted, and the compiler's own memory in the peak.",
+        "iteration, after one that warms up.",
         table(results),
         "By default our value head sits on the policy's trunk, while TRL's value model is a model "
         "of its own, which reads and learns every response once more. "

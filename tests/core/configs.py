@@ -45,7 +45,6 @@ PPO = STAGE | {
     "stop_strings": (),
     "rollout": "native",
     "generation_batch_size": None,
-    "cuda_graphs": False,
     "score_normalization": "none",
     "score_clip": None,
     "length_penalty": 0.0,

@@ -52,7 +52,6 @@ BOUNDS: list[tuple[str, Any, str]] = [
     ("dual_clip", 1, "a number and > 1, or null"),
     ("max_ratio", 1, "a number and > 1, or null"),
     *[(key, end, UNIT) for key in ("gamma", "gae_lambda") for end in (-1e-9, 1 + 1e-9)],
-    ("cuda_graphs", "yes", "true, false"),
     ("whiten_rewards", "yes", "true, false"),
     ("whiten_rewards", 1, "true, false"),
 ]

@@ -115,7 +115,6 @@ class Run:
             quantization="none",
             attn_implementation=None,
             gradient_checkpointing=False,
-            compile=False,
             kernels="auto",
             trust_remote_code=False,
             lora=LoRASettings(r=4, alpha=32, target_modules="all-linear"),

@@ -77,7 +77,6 @@ def build_config(**changes: Any) -> ModelConfig:
         "quantization": "none",
         "attn_implementation": None,
         "gradient_checkpointing": False,
-        "compile": False,
         "kernels": "auto",
         "trust_remote_code": False,
         "lora": LORA,

@@ -293,29 +293,6 @@ def test_weights_are_frozen_in_the_given_dtype_or_trainable_in_fp32(
         assert not any(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "faster", "gpu", "needed", "said"),
-    [
-        ("float32", True, False, 0, "fp32 layers on this processor stay as they are"),
-        ("float32", True, True, 1, "wait for the compiler"),
-        ("float32", False, False, 1, "wait for the compiler"),
-        ("bfloat16", True, False, 1, "wait for the compiler"),
-    ],
-)
-def test_what_is_compiled_is_said_and_a_compiler_needed_for_nothing_else(
-    dtype: str, faster: bool, gpu: bool, needed: int, said: str, folder: Path, make_config: Make,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    checked: list[bool] = []
-    monkeypatch.setattr(loading, "check_compiler", lambda: checked.append(True))
-    monkeypatch.setattr(loading, "fp32_by_onednn", lambda: faster)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    config = make_config(name_or_path=str(folder), dtype=dtype, compile=True)
-    with pytest.warns(UserWarning, match=f"model.compile=true: .*{said}"):
-        load_causal_lm(config, trainable=False, seed=0)
-    assert len(checked) == needed
-
-
 def test_other_weights_replace_the_presets_own(folder: Path, make_model: Make, make_config: Make,
                                                tmp_path: Path) -> None:  # fmt: skip
     make_model("llama", seed=5).save_pretrained(tmp_path / "other")

@@ -13,7 +13,6 @@ import pytest
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models import adapter
 from lightning_rlhf.models.adapter import KEYS
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.manifest import MANIFEST
@@ -69,10 +68,7 @@ def test_manifests(folder: Path) -> None:
     assert refused > 200
 
 
-def test_adapters(
-    folder: Path, make_model: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter, "MATCHING_SECONDS", 0.5)
+def test_adapters(folder: Path, make_model: Callable[..., PreTrainedModel]) -> None:
     file, refused = folder / ADAPTER, 0
     for content in malformed(file, lambda key: VALUES[::2] if key in KEYS else ["x", {}]):
         file.write_bytes(content)

@@ -526,44 +526,6 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
     assert time.monotonic() - began < 10
 
 
-BOUNDED = """
-from lightning_rlhf.io.bounded import bounded
-from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.server import RewardServer, listening_socket
-def score(prompts, responses, columns):
-    try:
-        with bounded(0.2, 1 << 30):
-            while responses == ["boom"]:
-                pass
-    except TimeoutError as error:
-        raise ConfigError(f"the template takes {error}") from error
-    return [1.0] * len(responses)
-server = RewardServer(score, listening_socket("127.0.0.1", 0))
-print(server.port, flush=True)
-server.run()
-"""
-
-
-def test_a_score_is_bounded_where_the_server_has_the_main_thread() -> None:
-    """The request that takes too long is refused, and the next one is scored."""
-    pipe = subprocess.PIPE
-    with (
-        subprocess.Popen([sys.executable, "-c", BOUNDED], stdout=pipe, text=True) as process,
-        contextlib.ExitStack() as stack,
-    ):
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        found = []
-        for response in ("boom", "r"):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-            connection.request("POST", "/score", json.dumps(request(response)))
-            answer = connection.getresponse()
-            found.append((answer.status, json.loads(answer.read())))
-    refused = {"error": "the template takes more than 0.2 s of processor time"}
-    assert found == [(422, refused), (200, {"scores": [1.0]})]
-
-
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.binary(max_size=300)

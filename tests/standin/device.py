@@ -103,10 +103,6 @@ class Device(TorchDispatchMode):
         self.synchronisations: Counter[str] = Counter()
         self.places: Counter[tuple[str, str]] = Counter()
         """Kind of synchronisation and line of the package -> how often it was made there."""
-        self.record: list[tuple[str, tuple[Any, ...]]] | None = None
-        """Operations with the shapes of their results, where they are wanted; None where not."""
-        self.capture: Any = None
-        """Graph that is captured, whose operations must not be waited for; None for none."""
         self.tensors: Counter[int] = Counter()
         self.bytes_alive = self.peak = 0
 
@@ -156,13 +152,7 @@ class Device(TorchDispatchMode):
         raw_args, raw_kwargs = mapped(raw, args), mapped(raw, kwargs)
         if target is not None:
             raw_kwargs["device"] = torch.device("cpu")
-        found = (
-            op(*raw_args, **raw_kwargs)
-            if self.capture is None
-            else self.capture.add(op, raw_args, raw_kwargs)
-        )
-        if self.record is not None:
-            self.record.append((str(op), tuple(tuple(x.shape) for x in tensors(found))))
+        found = op(*raw_args, **raw_kwargs)
         if op is aten._to_copy.default and any(found is x for x in raw_args):
             found = found.clone()
         if op in COPIES and not uploads:
@@ -205,8 +195,6 @@ class Device(TorchDispatchMode):
         if kind is not None:
             self.synchronisations[kind] += 1
             self.places[kind, place()] += 1
-            if self.capture is not None:
-                self.fail(RuntimeError(f"{kind} by {op} while a graph is captured"))
         if self.fails_in is not None:
             self.fails_in -= 1
             if self.fails_in == 0:

@@ -6,7 +6,6 @@ import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.types import counted
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.decode_state import ASKED
-from lightning_rlhf.rollout.static import StaticDecoding
 
 from ..modules.conftest import Outputs, fit, prompts, within_fit
 from ..modules.experiences import learn, on_policy
@@ -124,41 +122,6 @@ def test_an_iteration_leaves_nothing_behind(make_ppo: Make, device: Device) -> N
     fit(module, [prompts(2)] * 3, [Alive()], **on_device())
     assert alive[1] == alive[2]
     assert device.peak > alive[2]
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
-def test_fixed_shapes(
-    make_ppo: Make, device: Device, architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every token repeats the operations of the one before, in the same shapes; nothing waits.
-
-    It is what a CUDA graph needs. The responses are those of the loop whose shapes change.
-    """
-    monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", (NAME,))
-    monkeypatch.setattr("lightning_rlhf.rollout.static.Graph", lambda work, device: work)
-    module = ppo(make_ppo, architecture, "fast").to(NAME)
-    sampler, batch = module.collector.sampler, prompts(4).to(NAME)
-    expected = sampler.sample(batch, 1, module.generator(TRAINING, 0))
-    tokens: list[list[Any]] = []
-    decode = StaticDecoding.decode
-
-    def recorded(self: StaticDecoding) -> None:
-        device.record = []
-        with device.counted() as found:
-            decode(self)
-        assert not found.synchronisations
-        tokens.append(device.record)
-        device.record = None
-
-    with patch.object(StaticDecoding, "decode", recorded):
-        sampler.params = replace(sampler.params, is_static=True)
-        found = sampler.sample(batch, 1, module.generator(TRAINING, 0))
-    assert len(tokens) == 6
-    assert all(token == tokens[0] for token in tokens)
-    assert torch.equal(found.response_mask.cpu(), expected.response_mask.cpu())
-    mask = expected.mask.cpu()
-    assert torch.equal(found.tokens.cpu()[mask], expected.tokens.cpu()[mask])
-    torch.testing.assert_close(found.logprobs.cpu(), expected.logprobs.cpu(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", SUPERVISED)

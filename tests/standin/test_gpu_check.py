@@ -18,7 +18,6 @@ import torch
 
 from .conftest import on_device
 from .device import NAME, Device, register
-from .graphs import give_graphs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -29,9 +28,8 @@ from gpu_check import check, report_of
 from gpu_rows import ROWS, stage
 from gpu_runs import STEPS, TINY, CheckError, Found, Place, Row, agreement
 from gpu_worker import Outcome, Worker, attempt
-from lightning_rlhf.rollout.static import side_stream
 
-ENDED = "compile"
+ENDED = "bitsandbytes int8"
 """Name of the rows for which the budget of the test leaves no time."""
 
 
@@ -65,11 +63,8 @@ def outcomes(
     device: Device, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> dict[tuple[str, str], Outcome]:
     """Name and shape -> outcome; the true shape has no checkpoint."""
-    side_stream.cache_clear()
-    give_graphs(monkeypatch)
     few = ("rollout_batch_size=4", "minibatch_size=4", "microbatch_size=4", "max_response_tokens=6")
     monkeypatch.setitem(STEPS[TINY], "ppo", (*few, "iterations=2", "ppo_epochs=1"))
-    monkeypatch.setattr("lightning_rlhf.rollout.static.DEVICES", (NAME,))
     rows = [replace(r, work=no_checkpoint) if r.work is gpu_rows.make else r for r in ROWS]
     clock, limits = Clock(), []
 
@@ -113,7 +108,6 @@ def test_the_table(outcomes: dict[tuple[str, str], Outcome], place: Place) -> No
     assert {*ppo.tokens_per_s} == {*ppo.flops_per_s} == {"rollout", "score", "update"}
     assert {*ppo.roles} == {"base", "policy", "reward", "critic"}
     assert outcomes["tiny sft", TINY].found.equality.startswith("loss to ")
-    assert outcomes["CUDA graphs", TINY].found.equality.startswith("4 of 4 responses")
     text = report_of(list(outcomes.values()), place, 10)
     assert text.count("\n| ") == len(ROWS) + 2
     assert "passed" in text

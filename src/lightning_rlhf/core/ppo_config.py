@@ -70,7 +70,6 @@ class PPOConfig(StageConfig):
     stop_strings: Texts
     rollout: SamplerName
     generation_batch_size: Count | None
-    cuda_graphs: bool
     # shaping of scores into rewards
     score_normalization: ScoreNormalization
     score_clip: PositiveFloat | None

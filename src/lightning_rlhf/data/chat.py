@@ -12,7 +12,6 @@ from transformers.generation import StopStringCriteria
 
 from lightning_rlhf.core.errors import ConfigError, DataError, require
 from lightning_rlhf.data.rows import Message, Messages
-from lightning_rlhf.io.bounded import write_dialogue
 
 PLAIN_TEMPLATE = (
     "{{ bos_token if bos_token }}"
@@ -161,7 +160,10 @@ class ChatFormat:
         return text
 
     def _written(self, messages: str | Messages, **form: bool) -> str:
-        return write_dialogue(self.tokenizer, _as_dicts(messages), **form, **self.template_kwargs)
+        text: str = self.tokenizer.apply_chat_template(
+            _as_dicts(messages), tokenize=False, **form, **self.template_kwargs
+        )
+        return text
 
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids

@@ -8,7 +8,6 @@ from dataclasses import replace
 from lightning_rlhf.core.errors import require
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Messages
-from lightning_rlhf.io.bounded import assistant_mask
 
 _OTHER_TEXT = "\ue000"
 """Text of a turn that begins and ends with a character of which no other text is made; it shows
@@ -36,8 +35,11 @@ def turn_targets(chat: ChatFormat, prompt: Messages) -> list[int]:
             "tokens")  # fmt: skip
     if _GENERATION.search(tokenizer.get_chat_template()):
         rows = [turn.as_dict() for turn in prompt]
-        mask = assistant_mask(tokenizer, rows, add_generation_prompt=True, **chat.template_kwargs)
-        return [i for i, is_marked in enumerate(mask) if is_marked]
+        encoded = tokenizer.apply_chat_template(
+            rows, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=True,
+            **chat.template_kwargs,
+        )  # fmt: skip
+        return [i for i, is_marked in enumerate(encoded["assistant_masks"]) if is_marked]
     text = chat.opened(prompt)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     offsets: list[tuple[int, int]] = encoded.offset_mapping

@@ -5,14 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.kernels.attention import FAST_SDPA, apply_rotary, fast_sdpa, is_gated
-from lightning_rlhf.kernels.compiled import Attention, SwiGLU, decoder_layer, feed_forward
 from lightning_rlhf.kernels.layers import LIBRARY, FastLayer, own_class
 from lightning_rlhf.kernels.packing import Packing, gather_rows
 
@@ -39,15 +36,13 @@ def family(model: PreTrainedModel) -> str | None:
 class PackedDecoderLayer(FastLayer, nn.Module):
     """A decoder layer whose attention reads padded rows and whose other parts packed positions.
 
-    The last layer computes the wanted positions only, except for keys and values. With `compiles`,
-    the layer is compiled where gradients are enabled, except linear attention.
+    The last layer computes the wanted positions only, except for keys and values.
     """
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     mlp: nn.Module
     is_last = False
-    compiles = False
 
     def forward(
         self, hidden_states: Tensor, *args: Any, packing: Packing | None = None, **kwargs: Any
@@ -57,26 +52,10 @@ class PackedDecoderLayer(FastLayer, nn.Module):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
         if hidden_states.ndim == 3:  # the embeddings
             hidden_states = packing.pack(hidden_states.flatten(0, 1))
-        swiglu = attention = None
-        if self.compiles and torch.is_grad_enabled():
-            swiglu = SwiGLU.of(self.post_attention_layernorm, self.mlp, hidden_states)
-            mixer = getattr(self, "self_attn", None)
-            if kwargs["attention_mask"] is None and _is_plain(mixer):
-                attention = Attention.of(self.input_layernorm, mixer, hidden_states)
-        if swiglu and attention:
-            tables = [
-                packing.rotary_tables(*kwargs["position_embeddings"], last=last)
-                for last in (False, self.is_last)
-            ]
-            return decoder_layer(
-                hidden_states, attention, swiglu, packing, tables, is_last=self.is_last
-            )
         mixed = self._mix(self.input_layernorm(hidden_states), packing, **kwargs)
         if self.is_last:
             hidden_states = gather_rows(hidden_states, packing.wanted_real)
         hidden_states = hidden_states + mixed
-        if swiglu:
-            return feed_forward(hidden_states, swiglu)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
     def _mix(
@@ -152,17 +131,3 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
     """Return whether rotations depend on the length of the longest row, padding included."""
     rope = model.base_model.rotary_emb.rope_type
     return "dynamic" in rope or rope == "longrope"
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the model's fast layers where gradients are enabled.
-
-    Raises ConfigError where the architecture has no fast layers.
-    """
-    if family(model) is None:
-        raise ConfigError(
-            f"model.compile=true, but {model.config.model_type} has layers of another kind; "
-            f"allowed: false, or a model of {FAMILIES}"
-        )
-    for layer in model.base_model.layers:
-        layer.compiles = True

@@ -111,13 +111,9 @@ def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
                 "model.kernels is 'fast', but the weights are sharded; allowed: auto, plain"
             )
         return Kernels("plain", "the weights are sharded")
-    if choice == "auto" and not _compiles(model) and device != "cpu":
+    if choice == "auto" and device != "cpu":
         return Kernels("plain", f"fast ones are not measured on {place}")
     return Kernels("fast", f"{name} on {place}")
-
-
-def _compiles(model: PreTrainedModel) -> bool:
-    return any(layer.__dict__.get("compiles") for layer in model.base_model.modules())
 
 
 def patch(model: nn.Module) -> None:

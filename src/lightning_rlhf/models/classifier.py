@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rlhf.core.errors import ConfigError, RewardError
-from lightning_rlhf.io.bounded import write_dialogue
+from lightning_rlhf.core.errors import RewardError
 
 
 class Classifier:
@@ -47,9 +46,7 @@ class Classifier:
         """
         messages = [*row["messages"], {"role": "assistant", "content": response}]
         try:
-            return write_dialogue(self.tokenizer, messages)
-        except ConfigError:
-            raise
+            return self.tokenizer.apply_chat_template(messages, tokenize=False)
         except Exception as error:  # a template is a program: it may fail in any way
             turns = ", ".join(turn["role"] for turn in messages)
             raise RewardError(

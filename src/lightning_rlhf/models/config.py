@@ -64,7 +64,6 @@ class ModelConfig:
     quantization: Quantization
     attn_implementation: Text | None
     gradient_checkpointing: bool
-    compile: bool
     kernels: KernelChoice
     """Layers that compute: fast ones, the library's own, or what was measured to be faster."""
     trust_remote_code: bool
@@ -84,6 +83,3 @@ class ModelConfig:
                  "a folder or hub id, since model.from_config has no tokenizer")  # fmt: skip
             rule(self.quantization == "none", "quantization", self.quantization,
                  "none, since model.from_config has no weights to quantise")  # fmt: skip
-        if self.compile:
-            rule(self.kernels != "plain", "kernels", self.kernels,
-                 "auto or fast with model.compile=true, which compiles fast layers")  # fmt: skip

@@ -24,10 +24,7 @@ from transformers import (
 from lightning_rlhf.core.classifier_config import ClassifierConfig
 from lightning_rlhf.core.device_memory import total_memory
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
-from lightning_rlhf.kernels.compiled import check_compiler
-from lightning_rlhf.kernels.decoder import compile_layers
 from lightning_rlhf.kernels.patch import choose
-from lightning_rlhf.kernels.products import fp32_by_onednn
 from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.quantization import quantization_config, quantization_of
@@ -88,11 +85,6 @@ def load_causal_lm(
             f"model.quantization={config.quantization} cannot be fine-tuned in full; allowed: "
             "finetune=lora, or model.quantization=none"
         )
-    if config.compile:
-        require(config.quantization == "none", "model.quantization", config.quantization,
-                "none with model.compile=true, which knows plain layers alone")  # fmt: skip
-        if not _stay_as_they_are(dtype):
-            check_compiler()
     if weights is None and config.from_config is not None:
         with naming_sizes():
             model = _random_model(config, seed).to(dtype).eval()
@@ -110,9 +102,6 @@ def load_causal_lm(
         restore_padding(model)
     if config.gradient_checkpointing:
         recompute(model)
-    if config.compile:
-        compile_layers(model)
-        warnings.warn(f"model.compile=true: {_what_is_compiled(dtype)}", stacklevel=2)
     return model.eval().requires_grad_(trainable)
 
 
@@ -199,17 +188,6 @@ def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
         )
     torch.manual_seed(seed)
     return build()
-
-
-def _stay_as_they_are(dtype: torch.dtype) -> bool:
-    """Return True if no layer is compiled, because this machine's CPU is faster without."""
-    return dtype == torch.float32 and fp32_by_onednn() and not torch.cuda.is_available()
-
-
-def _what_is_compiled(dtype: torch.dtype) -> str:
-    if _stay_as_they_are(dtype):
-        return "fp32 layers on this processor stay as they are, which is faster than compiled"
-    return "the first updates wait for the compiler, a minute or two in which nothing is said"
 
 
 def read_weights(

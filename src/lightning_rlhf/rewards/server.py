@@ -77,7 +77,7 @@ class RewardServer:
 
         Args:
             score: function that scores one request at a time; called in the main thread if `run`
-                is, so that `io.bounded` can limit it, else in a thread of its own.
+                is, else in a thread of its own.
             bound_to: socket from `listening_socket`.
             token: token that a request for scores must send as "Authorization: Bearer TOKEN"; None
                 requires none.

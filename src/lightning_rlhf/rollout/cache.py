@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -86,27 +84,3 @@ class RoomyLayer(DynamicLayer):
 
     def _show(self, end: int) -> None:
         self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-
-
-class StaticLayer:
-    """Keys and values of one layer with room for all tokens, written at a place on the device."""
-
-    def __init__(self, layer: RoomyLayer, length: int, place: Int[Tensor, " 1"]) -> None:
-        """Copy what `layer` holds; place: position of the next token, which its owner advances."""
-        self.place = place
-        self.keys, self.values = (
-            F.pad(x, (0, 0, 0, length - x.shape[2])) for x in (layer.keys, layer.values)
-        )
-
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values of one token a row; return all, [B, heads, length, head size]."""
-        self.keys.index_copy_(2, self.place, key_states)
-        self.values.index_copy_(2, self.place, value_states)
-        return self.keys, self.values
-
-
-def make_static(cache: DynamicCache, length: int, place: Int[Tensor, " 1"]) -> None:
-    """Give the layers of a cache that `roomy_cache` made memory of a fixed size."""
-    for i, layer in enumerate(cache.layers):
-        if isinstance(layer, RoomyLayer):
-            cache.layers[i] = StaticLayer(layer, length, place)

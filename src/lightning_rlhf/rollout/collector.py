@@ -78,7 +78,6 @@ class Collector:
             temperature=config.temperature,
             end_token_ids=chat.end_token_ids,
             stop=chat.stop_at(config.stop_strings),
-            is_static=config.cuda_graphs,
         )
         self.sampler = sampler or build_sampler(
             config.rollout, roles, params, critic, key=f"{stage}.rollout"

@@ -16,7 +16,6 @@ from lightning_rlhf.rollout.cache import roomy_cache
 from lightning_rlhf.rollout.decode_state import ASKED, DecodeState
 from lightning_rlhf.rollout.sample import sample
 from lightning_rlhf.rollout.sampler import SamplingParams, Share
-from lightning_rlhf.rollout.static import StaticDecoding, is_static
 
 
 class NativeSampler:
@@ -80,10 +79,6 @@ class NativeSampler:
                 prompt = prompt.repeat_interleave(samples_per_prompt)
                 cache.reorder_cache(prompt)
                 hidden = hidden[prompt]
-            if is_static(roles.causal_lm, params, step) and step is not None:
-                return StaticDecoding(step, params, self.value_head, state, cache).run(
-                    hidden, uniforms
-                )
             while True:
                 logits = head(hidden).float()
                 if params.temperature != 1:

@@ -27,8 +27,6 @@ class SamplingParams:
     stop: StoppingCriteria | None = None
     """Criterion that is given the response tokens so far, [B, T], and returns which responses end
     there; None for no rule."""
-    is_static: bool = False
-    """True if the native sampler decodes in fixed shapes on CUDA, as one graph a token."""
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def load_speaker(name: str, final: Final, device: torch.device) -> Speaker:
     if manifest.stage == "rm":
         raise CheckpointError(f"{final.path} is a reward model; allowed: --reward {final.path}")
     parent = final.parent(SFT)
-    config = replace(config, gradient_checkpointing=False, compile=False)
+    config = replace(config, gradient_checkpointing=False)
     is_alone = parent is None or (not parent.is_dir() and stands_on_base(final))
     if manifest.stage == "sft" or not final.is_adapter or is_alone:
         roles, role = start_from(config, final, trainable=False, seed=manifest.base_seed), REFERENCE

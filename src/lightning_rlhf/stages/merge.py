@@ -88,7 +88,7 @@ def merged(final: Final, trained: ModelConfig) -> Roles:
     assert final.manifest is not None
     quantised = trained.quantization != "none"  # from numbers of the type that was rounded then
     config = replace(
-        trained, dtype=trained.dtype if quantised else "float32", compile=False, kernels="plain",
+        trained, dtype=trained.dtype if quantised else "float32", kernels="plain",
         gradient_checkpointing=False,
     )  # fmt: skip
     sft: Final | None = final

@@ -175,10 +175,7 @@ def wider(
 
 
 def unpadded(batch: R) -> Iterator[R]:
-    """Yield each row without its padding, beside a copy of itself.
-
-    A batch of one row would take programs of its own where model.compile is true.
-    """
+    """Yield each row without its padding, beside a copy of itself."""
     for row in batch.split(1):
         match row:
             case SampledResponses():
