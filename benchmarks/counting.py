@@ -109,7 +109,11 @@ def flop_counter() -> Iterator[FlopCounterMode]:
     def packed(x: tuple[int, ...], *args: Any, out_shape: tuple[int, ...], **kwargs: Any) -> int:
         return 2 * prod(x) * out_shape[-1]
 
-    custom = {torch.ops.aten.addmm_: added, PACKED.overloadpacket: packed}
+    def none(*args: Any, **kwargs: Any) -> int:
+        return 0  # torch takes the gradient of a depthwise convolution for that of a full one
+
+    custom = {torch.ops.aten.addmm_: added, PACKED.overloadpacket: packed,
+              torch.ops.aten.convolution_backward: none}  # fmt: skip
     counter = FlopCounterMode(display=False, custom_mapping=custom)
     with patch.object(products, "fp32_by_onednn", bool), counter:
         yield counter

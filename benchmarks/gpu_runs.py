@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,14 +13,13 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_rlhf.callbacks.compute import peak_memory
+from lightning_rlhf.callbacks.compute import iteration_totals, peak_memory, step_totals
 from lightning_rlhf.core.errors import RLHFError, first_line
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.results import RESULT, IterationResult
 from lightning_rlhf.kernels.patch import rounding_of
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.stages.preflight.memory_plan import of_parameters
-from lightning_rlhf.stages.preflight.parameters import by_role
+from lightning_rlhf.stages.preflight.memory_plan import by_role, of_parameters
 from true_shape import DATA
 
 TINY, TRUE = "tiny", "0.8b"
@@ -170,11 +170,15 @@ class Measure(L.Callback):
             role: of_parameters(own, copies=2).total for role, own in by_role(pl_module).items()
         }
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.started = time.perf_counter()
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         result = outputs[RESULT]
-        self.found["phases"].append(phases(result, pl_module))
+        seconds = time.perf_counter() - self.started
+        self.found["phases"].append(phases(result, pl_module, batch, seconds))
         self.found["first"] = self.found["first"] or first_numbers(result)
         self.found["peak"] = peak_memory(pl_module.device)
 
@@ -192,17 +196,20 @@ def first_numbers(result: Any) -> dict[str, Any]:
     return {"tokens": tokens, "loss": step.loss.item(), "grad_norm": step.grad_norm.item()}
 
 
-def phases(result: Any, module: Any) -> dict[str, tuple[float, float, float, float]]:
+def phases(
+    result: Any, module: Any, batch: Any, seconds: float
+) -> dict[str, tuple[float, float, float, float]]:
     """Return seconds, tokens, operations and bytes of weights read of each phase of a step."""
-    compute, seconds = result.compute, getattr(result, "seconds", None)
-    if seconds is None:
-        return {"step": (compute.seconds, compute.trained_tokens, compute.flops, 0.0)}
+    if not isinstance(result, IterationResult):
+        totals = step_totals(module, batch, seconds)
+        return {"step": (seconds, totals["trained_tokens"], totals["flops"], 0.0)}
+    totals, of = iteration_totals(module, result), result.seconds
     weights = [p.nbytes for n, p in module.roles.causal_lm.named_parameters() if "lora_" not in n]
     read = result.experience.response_mask.shape[1] * sum(weights)
     return {
-        "rollout": (seconds.rollout, compute.generated_tokens, compute.rollout_flops, read),
-        "score": (seconds.score, compute.scored_tokens, compute.score_flops, 0.0),
-        "update": (seconds.update, compute.trained_tokens, compute.update_flops, 0.0),
+        "rollout": (of.rollout, totals["generated_tokens"], totals["rollout_flops"], read),
+        "score": (of.score, totals["scored_tokens"], totals["score_flops"], 0.0),
+        "update": (of.update, totals["trained_tokens"], totals["update_flops"], 0.0),
     }
 
 

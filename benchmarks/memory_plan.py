@@ -16,8 +16,7 @@ from transformers import PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 from common import markdown_table
 from lightning_rlhf.library import configuration
 from lightning_rlhf.models.loading import empty_model
-from lightning_rlhf.stages.preflight.memory_plan import MemoryPlan
-from lightning_rlhf.stages.preflight.unloaded import plan_run
+from lightning_rlhf.stages.preflight.memory_plan import MemoryPlan, plan_run
 from lightning_rlhf.stages.stage import Settings
 from machine import options, write
 from true_shape import SHAPE

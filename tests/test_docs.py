@@ -33,7 +33,6 @@ from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.function import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.stages.paths import CONF, RECIPES
-from lightning_rlhf.stages.preflight.check import checks_table
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.reward_section import REWARDS as REWARD_KINDS
 from lightning_rlhf.stages.reward_section import SUM
@@ -225,12 +224,6 @@ def test_commands_are_accepted(command: str, folder: Path) -> None:
                 read_settings(compose(name, list(own)))
         else:
             read_settings(cfg)
-
-
-def test_the_table_of_checks_is_the_one_in_the_code() -> None:
-    page = (HOME / "docs" / "preflight.md").read_text()
-    shown = page.partition("<!-- checks: begin -->\n")[2].partition("\n<!-- checks: end -->")[0]
-    assert shown == checks_table()
 
 
 # docs/rewards.md

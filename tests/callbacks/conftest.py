@@ -15,9 +15,9 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_rlhf.callbacks import metrics
 from lightning_rlhf.core.results import (
     RESULT,
-    Compute,
     EvaluationResult,
     IterationResult,
     IterationSeconds,
@@ -25,7 +25,6 @@ from lightning_rlhf.core.results import (
     RewardStep,
     SFTEvaluation,
     SFTStep,
-    StepCompute,
 )
 from lightning_rlhf.core.shaping import AS_IT_IS
 from lightning_rlhf.core.types import DecodedResponses, Experience, Rollout, Scores, UpdateStats
@@ -107,14 +106,6 @@ class FakePPO(LightningModule):
             kl_coef=0.05,
             padding=torch.tensor(0.25),
             seconds=IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5),
-            compute=Compute(
-                generated_tokens=4,
-                scored_tokens=12,
-                trained_tokens=6,
-                rollout_flops=10.0,
-                score_flops=20.0,
-                update_flops=30.0,
-            ),
             group_size=2,
         )
 
@@ -148,10 +139,6 @@ class FakePPO(LightningModule):
         self.iteration = checkpoint["iteration"]
 
 
-COMPUTE = StepCompute(trained_tokens=7, flops=100.0, seconds=0.5)
-"""What a step of FakeSFT and FakeReward computes."""
-
-
 class FakeSFT(LightningModule):
     """Batch k has k + 1 target tokens of loss k, so that a mean of means is not the mean."""
 
@@ -169,7 +156,6 @@ class FakeSFT(LightningModule):
             tokens=torch.tensor(batch_idx + 1),
             grad_norm=torch.tensor(0.25),
             is_made=True,
-            compute=COMPUTE,
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -190,12 +176,23 @@ class FakeReward(FakeSFT):
             loss=loss.detach(),
             grad_norm=torch.tensor(0.25),
             is_made=True,
-            compute=COMPUTE,
         )
         return {"loss": loss, RESULT: result}
 
     def validation_step(self, batch: Any, batch_idx: int) -> PairScores:
         return PairScores(chosen=torch.tensor([1.0, 0.0]), rejected=torch.tensor([-1.0, 0.0]))
+
+
+@pytest.fixture(autouse=True)
+def _invented_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an iteration of FakePPO, and a step of FakeSFT and FakeReward, computes."""
+    totals = {
+        "generated_tokens": 4, "scored_tokens": 12, "trained_tokens": 6, "rollout_flops": 10.0,
+        "score_flops": 20.0, "update_flops": 30.0, "flops": 60.0, "device_s": 4.0,
+    }  # fmt: skip
+    step = {"trained_tokens": 7, "flops": 100.0, "device_s": 0.5}
+    monkeypatch.setattr(metrics, "iteration_totals", lambda *given: totals)
+    monkeypatch.setattr(metrics, "step_totals", lambda *given: step)
 
 
 Fit = Callable[..., Trainer]

@@ -9,36 +9,26 @@ import torch
 from lightning_rlhf.callbacks.compute import (
     ComputeTotals,
     compute_line,
-    iteration_totals,
     peak_memory,
     sum_of,
 )
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.core.results import Compute, IterationSeconds
 
 from .conftest import FakePPO, FakeReward, FakeSFT, Fit
 from .test_metric_callbacks import SaveAt, column
 
-COMPUTE = Compute(
-    generated_tokens=4, scored_tokens=12, trained_tokens=6,
-    rollout_flops=1e15, score_flops=2e15, update_flops=3e15,
-)  # fmt: skip
-SECONDS = IterationSeconds(rollout=2.0, score=1.0, update=1.5, other=9.0)
-
 
 def test_totals_add_up_and_memory_is_the_largest() -> None:
-    totals = ComputeTotals()
-    totals.add(iteration_totals(COMPUTE, SECONDS), 7_000)
-    assert totals.add(iteration_totals(COMPUTE, SECONDS), 5_000) == {
+    totals, more = ComputeTotals(), {"generated_tokens": 4, "scored_tokens": 12}
+    more |= {"trained_tokens": 6, "flops": 6e15, "device_s": 4.5}
+    totals.add(more, 7_000)
+    assert totals.add(more, 5_000) == {
         "compute/generated_tokens": 8,
         "compute/scored_tokens": 24,
         "compute/trained_tokens": 12,
-        "compute/rollout_flops": 2e15,
-        "compute/score_flops": 4e15,
-        "compute/update_flops": 6e15,
         "compute/flops": 12e15,
-        "compute/device_s": 9.0,  # without the time between iterations
+        "compute/device_s": 9.0,
         "compute/peak_memory": 7_000,
     }
     assert compute_line(totals.totals) == (

@@ -30,7 +30,6 @@ from lightning_rlhf.core.results import (
     PairScores,
     SFTEvaluation,
     SFTStep,
-    StepCompute,
 )
 from lightning_rlhf.core.types import Experience, UpdateStats
 
@@ -184,7 +183,6 @@ def test_sft_loss_is_the_mean_over_tokens_however_they_are_batched() -> None:
             tokens=torch.tensor(1),
             grad_norm=torch.tensor(0.0),
             is_made=True,
-            compute=StepCompute(trained_tokens=1, flops=1.0, seconds=0.0),
         )
     )
     second = sft_eval_sums(SFTEvaluation(nll_sum=torch.tensor(6.0), tokens=torch.tensor(3)))

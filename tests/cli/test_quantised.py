@@ -28,7 +28,7 @@ from lightning_rlhf.models.quantized_layers import use_exact_layers
 from lightning_rlhf.models.roles import BASE, CRITIC, POLICY, REFERENCE, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.stages import accelerator
-from lightning_rlhf.stages.preflight.predictions import ratio, sample
+from lightning_rlhf.stages.preflight.preflight import ratio, sample
 
 from .conftest import PRESETS, Outcome, Workplace, given, make_workplace, rows, weights
 

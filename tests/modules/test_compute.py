@@ -1,4 +1,4 @@
-"""Operations by formula against those that benchmarks/counting.py counts."""
+"""Operations by the standard formula against torch's counter, and by hand."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rlhf.core.results import Compute, StepCompute
+from lightning_rlhf.callbacks.compute import iteration_totals, step_totals
 from lightning_rlhf.core.types import Demonstrations, Preferences, Prompts, SampledResponses
 from lightning_rlhf.data.lengths import DemonstrationTokens
-from lightning_rlhf.models.flops import Flops, model_flops
+from lightning_rlhf.models.flops import Weights, weights_of
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.layer_flops import Attention, DeltaRule, Matrix, Rows
 from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
 from lightning_rlhf.modules import target_logprobs
 from lightning_rlhf.modules.dpo import DPOModule
@@ -35,43 +26,32 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.rollout.compute import RoleFlops
 
 from . import conftest
 from .conftest import within_fit
 from .experiences import Make
 
 ROOT = Path(__file__).parents[2]
-COMMON: dict[str, Any] = {
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True,
-    "max_position_embeddings": 64, "initializer_range": 0.02,
-}  # fmt: skip
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "gpt2")
+WITHIN = 0.1
+"""Largest relative distance of the formula from torch's counter."""
 
 
-def tiny() -> PreTrainedModel:
-    """The sizes of conf/model/tiny.yaml."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(**COMMON, vocab_size=1792, hidden_size=128, intermediate_size=256,
-                    num_hidden_layers=2)
-    )  # fmt: skip
-
-
-def hybrid() -> PreTrainedModel:
-    return Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(
-            **COMMON, vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-            layer_types=["linear_attention"] * 3 + ["full_attention"],
-            linear_num_key_heads=2, linear_num_value_heads=4,
-            linear_key_head_dim=32, linear_value_head_dim=32,
-        )
-    )  # fmt: skip
-
-
-def vocabulary_heavy() -> PreTrainedModel:
-    return Qwen3ForCausalLM(
-        Qwen3Config(**COMMON, vocab_size=16384, hidden_size=64, intermediate_size=128,
-                    num_hidden_layers=2)
-    )  # fmt: skip
+def language_model(family: str) -> PreTrainedModel:
+    """Eight layers in the proportions of published models: an MLP of 3 to 4 widths."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "tie_word_embeddings": True, "max_position_embeddings": 128,
+    }  # fmt: skip
+    if family == "qwen3_5_text":
+        sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4,
+                  "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+                  "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2}  # fmt: skip
+    if family == "gpt2":
+        sizes = {"vocab_size": 2048, "n_embd": 256, "n_layer": 8, "n_head": 4, "n_positions": 128}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).float().eval()
 
 
 @pytest.fixture
@@ -88,51 +68,70 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], in
     return count
 
 
-def measured(
-    module: PPOModule, prompts: Prompts, count: Callable[[Callable[[], Any]], int]
-) -> tuple[dict[str, int], Compute]:
-    """Operations of rollout, score and update, as counted and by the formulas."""
-    size = module.config.samples_per_prompt
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_formula_counts_what_torch_counts(family: str, counted: Any) -> None:
+    """Forward alone, adapters on a frozen base, and all weights; 2 rows of 64 tokens."""
+    tokens, lengths = torch.arange(128).view(2, 64), torch.tensor([64, 64])
+    model = language_model(family)
 
-    def work() -> tuple[dict[str, int], Compute]:
-        batch, _, _ = module.collect(prompts)  # and the checks that are made once
-        rollout = module.collector.roll_out(prompts, module.generator(0, 0), size)
-        decoded = module.collector.decode(rollout, "train")
-        found = {
-            "rollout": count(
-                lambda: module.collector.roll_out(prompts, module.generator(0, 0), size)
-            ),
-            "score": count(lambda: module.collector.score(decoded)),
-            "update": count(lambda: module.learn(batch)),
-        }
-        compute = module.collector.compute(
-            batch.experience,
-            updates=module.config.ppo_epochs * 4 // module.config.minibatch_size,
-            policy_learns=module.config.critic_warmup == 0,
-        )
-        return found, compute
+    def step(roles: Any) -> None:
+        roles.head(roles.hidden(tokens)).square().mean().backward()
 
-    return within_fit(module, work)  # type: ignore[no-any-return]
+    full = Roles(model, "plain")
+    with torch.no_grad():
+        forward = counted(lambda: full.head(full.hidden(tokens)))
+    assert weights_of(full, "base").forward(lengths, 128) == pytest.approx(forward, rel=WITHIN)
+    found = weights_of(full, "base")
+    assert (found.frozen, found.head_is_trained) == (0, True)
+    assert found.update(lengths, 128) == pytest.approx(counted(lambda: step(full)), rel=WITHIN)
+    frozen = Roles(language_model(family).requires_grad_(False), "plain")
+    frozen.add_adapter(POLICY, conftest.LORA, 3)
+    of_adapters = weights_of(frozen, POLICY)
+    assert of_adapters.frozen == found.trained  # the base's
+    operations = counted(lambda: step(frozen))
+    assert of_adapters.update(lengths, 128) == pytest.approx(operations, rel=WITHIN)
+    assert weights_of(frozen, "reference").trained == 0
 
 
-def close(found: dict[str, int], compute: Compute, tolerance: float) -> None:
-    for phase, operations in found.items():
-        assert getattr(compute, f"{phase}_flops") == pytest.approx(operations, rel=tolerance), phase
+def test_the_formula_by_hand() -> None:
+    """Rows of 3 and 1 tokens, 2 predicted; of 50 weights 10 are trained, the head has 7."""
+    sizes = Weights(frozen=40, trained=10, head=7, head_is_trained=False, attention=5,
+                    recomputes=False)  # fmt: skip
+    lengths = torch.tensor([3, 1])
+    assert sizes.forward(lengths, 2) == 2 * 50 * 4 + 2 * 7 * 2 + 4 * 5 * (9 + 1)
+    assert sizes.update(lengths, 2) == (4 * 40 + 6 * 10) * 4 + 4 * 7 * 2 + 12 * 5 * (9 + 1)
+    whole = replace(sizes, frozen=0, trained=50, head_is_trained=True)
+    assert whole.update(lengths, 2) == 6 * 50 * 4 + 6 * 7 * 2 + 12 * 5 * (9 + 1)
+    again = replace(whole, recomputes=True)
+    assert again.update(lengths, 2) == whole.update(lengths, 2) + whole.forward(lengths, 2)
+    # A prompt of 4 once for responses of 3 and 1; of these 2 tokens are fed, which see 5 and 6.
+    prompts, responses = torch.tensor([4, 4]), torch.tensor([3, 1])
+    found = sizes.sampling(prompts, responses, 2)
+    assert found == 2 * 50 * (4 + 2) + 2 * 7 * 4 + 4 * 5 * (16 + 5 + 6)
+    assert sizes.sampling(prompts, responses, 1) == found + 2 * 50 * 4 + 4 * 5 * 16
+
+
+def test_linear_attention_has_no_square_and_rwkv_no_attention() -> None:
+    assert weights_of(language_model("qwen3_5_text")).attention == 2 * 4 * 64  # of eight layers two
+    config = AutoConfig.for_model(
+        "rwkv", hidden_size=8, attention_hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        vocab_size=16, context_length=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        found = weights_of(AutoModelForCausalLM.from_config(config))
+    # Four matrices of the attention, 8 x 8; key, receptance and value of the feed-forward network.
+    assert (found.attention, found.trained) == (0, 4 * 8 * 8 + 8 * 16 + 8 * 8 + 16 * 8)
 
 
 @pytest.fixture
 def make(make_ppo: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PPOModule]:
-    """PPO on a model, with a reward that costs nothing and responses of full length.
+    """PPO on plain layers, with a reward that costs nothing and responses of full length."""
 
-    The entropy bonus is on, with which torch can count the output layer's gradient.
-    """
-
-    def build(model: Callable[[], PreTrainedModel], **changes: Any) -> PPOModule:
+    def build(**changes: Any) -> PPOModule:
         def frozen(*args: Any, **kwargs: Any) -> PreTrainedModel:
-            torch.manual_seed(0)
-            return model().float().eval().requires_grad_(False)
+            return language_model("qwen3").requires_grad_(False)
 
-        roles = Roles(frozen())
+        roles = Roles(frozen(), "plain")
         roles.add_adapter(POLICY, conftest.LORA, 3)
         sizes = {"rollout_batch_size": 4, "minibatch_size": 4, "microbatch_size": 4}
         config = conftest.ppo_config(
@@ -140,7 +139,7 @@ def make(make_ppo: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PPOMo
         )
         monkeypatch.setattr(conftest, "language_model", frozen)
         critic = conftest.add_critic(roles, "", config.critic) if config.has_critic else None
-        chat = replace_end(conftest.CHAT)
+        chat = type(conftest.CHAT)(**vars(conftest.CHAT) | {"end_token_ids": (10**6,)})
         return PPOModule(
             roles, conftest.Reward.of(lambda decoded: [0.0] * len(decoded)), config,
             critic=critic, chat=chat, prompts={"train": [{"prompt": ""}] * 8, "val": []}, seed=0,
@@ -149,29 +148,54 @@ def make(make_ppo: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PPOMo
     return build
 
 
-def replace_end(chat: Any) -> Any:
-    """The chat format without an end token."""
-    return type(chat)(**vars(chat) | {"end_token_ids": (10**6,)})
-
-
-def prompts(rows: int = 4, length: int = 17) -> Prompts:
-    """Prompts with which 48 positions are read and 32 wanted: kernels round neither up."""
-    tokens = torch.arange(rows * length).view(rows, length) % 64
+def prompts(rows: int = 4) -> Prompts:
+    tokens = torch.arange(rows * 17).view(rows, 17) % 64
     return Prompts(
         tokens=tokens, mask=torch.ones_like(tokens, dtype=torch.bool), index=torch.arange(rows)
     )
 
 
-@pytest.mark.parametrize("model", [tiny, hybrid, vocabulary_heavy])
-def test_the_formulas_count_what_torch_counts(
-    model: Callable[[], PreTrainedModel], make: Any, counted: Any
-) -> None:
-    found, compute = measured(make(model), prompts(), counted)
-    close(found, compute, 0.02)
-    # 4 responses of 32 tokens; reference alone; 49 tokens a row, one epoch.
-    assert (compute.generated_tokens, compute.scored_tokens, compute.trained_tokens) == (
-        128, 196, 196,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"critic": "adapter", "ppo_epochs": 2, "microbatch_size": 2},
+        {"critic": "model"},
+        {"advantage": "grpo", "samples_per_prompt": 2, "minibatch_size": 2, "microbatch_size": 2},
+        {"kl_estimator": "full", "kl_in": "loss"},
+        {"kl_estimator": "full", "kl_in": "reward"},
+        {"critic": "adapter", "critic_warmup": 1},
+    ],
+    ids=["head", "adapter critic", "whole critic", "groups", "full KL loss", "full KL reward",
+         "warm-up"],
+)  # fmt: skip
+def test_each_phase_of_ppo_is_counted(changes: dict[str, Any], make: Any, counted: Any) -> None:
+    module, outputs = make(**changes), conftest.Outputs()
+    batch = prompts(4 // module.config.samples_per_prompt)
+    found: dict[str, int] = {}
+
+    def work() -> None:
+        roll_out = module.collector.roll_out
+        given = batch, module.generator(0, 0), module.config.samples_per_prompt
+        decoded = module.collector.decode(roll_out(*given), "train")
+        found["rollout"] = counted(lambda: roll_out(*given))
+        found["score"] = counted(lambda: module.collector.score(decoded))
+        experience, _, _ = module.collect(batch)
+        found["update"] = counted(lambda: module.learn(experience))
+
+    within_fit(module, work)
+    del module.training_step
+    conftest.fit(module, [batch], [outputs])
+    totals = iteration_totals(module, outputs.steps[0], devices=3)
+    for phase, operations in found.items():
+        assert totals[f"{phase}_flops"] == pytest.approx(operations, rel=WITHIN), phase
+    assert totals["flops"] == sum(totals[f"{phase}_flops"] for phase in found)
+    # 4 responses of 32 tokens to prompts of 17.
+    readings = 1 + (module.config.critic != "head") + (changes.get("kl_in") == "reward")
+    assert totals["generated_tokens"] == 128
+    assert totals["scored_tokens"] == readings * 196
+    assert totals["trained_tokens"] == module.config.ppo_epochs * 196
+    assert totals["device_s"] > 0
 
 
 @pytest.mark.parametrize(
@@ -182,219 +206,70 @@ def test_the_policy_reads_what_its_sampler_gives_no_numbers_for(
     make: Any, is_exact: bool, missing: list[str], readings: int
 ) -> None:
     """4 rows of 49 tokens: the reference reads them, and the policy where it annotates."""
-    module = make(tiny)  # with a critic on the policy's trunk
+    module, outputs = make(), conftest.Outputs()  # with a critic on the policy's trunk
     native = module.collector.sampler
 
     def sample(*given: Any) -> SampledResponses:
         return replace(native.sample(*given), **dict.fromkeys(missing))
 
     module.collector.sampler = SimpleNamespace(is_exact=is_exact, sample=sample)
-
-    def work() -> Compute:
-        batch, _, _ = module.collect(prompts())
-        compute: Compute = module.collector.compute(batch.experience, updates=1, policy_learns=True)
-        return compute
-
-    assert within_fit(module, work).scored_tokens == readings * 196
+    conftest.fit(module, [prompts()], [outputs])
+    assert iteration_totals(module, outputs.steps[0])["scored_tokens"] == readings * 196
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"critic": "adapter", "ppo_epochs": 2, "microbatch_size": 2},
-        {"critic": "model"},
-        {"advantage": "grpo", "samples_per_prompt": 2, "minibatch_size": 2, "microbatch_size": 2},
-        {"kl_estimator": "full", "kl_in": "loss"},
-        {"kl_estimator": "full", "kl_in": "reward"},
-        {"critic": "adapter", "critic_warmup": 1},
-    ],
-    ids=["adapter critic", "whole critic", "groups", "full KL loss", "full KL reward", "warm-up"],
-)
-def test_each_critic_estimator_and_split_is_counted(
-    changes: dict[str, Any], make: Any, counted: Any
-) -> None:
-    rows = 4 // changes.get("samples_per_prompt", 1)
-    found, compute = measured(make(tiny, **changes), prompts(rows), counted)
-    close(found, compute, 0.03)
-
-
-def test_the_demonstrations_of_an_update_are_counted(
-    make: Any, counted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = partial(target_logprobs.token_logprobs, frozen_head=False)  # as below
-    monkeypatch.setattr(
-        target_logprobs, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k)
-    )
-    module = make(tiny, ptx_coef=1.0, ptx_batch_size=4)
+def test_demonstrations_and_reward_models_add_to_an_iteration(make: Any) -> None:
+    """Two updates, each with 4 demonstrations of 49 tokens of which 32 are learned."""
+    module, outputs = make(ptx_coef=1.0, ptx_batch_size=4, ppo_epochs=2), conftest.Outputs()
     example = DemonstrationTokens(list(range(17)), list(range(32)))
-    module.ptx = PTX([example] * 6, module.config, pad_id=0, seed=0)
-    batches = []
-
-    def work() -> int:
-        batch, _, _ = module.collect(prompts())
-        batches.append(batch)
-        return counted(lambda: module.learn(batch))
-
-    operations, outputs = within_fit(module, work), conftest.Outputs()
-    del module.training_step
-    conftest.fit(module, [batches[0]], [outputs])
-    compute = outputs.steps[0].compute
-    assert compute.update_flops == pytest.approx(operations, rel=0.02)
-    assert compute.trained_tokens == 196 + 4 * 49  # 4 responses and 4 demonstrations of 49
-
-
-def supervised(
-    model: Callable[[], PreTrainedModel], role: str, finetune: str, microbatch_size: int
-) -> SFTModule | RewardModule | DPOModule:
-    """SFT, a reward model or DPO on a model, of which all weights or an adapter learn."""
-    torch.manual_seed(0)
-    roles = Roles(model().float().requires_grad_(finetune == "full").eval())
-    if role == REWARD:
-        generator = torch.Generator().manual_seed(2)
-        roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, generator)
-    if finetune == "lora":
-        roles.add_adapter(role, conftest.LORA, 3)
-    else:
-        roles.assign(role)
-    sizes = {"batch_size": 16, "microbatch_size": microbatch_size}
-    if role == SFT:
-        return SFTModule(roles, conftest.sft_config(**sizes))
-    if role == POLICY:
-        return DPOModule(roles, conftest.dpo_config(**sizes))
-    return RewardModule(roles, conftest.rm_config(**sizes), seed=0)
+    module.ptx = PTX([example] * 8, module.config, pad_id=0, seed=0)
+    conftest.fit(module, [prompts()], [outputs])
+    whole, ptx, module.ptx = iteration_totals(module, outputs.steps[0]), module.ptx, None
+    plain = iteration_totals(module, outputs.steps[0])
+    rows, policy = torch.full((4,), 49), weights_of(module.roles, POLICY)
+    assert ptx is not None
+    assert whole["update_flops"] - plain["update_flops"] == 2 * policy.update(rows, 128)
+    assert whole["trained_tokens"] - plain["trained_tokens"] == 2 * 196
+    (source,) = module.reward.sources
+    source.module, source.role = module.roles, POLICY  # a reward model in this process
+    more = iteration_totals(module, outputs.steps[0])
+    assert more["score_flops"] - plain["score_flops"] == policy.forward(rows)
+    assert more["scored_tokens"] - plain["scored_tokens"] == 196
 
 
-@pytest.mark.parametrize(
-    ("model", "finetune", "microbatch_size"),
-    [(tiny, "full", 8), (tiny, "lora", 16), (hybrid, "lora", 16), (vocabulary_heavy, "full", 16)],
-)
-@pytest.mark.parametrize("role", [SFT, REWARD, POLICY])
+@pytest.mark.parametrize(("role", "finetune"), [
+    (SFT, "full"), (SFT, "lora"), (REWARD, "full"), (REWARD, "lora"), (POLICY, "lora"),
+])  # fmt: skip
 def test_a_batch_of_a_supervised_stage_is_counted(
-    role: str, model: Callable[[], PreTrainedModel], finetune: str, microbatch_size: int,
-    counted: Any, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    role: str, finetune: str, counted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # torch does not count the gradient that a frozen output layer computes in its forward pass.
     plain = partial(target_logprobs.token_logprobs, frozen_head=False)
     monkeypatch.setattr(
         target_logprobs, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k)
     )
-    if role == POLICY and finetune == "full":
-        pytest.skip("the reference of DPO is the model without the policy's adapter")
-    module = supervised(model, role, finetune, microbatch_size)
+    roles = Roles(language_model("qwen3").requires_grad_(finetune == "full"), "plain")
+    if role == REWARD:
+        roles.heads[REWARD] = RewardHeads.random(256, 1, torch.Generator().manual_seed(2))
+    if finetune == "lora":
+        roles.add_adapter(role, conftest.LORA, 3)
+    else:
+        roles.assign(role)
+    sizes = {"batch_size": 16, "microbatch_size": 16}
+    module: Any = {
+        SFT: lambda: SFTModule(roles, conftest.sft_config(**sizes)),
+        REWARD: lambda: RewardModule(roles, conftest.rm_config(**sizes), seed=0),
+        POLICY: lambda: DPOModule(roles, conftest.dpo_config(**sizes)),
+    }[role]()
     tokens = torch.arange(16 * 49).view(16, 49) % 64
     mask = torch.ones_like(tokens, dtype=torch.bool)
     batch: Any = Demonstrations(tokens=tokens, mask=mask, target_mask=mask & (mask.cumsum(1) > 17))
-    if role != SFT:  # 8% of the positions are padding
+    if role != SFT:
         batch = Preferences(
-            chosen=tokens, chosen_mask=mask, rejected=tokens[:, :41], rejected_mask=mask[:, :41],
+            chosen=tokens, chosen_mask=mask, rejected=tokens.flip(1), rejected_mask=mask,
             margin=torch.zeros(16), prompt_tokens=torch.full((16,), 17),
         )  # fmt: skip
-
-    def work() -> tuple[int, StepCompute]:
-        step = type(module).training_step(module, batch, 0)["result"]
-        return counted(lambda: module.gradient(batch)), step.compute
-
-    operations, compute = within_fit(module, work)
-    assert compute.flops == pytest.approx(operations, rel=0.05)
-    assert compute.trained_tokens == (16 * 49 if role == SFT else 16 * (49 + 41))
-    assert compute.seconds > 0
-
-
-def test_a_family_without_attention_heads_is_counted() -> None:
-    """RWKV: its linear layers alone."""
-    config = RwkvConfig(
-        hidden_size=8, attention_hidden_size=8, intermediate_size=16, num_hidden_layers=1,
-        vocab_size=16, context_length=8,
-    )  # fmt: skip
-    with torch.device("meta"):
-        flops = model_flops(RwkvForCausalLM(config), fast=False)
-    # Four matrices of the attention, 8 x 8; key, receptance and value of the feed-forward network.
-    weights = 4 * 8 * 8 + 8 * 16 + 8 * 8 + 16 * 8
-    assert flops.forward(Rows(torch.tensor([5]), 5)) == 2 * 5 * weights
-
-
-def test_recomputed_layers_count_once_more(make: Any, counted: Any) -> None:
-    module = make(tiny)
-    module.roles.causal_lm.recomputes = True
-    module.roles.recompute_layers()
-    found, compute = measured(module, prompts(), counted)
-    close(found, compute, 0.03)
-
-
-def test_padding_is_not_counted(make: Any, counted: Any) -> None:
-    # The packed layers skip it: of 4 x 48 positions they read 160. Attention reads it.
-    batch = prompts()
-    lengths = torch.tensor([17, 9, 5, 5])
-    padded = replace(batch, mask=torch.arange(17) >= 17 - lengths[:, None])
-    found, compute = measured(make(tiny), padded, counted)
-    close({"score": found["score"], "update": found["update"]}, compute, 0.05)
-    full = measured(make(tiny), batch, counted)[1]
-    # 32 positions fewer of the first layer (4 x 128 x 128 + 3 x 128 x 256 weights) and of the last
-    # layer's keys and values, and shorter rows of width 128 for the attention of two layers.
-    linear = 2 * 32 * (4 * 128**2 + 3 * 128 * 256 + 2 * 128**2)
-    squares = 4 * 48**2 - (48**2 + 40**2 + 2 * 36**2)
-    assert full.score_flops - compute.score_flops == linear + 2 * 4 * 128 * squares
-
-
-def test_a_linear_layer_by_hand() -> None:
-    # 3 inputs, 5 outputs, 10 tokens: 2 * 15 * 10 = 300. An adapter of rank 2: 2 * 2 * 8 * 10 = 320.
-    sizes = {"inputs": 3, "outputs": 5, "wanted_only": False}
-    base = Matrix(
-        **sizes, frozen_ranks=(), trained_ranks=(), is_trained=False, needs_input=False
-    )  # fmt: skip
-    assert base.forward(10, 1, merges=True) == 300
-    assert base.backward(10, 1, merges=True) == 0
-    assert replace(base, needs_input=True).backward(10, 1, merges=True) == 300
-    assert replace(base, needs_input=True, is_trained=True).backward(10, 1, merges=True) == 600
-    adapted = replace(base, trained_ranks=(2,), needs_input=True)
-    assert adapted.forward(10, 1, merges=False) == 620
-    # 10 tokens * 8 > 2 * 15: merged, 2 * 2 * 15 = 60 for each of 2 passes of 5 tokens.
-    assert adapted.forward(10, 2, merges=True) == 300 + 2 * 60
-    assert adapted.backward(10, 2, merges=True) == 300 + 2 * 320
-    frozen = replace(base, frozen_ranks=(2,), needs_input=True)
-    assert frozen.backward(10, 1, merges=False) == 300 + 320
-    assert frozen.backward(10, 1, merges=True) == 300
-
-
-def test_attention_and_linear_attention_by_hand() -> None:
-    # Rows of 3 and 1 tokens, width 8: 4 * 8 * (9 + 1). Two tokens that read 3 and 4: 4 * 8 * 7.
-    attention = Attention(8, learns=True)
-    assert attention.forward(torch.tensor([3, 1])) == 320
-    assert attention.step(7, 2) == 224
-    # 50 tokens in two chunks of 25, 2 heads of keys 3 and values 5, 7 channels by 4 taps:
-    # 50 * (2 * 2 * (25 * 6 + 25 * 5 + 3 * 15) + 2 * 28).
-    rule = DeltaRule(2, 3, 5, 28, learns=True, short_chunks=True)
-    assert rule.forward(torch.tensor([50])) == 50 * (4 * 320 + 56)
-    # Chunks of 64: one, computed whole.
-    long = replace(rule, short_chunks=False)
-    assert long.forward(torch.tensor([50])) == 64 * 4 * (64 * 11 + 45) + 50 * 56
-    # The key reads the state of 3 x 5, and so does the query.
-    assert rule.step(0, 10) == 10 * 2 * 2 * 2 * 15
-
-
-def test_sampling_reads_a_prompt_once_for_its_responses() -> None:
-    matrix = Matrix(
-        inputs=3, outputs=5, frozen_ranks=(), trained_ranks=(2,), is_trained=False,
-        needs_input=False, wanted_only=True,
-    )  # fmt: skip
-    flops = Flops(
-        {matrix: 2}, {Attention(8, learns=True): 1},  # type: ignore[arg-type]
-        hidden=3, vocabulary=10, recomputes=False, merges=True,
-    )  # fmt: skip
-    prompts, responses = torch.tensor([4, 4]), torch.tensor([3, 1])
-    # Prompt of 4 tokens once; of 3 response tokens 2 are fed, which read 5 and 6 positions.
-    linear = 2 * (2 * 15 * (4 + 2) + 2 * 2 * 15)
-    attention = 4 * 8 * (16 + 5 + 6)
-    assert flops.sampling(prompts, responses, 2) == linear + attention + 2 * 30 * 4
-    twice = 2 * (2 * 15 * 4) + 4 * 8 * 16
-    assert flops.sampling(prompts, responses) == linear + attention + 2 * 30 * 4 + twice
-
-
-def test_the_last_layer_computes_what_is_wanted(make: Any) -> None:
-    policy = RoleFlops.of(make(tiny).roles, None).policy
-    lengths = torch.tensor([10, 10])
-    more = policy.forward(Rows(lengths, 20)) - policy.forward(Rows(lengths, 2))
-    # 18 positions of q, o (128 x 128) and an MLP of 3 x 128 x 256, each adapted with rank 4.
-    weights = 2 * 128 * 128 + 3 * 128 * 256
-    adapters = 4 * (2 * 256 + 3 * 384)
-    assert more == 18 * 2 * (weights + adapters)
+    operations = within_fit(module, lambda: counted(lambda: module.gradient(batch)))
+    totals = step_totals(module, batch, seconds=0.5, devices=2)
+    assert totals["flops"] == pytest.approx(operations, rel=WITHIN)
+    assert totals["trained_tokens"] == 16 * 49 * (1 if role == SFT else 2)
+    assert totals["device_s"] == 1.0

@@ -31,10 +31,11 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.preflight.memory_plan import (
     Bytes,
     MemoryPlan,
-    activation_bytes,
-    plan_memory,
+    activation_numbers,
+    plan_of,
+    plan_shown,
 )
-from lightning_rlhf.stages.preflight.table import plan_shown
+from lightning_rlhf.stages.preflight.preflight import of_memory
 
 from .conftest import (
     CHAT,
@@ -58,6 +59,13 @@ def data(*examples: Any) -> Any:
     return SimpleNamespace(train=examples, val=examples)
 
 
+def plan_memory(
+    module: Any, rows: Any, device: torch.device, processes: int | None = None, sharing: int = 1
+) -> MemoryPlan:
+    processes = processes or module.replicas.size
+    return plan_of(module, (*rows.train, *rows.val), device, processes, sharing)
+
+
 def plan(**changes: Any) -> MemoryPlan:
     """6 bytes of a role, 100 of a rollout, 20 and 5 of each row of an update, in batches of 12."""
     own: dict[str, Any] = {
@@ -65,7 +73,6 @@ def plan(**changes: Any) -> MemoryPlan:
         "rollout": Bytes(cache=100),
         "row": Bytes(activations=20, logits=5),
         "device": 1000,
-        "key": "ppo.microbatch_size",
         "rows": 4,
         "batch": 12,
     }
@@ -88,11 +95,11 @@ def test_the_largest_micro_batch_divides_the_batch(
     device: int, largest: int | None, verdict: str
 ) -> None:
     found = plan(device=device)
-    assert (found.largest, found.check().verdict) == (largest, verdict)
+    assert (found.largest, of_memory(found, "a key").verdict) == (largest, verdict)
 
 
 def test_a_micro_batch_that_can_be_smaller_is_a_warning() -> None:
-    found = plan(device=106, rows=12).check()
+    found = of_memory(plan(device=106, rows=12), "ppo.microbatch_size")
     assert found.verdict == "warning"
     assert found.measured == "0.3 kB with ppo.microbatch_size=12"
     assert found.allowed == "<= 0.1 kB, with a size of at most 4"
@@ -135,7 +142,7 @@ def test_supervised_plans_by_hand() -> None:
     # The longest row has 8 tokens, the longest response 4; logits are of 64 tokens, three times.
     row = Bytes(activations=8 * 4 * linear_elements(), logits=3 * 4 * 4 * 64)
     assert (found.row, found.rollout) == (row, Bytes())
-    assert (found.key, found.rows, found.batch) == ("sft.microbatch_size", 2, 6)
+    assert (found.rows, found.batch) == (2, 6)
     pairs = data(PreferenceTokens([1] * 5, [2] * 3, [2], 0.0))
     found = plan_memory(RewardModule(rm_roles("qwen3"), rm_config(), seed=0), pairs, CPU)
     # Two sequences a pair, and no logits.
@@ -145,7 +152,7 @@ def test_supervised_plans_by_hand() -> None:
 def test_recomputed_layers_keep_their_inputs_and_one_layer_the_rest() -> None:
     model = language_model("qwen3")
     recompute(model)
-    assert activation_bytes(Roles(model)) == 4 * (2 * 32 + linear_elements(1))
+    assert activation_numbers(model) == 2 * 32 + linear_elements(1)
 
 
 @pytest.mark.parametrize(("architecture", "cached", "state"), [

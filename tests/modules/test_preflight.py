@@ -23,16 +23,19 @@ from lightning_rlhf.data.collate import (
 )
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.stages.preflight import predictions
-from lightning_rlhf.stages.preflight.check import at_most, difference
-from lightning_rlhf.stages.preflight.parameters import trainable
-from lightning_rlhf.stages.preflight.preflight import examine, of_models
+from lightning_rlhf.stages.preflight import preflight
+from lightning_rlhf.stages.preflight.preflight import (
+    at_most,
+    examine,
+    of_models,
+    relative,
+    trainable,
+)
 
 from .conftest import (
     VOCABULARY,
@@ -48,8 +51,7 @@ from .conftest import (
 )
 
 CPU = torch.device("cpu")
-OF_PPO = {"sampled log-probabilities", "ratio", "KL to the reference"}
-PADDING = {"padding: policy", "padding: critic", "padding: reward"}
+OF_PPO = {"ratio", "KL to the reference", "padding: base"}
 
 
 def data(kind: str) -> Any:
@@ -93,7 +95,8 @@ def test_a_new_ppo_passes_every_check(
     found = verdicts(module)
     assert set(found.values()) == {"passed"}
     trained = {f"trainable: {role}" for role in ("base", POLICY, REWARD, "critic")}
-    assert found.keys() == OF_PPO | PADDING | trained
+    own = {"padding: critic"} if critic == "model" else set()
+    assert found.keys() == OF_PPO | own | trained
 
 
 def test_checks_change_no_weight_no_role_and_no_random_state(
@@ -139,7 +142,7 @@ class Wrong:
 
 
 @pytest.mark.parametrize(("is_exact", "known", "failed"), [
-    (True, True, {"sampled log-probabilities", "ratio", "KL to the reference"}),
+    (True, True, {"ratio", "KL to the reference"}),
     (False, True, set()),   # the model's own are used
     (True, False, set()),   # likewise: it returns none
 ])  # fmt: skip
@@ -148,9 +151,7 @@ def test_log_probabilities_of_another_temperature_fail(
 ) -> None:
     module = make_ppo(fresh=True)
     module.collector.sampler = Wrong(module.collector.sampler, is_exact=is_exact, known=known)
-    found = verdicts(module)
-    assert {name for name, verdict in found.items() if verdict == "failed"} == failed
-    assert (found["sampled log-probabilities"] == "not applicable") == (not failed)
+    assert failing(module) == failed
 
 
 def test_a_reference_that_is_another_model_fails(make_ppo: Callable[..., PPOModule]) -> None:
@@ -171,13 +172,13 @@ def test_an_update_that_computes_otherwise_than_the_sampler_fails(
     make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make_ppo(fresh=True)
-    whole = predictions.policy_outputs
+    whole = preflight.policy_outputs
 
     def shifted(*arguments: Any) -> Any:
         outputs = whole(*arguments)
         return replace(outputs, logprobs=outputs.logprobs.roll(1))
 
-    monkeypatch.setattr(predictions, "policy_outputs", shifted)
+    monkeypatch.setattr(preflight, "policy_outputs", shifted)
     assert failing(module) == {"ratio"}
 
 
@@ -186,61 +187,36 @@ def test_a_policy_that_reads_padding_fails(
 ) -> None:
     module = make_ppo(fresh=True)
     read_padding(monkeypatch, POLICY)
-    # The sampler has a loop of its own, and a critic on the trunk reads the policy's states.
-    assert failing(module) == {"sampled log-probabilities", "ratio"} | PADDING - {"padding: reward"}
+    # The sampler has a loop of its own.
+    assert failing(module) == {"ratio", "padding: base"}
 
 
-class Sees(Critic):
-    """Its values depend on all columns of a batch."""
-
-    def values(self, batch: Any, **known: Any) -> Tensor:
-        return super().values(batch, **known) + batch.tokens.float().mean()
-
-
-def test_a_critic_that_reads_padding_fails(make_ppo: Callable[..., PPOModule]) -> None:
-    module = make_ppo(fresh=True)
-    assert module.critic is not None
-    module.critic = Sees(module.critic.roles, module.critic.role)
-    assert failing(module) == {"padding: critic"}
-
-
-def test_a_critic_of_zeros_is_judged_by_what_its_head_reads(
-    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["critic", "reward", "no number", None])
+def test_models_with_a_base_of_their_own_are_read_too(
+    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch, fault: str | None
 ) -> None:
-    """Its own head would give 0 for every hidden state, and hide the fault."""
-    module = make_ppo(fresh=True, critic="adapter")
-    assert not module.roles.heads[VALUE].linear.weight.any()
-    read_padding(monkeypatch, CRITIC)
-    assert failing(module) == {"padding: critic"}
+    """A reward that reads the last column, which is padding in a shorter row, or refuses."""
+    module, owner = make_ppo(fresh=True, critic="model"), rm_roles("qwen3").requires_grad_(False)
 
+    def rewards(tokens: Tensor, mask: Tensor) -> Tensor:
+        if fault == "no number":
+            raise RewardError("the template refuses")
+        return owner.rewards(tokens, torch.ones_like(mask) if fault == "reward" else mask)
 
-def test_a_reward_that_reads_padding_fails(make_ppo: Callable[..., PPOModule]) -> None:
-    """It reads the last column, which is padding in a shorter row."""
-    module = make_ppo(fresh=True)
     (learned,) = module.reward.sources
-    whole = module.roles.rewards
-    sees = replace(learned, rewards=lambda tokens, mask: whole(tokens, torch.ones_like(mask)))
-    module.collector.reward = Reward.of(sees)
-    assert failing(module) == {"padding: reward"}
+    module.collector.reward = Reward.of(replace(learned, rewards=rewards, module=owner))
+    assert module.critic is not None
+    if fault == "critic":
+        read_padding(monkeypatch, module.critic.role)
+    name = module.reward.terms[0].name if fault in ("reward", "no number") else fault
+    assert failing(module) == ({f"padding: {name}"} if fault else set())
 
 
 def test_a_reward_that_is_a_function_is_not_called(make_ppo: Callable[..., PPOModule]) -> None:
     def never(decoded: Any) -> list[float]:
         raise AssertionError("the reward is called")
 
-    module = make_ppo(fresh=True, reward=never)
-    assert verdicts(module)["padding: reward"] == "not applicable"
-
-
-def test_a_reward_without_a_number_fails(make_ppo: Callable[..., PPOModule]) -> None:
-    module = make_ppo(fresh=True)
-
-    def refuses(tokens: Tensor, mask: Tensor) -> Tensor:
-        raise RewardError("the template refuses")
-
-    (learned,) = module.reward.sources
-    module.collector.reward = Reward.of(replace(learned, rewards=refuses))
-    assert failing(module) == {"padding: reward"}
+    assert not failing(make_ppo(fresh=True, reward=never))
 
 
 @pytest.mark.parametrize(("marker", "trained", "role"), [
@@ -273,7 +249,7 @@ def test_logits_that_are_not_finite_fail(make_ppo: Callable[..., PPOModule]) -> 
     module = make_ppo(fresh=True)
     with torch.no_grad():
         module.roles.causal_lm.get_input_embeddings().weight.fill_(torch.nan)
-    assert failing(module) == {"sampled log-probabilities"}
+    assert failing(module) == {"ratio"}
 
 
 def test_a_device_that_is_too_small_for_the_checks_fails_its_memory(
@@ -291,9 +267,8 @@ def test_a_device_that_is_too_small_for_the_checks_fails_its_memory(
         settings=SimpleNamespace(trainer=trainer),
         tokenizer=range(VOCABULARY), parents={}, device=CPU,
     )  # fmt: skip
-    report = examine(ready, module, data("prompts"), resumed=False)
-    (memory,) = report.of("failed")
-    assert memory.name == "memory"
+    checks, _ = examine(ready, module, data("prompts"), resumed=False)
+    assert [check.name for check in checks if check.verdict == "failed"] == ["memory"]
 
 
 def test_supervised_stages_pass_and_fail_where_padding_is_read(
@@ -304,8 +279,8 @@ def test_supervised_stages_pass_and_fail_where_padding_is_read(
     scored = RewardModule(rm_roles(architecture), rm_config(), seed=0)
     assert set(verdicts(scored, "preferences").values()) == {"passed"}
     read_padding(monkeypatch, SFT, REWARD)
-    assert failing(tuned, "demonstrations") == {"padding: policy"}
-    assert failing(scored, "preferences") == {"padding: reward"}
+    assert failing(tuned, "demonstrations") == {"padding: base"}
+    assert failing(scored, "preferences") == {"padding: base"}
 
 
 @pytest.mark.parametrize(("part", "role"), [("lora_A.sft", SFT), ("embed_tokens", "base")])
@@ -326,12 +301,12 @@ def test_a_stage_that_trains_nothing_fails() -> None:
 
 def test_a_difference_is_relative_to_large_numbers_alone_and_nan_fails() -> None:
     ones = torch.ones(4)
-    assert difference(0.1 * ones, 0.2 * ones) == pytest.approx(0.1)  # rms 0.2 is below 1
-    assert difference(90 * ones, 100 * ones) == pytest.approx(0.1)
-    assert at_most("x", 0.1, 0.1).verdict == "passed"
-    assert at_most("x", 0.11, 0.1).verdict == "failed"
-    nan = difference(ones * torch.nan, ones)
-    assert at_most("x", nan, 0.1).verdict == "failed"
+    assert relative(0.1 * ones, 0.2 * ones).tolist() == pytest.approx([-0.1] * 4)  # 0.2 is below 1
+    assert relative(90 * ones, 100 * ones).tolist() == pytest.approx([-0.1] * 4)
+    assert at_most("x", torch.tensor([0.1, -0.1]), 0.10001).verdict == "passed"
+    assert at_most("x", torch.tensor([0.11, -0.11]), 0.1).verdict == "failed"
+    assert at_most("x", relative(ones * torch.nan, ones), 0.1).verdict == "failed"
+    assert at_most("x", relative(ones, ones * torch.nan), 0.1).verdict == "failed"
 
 
 def test_a_shaken_adapter_of_the_reference_is_seen(make_ppo: Callable[..., PPOModule]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,8 +13,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.metric_rows import Rows
 from lightning_rlhf.callbacks.terminal import print_line
-from lightning_rlhf.core.results import Compute, IterationSeconds, StepCompute
+from lightning_rlhf.core.config import DPOConfig
+from lightning_rlhf.core.results import IterationResult
+from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.io.storage import readable
+from lightning_rlhf.models.flops import weights_of
+from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD
+from lightning_rlhf.rollout.native import NativeSampler
 
 PETA = 1e15
 PREFIX = "compute/"
@@ -61,32 +67,88 @@ class CountedRows(Rows):
             )
 
 
-def iteration_totals(
-    compute: Compute, seconds: IterationSeconds, devices: int = 1
-) -> dict[str, float]:
+def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> dict[str, float]:
     """Return what an iteration of PPO computed, by the name of its metric without the prefix.
 
-    devices: number of processes of the run, each on a device of its own.
+        rollout    sampling [+ forward of the policy][+ forward of a critic apart]
+        score      forward of the reference and of each reward model here
+        update     (forward + backward of the policy) [+ the same of a critic apart], each epoch
+
+    in operations of `models/flops.py`. A critic on the policy's trunk costs nothing, nor does a
+    reward on another machine; a reward model with a tokenizer of its own is taken to read as many
+    tokens as the policy. kl_estimator=full adds a forward pass of the policy to the score, or of
+    the reference to the update. The policy reads once more what its sampler gives no numbers for,
+    and only forward during ppo.critic_warmup. Every sampler is taken to compute with a cache, and
+    all but the native one to read a prompt once for each response to it.
+
+    module: a PPOModule after the iteration. devices: number of processes, each on its own device.
     """
+    config, critic, collector = module.config, module.critic, module.collector
+    masks = result.experience.mask, result.experience.response_mask
+    lengths, responses = (mask.sum(dim=1).cpu() for mask in masks)
+    tokens, wanted = int(lengths.sum()), int(responses.sum())
+    policy, reference = (weights_of(module.roles, role) for role in (POLICY, REFERENCE))
+    each = config.samples_per_prompt if isinstance(collector.sampler, NativeSampler) else 1
+    rollout = policy.sampling(lengths - responses, responses, each)
+    score = reference.forward(lengths, wanted)
+    for model, role in module.reward.models.values():
+        score += weights_of(model, role).forward(lengths)  # type: ignore[arg-type]
+    policy_learns = module.iteration > config.critic_warmup
+    update = (policy.update if policy_learns else policy.forward)(lengths, wanted)
+    readings = 1 + len(module.reward.models) + collector.annotated
+    if collector.annotated:
+        rollout += policy.forward(lengths, wanted)
+    if critic is not None and not critic.shares_trunk:
+        readings += 1
+        apart = weights_of(critic.roles, critic.role)
+        rollout += apart.forward(lengths)
+        update += apart.update(lengths)
+    if config.kl_estimator == "full" and config.kl_in == "reward":
+        readings += 1
+        score += policy.forward(lengths, wanted)
+    elif config.kl_estimator == "full":
+        update += reference.forward(lengths, wanted)
+    epochs = len(result.updates) / (len(lengths) // config.minibatch_size)
+    update, trained = epochs * update, round(epochs * tokens)
+    if module.ptx is not None and policy_learns:
+        for number in range(len(result.updates)):
+            batch = module.ptx.batch(module.iteration - 1, number)
+            rows = batch.mask.sum(dim=1)
+            trained += int(rows.sum())
+            update += policy.update(rows, int(batch.target_mask.sum()))
+    seconds = result.seconds
     return {
-        "generated_tokens": compute.generated_tokens,
-        "scored_tokens": compute.scored_tokens,
-        "trained_tokens": compute.trained_tokens,
-        "rollout_flops": compute.rollout_flops,
-        "score_flops": compute.score_flops,
-        "update_flops": compute.update_flops,
-        "flops": compute.flops,
+        "generated_tokens": wanted,
+        "scored_tokens": readings * tokens,
+        "trained_tokens": trained,
+        "rollout_flops": rollout,
+        "score_flops": score,
+        "update_flops": update,
+        "flops": rollout + score + update,
         "device_s": devices * (seconds.rollout + seconds.score + seconds.update),
     }
 
 
-def step_totals(compute: StepCompute, devices: int = 1) -> dict[str, float]:
-    """Return what a step of SFT or a reward model computed, likewise."""
+def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> dict[str, float]:
+    """Return what a step of SFT, a reward model or DPO computed, likewise; seconds: its time.
+
+    A reward model's output is taken at the last token of each row; DPO's reference adds a forward
+    pass.
+    """
+    is_pair = isinstance(batch, Preferences)
+    masks = (batch.chosen_mask, batch.rejected_mask) if is_pair else (batch.mask,)
+    lengths = torch.cat([mask.sum(dim=1) for mask in masks]).cpu()
+    if not is_pair:
+        predicted = int(batch.target_mask.sum())
+    else:
+        in_prompts = 2 * int(batch.prompt_tokens.sum())
+        predicted = 0 if module.role == REWARD else int(lengths.sum()) - in_prompts
+    flops = weights_of(module.roles, module.role).update(lengths, predicted)
+    if isinstance(module.config, DPOConfig) and not module.config.reference_free:
+        flops += weights_of(module.roles, REFERENCE).forward(lengths, predicted)
     return {
-        "trained_tokens": compute.trained_tokens,
-        "flops": compute.flops,
-        "device_s": devices * compute.seconds,
-    }
+        "trained_tokens": int(lengths.sum()), "flops": flops, "device_s": devices * seconds
+    }  # fmt: skip
 
 
 def peak_memory(device: torch.device) -> int:

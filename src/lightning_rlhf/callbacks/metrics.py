@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ class PPOMetrics(CountedRows):
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, sums),
             **self._compute.add(
-                iteration_totals(result.compute, result.seconds, trainer.world_size),
+                iteration_totals(pl_module, result, trainer.world_size),
                 peak_memory(pl_module.device),
             ),
         }
@@ -177,6 +178,7 @@ class SummedMetrics(CountedRows):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._lr = learning_rate(trainer)
+        self._started = time.perf_counter()
 
     def on_train_batch_end(
         self,
@@ -192,7 +194,8 @@ class SummedMetrics(CountedRows):
         self._training.append(sums if result.is_made else torch.zeros_like(sums))
         del self._training[: -every * trainer.accumulate_grad_batches]
         self._nonfinite += not result.is_made
-        totals = step_totals(result.compute, trainer.world_size)
+        seconds = time.perf_counter() - self._started
+        totals = step_totals(pl_module, batch, seconds, trainer.world_size)
         computed = self._compute.add(totals, peak_memory(pl_module.device))
         step = position(trainer, pl_module)
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches

@@ -37,43 +37,6 @@ class IterationSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute:
-    """Tokens and floating-point operations of an iteration of PPO."""
-
-    generated_tokens: int
-    """Response tokens that were sampled, end tokens included."""
-    scored_tokens: int
-    """Tokens of prompts and responses that were read without a gradient, once for each model that
-    read them: reference, reward models, a critic apart from the policy, and the policy itself where
-    log-probabilities, or values of a critic on its trunk, are not taken from the sampler."""
-    trained_tokens: int
-    """Tokens of prompts and responses that were read with a gradient, once for each epoch; those
-    of the demonstrations of ppo.ptx_coef included."""
-    rollout_flops: float
-    """Operations of sampling and annotating."""
-    score_flops: float
-    """Operations of reference and reward models."""
-    update_flops: float
-    """Operations of all updates, forward and backward."""
-
-    @property
-    def flops(self) -> float:
-        """Return the operations of the whole iteration."""
-        return self.rollout_flops + self.score_flops + self.update_flops
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCompute:
-    """Tokens, floating-point operations and time of a training step of SFT, RM or DPO."""
-
-    trained_tokens: int
-    """Tokens of prompts and responses that were read."""
-    flops: float
-    """Operations of the forward and the backward pass."""
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class IterationResult:
     """Result of `training_step` of PPO."""
 
@@ -85,7 +48,6 @@ class IterationResult:
     padding: Float[Tensor, ""]
     """Share of the positions read for scoring that hold no token."""
     seconds: IterationSeconds
-    compute: Compute
     group_size: int
     """Number of responses to one prompt that the advantage compares; 1 where it compares none."""
 
@@ -134,7 +96,6 @@ class SFTStep:
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
-    compute: StepCompute
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
@@ -194,7 +155,6 @@ class RewardStep(PairScores):
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
-    compute: StepCompute
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
@@ -252,7 +212,6 @@ class DPOStep(DPOScores):
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
-    compute: StepCompute
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:

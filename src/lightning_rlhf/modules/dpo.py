@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -18,7 +16,6 @@ from lightning_rlhf.modules.optim import (
     log_headline,
     zero_gradients,
 )
-from lightning_rlhf.modules.step_compute import dpo_compute
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.target_logprobs import target_logprobs
 from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
@@ -44,18 +41,10 @@ class DPOModule(SupervisedModule):
         super().__init__("dpo", POLICY, roles, config, replicas)
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, DPOStep]:
-        started = time.perf_counter()
         loss, grad_norm, scores = self.gradient(batch)
         is_made = self.update(loss, grad_norm)
         result = DPOStep(
             loss=loss, grad_norm=grad_norm, is_made=is_made, **vars(scores),
-            compute=dpo_compute(
-                self.flops, batch,
-                microbatch_size=self.guard.microbatch.rows,
-                head_is_trained=self.roles.head_is_trained,
-                reads_reference=not self.config.reference_free,
-                seconds=time.perf_counter() - started,
-            ),
         )  # fmt: skip
         log_headline(self, result.headline)
         return {RESULT: result}

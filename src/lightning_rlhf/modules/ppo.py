@@ -147,15 +147,6 @@ class PPOModule(L.LightningModule):
         self.kl_coef = next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
-        policy_learns = self.iteration >= self.config.critic_warmup
-        compute = self.collector.compute(
-            experience, updates=len(updates), policy_learns=policy_learns
-        )
-        if self.ptx is not None and policy_learns:
-            compute = self.ptx.counted(
-                compute, self.collector.role_flops.policy, self.iteration, updates=len(updates),
-                rows=self.guard.microbatch.rows, head_is_trained=self.roles.head_is_trained,
-            )  # fmt: skip
         self.iteration += 1
         result = IterationResult(
             experience=experience,
@@ -165,7 +156,6 @@ class PPOModule(L.LightningModule):
             seconds=IterationSeconds(
                 rollout=rollout_s, score=score_s, update=self.updated - started, other=other_s
             ),
-            compute=compute,
             group_size=self.config.group_size,
         )
         optim.log_headline(self, result.headline)

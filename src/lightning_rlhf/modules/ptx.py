@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,16 +12,13 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.results import Compute
 from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.data.collate import collate_demonstrations
 from lightning_rlhf.data.datamodule import digest
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.data.schedule import Schedule
-from lightning_rlhf.models.flops import Flops
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
-from lightning_rlhf.modules.step_compute import sft_compute
 from lightning_rlhf.modules.target_logprobs import target_logprobs
 
 
@@ -88,27 +84,6 @@ class PTX:
             optim.backward(module, self.coef * share)
             loss = loss + share.detach()
         return loss
-
-    def counted(
-        self, compute: Compute, policy: Flops, iteration: int, *, updates: int, rows: int,
-        head_is_trained: bool,
-    ) -> Compute:  # fmt: skip
-        """Return what an iteration computed with the demonstrations of its updates added.
-
-        updates: number of updates whose gradient was computed. rows: as for `backpropagate`.
-        """
-        steps = [
-            sft_compute(
-                policy, self.batch(iteration, update), microbatch_size=rows,
-                head_is_trained=head_is_trained, seconds=0.0,
-            )
-            for update in range(updates)
-        ]  # fmt: skip
-        return replace(
-            compute,
-            trained_tokens=compute.trained_tokens + sum(step.trained_tokens for step in steps),
-            update_flops=compute.update_flops + sum(step.flops for step in steps),
-        )
 
     @cached_property
     def digest(self) -> str:

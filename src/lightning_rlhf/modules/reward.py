@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +18,6 @@ from lightning_rlhf.modules.optim import (
     log_headline,
     zero_gradients,
 )
-from lightning_rlhf.modules.step_compute import reward_compute
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
 from lightning_rlhf.parallel.replicas import ONE, Replicas
@@ -44,16 +41,11 @@ class RewardModule(SupervisedModule):
         self.seed = seed
 
     def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, RewardStep]:
-        started = time.perf_counter()
         loss, grad_norm, scores = self.gradient(batch)
         is_made = self.update(loss, grad_norm)
         result = RewardStep(
             loss=loss, grad_norm=grad_norm, is_made=is_made,
             chosen=scores.chosen, rejected=scores.rejected,
-            compute=reward_compute(
-                self.flops, batch, microbatch_size=self.guard.microbatch.rows,
-                seconds=time.perf_counter() - started,
-            ),
         )  # fmt: skip
         log_headline(self, result.headline)
         return {RESULT: result}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,7 +15,6 @@ from lightning_rlhf.modules.optim import (
     log_headline,
     zero_gradients,
 )
-from lightning_rlhf.modules.step_compute import sft_compute
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.target_logprobs import target_logprobs
 from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
@@ -36,17 +33,10 @@ class SFTModule(SupervisedModule):
         super().__init__("sft", roles.role, roles, config, replicas)
 
     def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, SFTStep]:
-        started = time.perf_counter()
         loss, grad_norm = self.gradient(batch)
         is_made = self.update(loss, grad_norm)
         result = SFTStep(
             loss=loss, tokens=batch.target_mask.sum(), grad_norm=grad_norm, is_made=is_made,
-            compute=sft_compute(
-                self.flops, batch,
-                microbatch_size=self.guard.microbatch.rows,
-                head_is_trained=self.roles.head_is_trained,
-                seconds=time.perf_counter() - started,
-            ),
         )  # fmt: skip
         log_headline(self, result.headline)
         return {RESULT: result}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, TypeVar
 
 import lightning as L
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.record import Record
-from lightning_rlhf.models.flops import Flops, role_flops
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     advance_schedule,
@@ -92,11 +90,6 @@ class SupervisedModule(L.LightningModule):
         """
         rows = self.replicas.share(torch.arange(len(batch), device=self.device))
         return self.replicas.joined(rows, lambda _: type(parts[0]).joined(parts))
-
-    @cached_property
-    def flops(self) -> Flops:
-        """Return the sizes of the model, from which the operations of a step follow."""
-        return role_flops(self.roles, self.role)
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.types import DecodedResponses
-from lightning_rlhf.rewards.weighted import Flops
 
 TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
 """Function from (tokens, mask) to the number of each of H heads for each row."""
@@ -38,10 +37,10 @@ class LearnedReward:
     """Weight of the deviation between the heads of an ensemble."""
     batch_size: MicrobatchSize
     """Number of rows that are read at once; rows of similar lengths are read together."""
-    flops: Flops | None = None
-    """Operations of the reward model; None where they are not counted."""
     module: nn.Module | None = None
     """Model that `rewards` computes with; None where it is not known."""
+    role: str = ""
+    """Role in which `module` reads."""
 
     @torch.no_grad()
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.rewards.learned import standardised
-from lightning_rlhf.rewards.weighted import Flops
 
 Features = Mapping[str, list[int]]
 """Inputs of the model by name, one entry per token: "input_ids" and whatever else it takes."""
@@ -38,10 +37,10 @@ class TextModel:
     starts: Callable[[Sequence[int]], int] = lambda tokens: 0
     """Function from a dialogue's tokens to the number of special tokens at its start, where some
     models read."""
-    flops: Flops | None = None
-    """Operations of the model; None where they are not counted."""
     module: nn.Module | None = None
     """Model that `read` computes with; None where it is not known."""
+    role: str = ""
+    """Role in which `module` reads; empty for a model without roles."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,6 @@ class TextReward:
     that follow its start tokens; its end stays."""
     name: str
     """Key of the reward in the configuration, which warnings name."""
-
-    @property
-    def flops(self) -> Flops | None:
-        """Return the operations of the model; None where they are not counted."""
-        return self.model.flops
 
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
         return self.score(decoded.rows, decoded.responses)

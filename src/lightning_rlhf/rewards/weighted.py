@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.shaping import AS_IT_IS, Term
@@ -19,9 +19,6 @@ from lightning_rlhf.rewards.quote import quoted
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""
-Flops = Callable[[Int[Tensor, " B"], int], float]
-"""Function from the lengths of rows, in tokens, and the number of forward passes over them to the
-floating-point operations of a reward model. A source may have one as its attribute `flops`."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +36,14 @@ class Reward:
         return cls(AS_IT_IS, (source,))
 
     @property
-    def reading(self) -> tuple[Flops, ...]:
-        """Return the operations of each component that reads the responses with a model here."""
-        found = (getattr(source, "flops", None) for source in self.sources)
-        return tuple(flops for flops in found if flops is not None)
+    def models(self) -> dict[str, tuple[nn.Module, str]]:
+        """Return name -> (model, its role) of each component that a model computes here."""
+        found = {}
+        for term, source in zip(self.terms, self.sources, strict=True):
+            model = getattr(source, "model", source)  # of a TextReward its TextModel
+            if isinstance(module := getattr(model, "module", None), nn.Module):
+                found[term.name] = module, str(getattr(model, "role", ""))
+        return found
 
     @torch.no_grad()
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, "B K"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.results import Compute, PPOPredictions
+from lightning_rlhf.core.results import PPOPredictions
 from lightning_rlhf.core.types import (
     DecodedResponses,
     Experience,
@@ -26,7 +25,6 @@ from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.annotate import annotate, predict
 from lightning_rlhf.rollout.build_sampler import build_sampler
-from lightning_rlhf.rollout.compute import RoleFlops, iteration_compute
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.rollout.native import NativeSampler
@@ -183,26 +181,3 @@ class Collector:
             lambda rows: predict(experience, self.roles, self.critic, self.config.temperature, rows)
         )
         return PPOPredictions(logprobs=logprobs, values=values)
-
-    def compute(self, experience: Experience, *, updates: int, policy_learns: bool) -> Compute:
-        """Return the tokens and operations of an iteration, as `iteration_compute`.
-
-        updates: number of minibatches that were read.
-        policy_learns: False during ppo.critic_warmup.
-        """
-        return iteration_compute(
-            self.role_flops,
-            self.reward,
-            self.sampler,
-            self.config,
-            experience,
-            updates=updates,
-            microbatch_size=self.microbatch.rows,
-            policy_learns=policy_learns,
-            annotated=self.annotated,
-        )
-
-    @cached_property
-    def role_flops(self) -> RoleFlops:
-        """Return the sizes of the models, from which the operations of an iteration follow."""
-        return RoleFlops.of(self.roles, self.critic)

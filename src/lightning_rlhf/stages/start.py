@@ -116,7 +116,7 @@ def plan_run(settings: Settings) -> None:
     """
     check_trained_weights(settings)
     from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.preflight.unloaded import print_plan  # which imports torch
+    from lightning_rlhf.stages.preflight.memory_plan import print_plan  # which imports torch
 
     quiet_libraries()
     print_plan(settings)

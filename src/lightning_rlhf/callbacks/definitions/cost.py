@@ -50,8 +50,8 @@ COST: dict[str, Metric] = {
         "floating-point operations of all updates so far", "FLOP", "compute", PPO, "-"
     ),
     "compute/flops": Metric(
-        "floating-point operations so far: matrix products of the real tokens, from the sizes of "
-        "the models; in PPO rollout_flops + score_flops + update_flops; evaluation is not counted",
+        "floating-point operations so far: from 2 to 6 for each weight and real token, and "
+        "attention; in PPO rollout_flops + score_flops + update_flops; evaluation is not counted",
         "FLOP",
         "compute",
         EVERY,

@@ -1,38 +1,52 @@
-"""The memory that a run will need, by role, against what its device has."""
+"""The memory that a run will need, by role, from the sizes of its model and its section."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import ceil
 from typing import Any
 
 import torch
+from rich import box, get_console
+from rich.table import Table
+from rich.text import Text
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.device_memory import available_memory
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.logprobs import CHUNK_ELEMENTS
-from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.io.storage import readable
+from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.products import computing_dtype
+from lightning_rlhf.models.adapter import check_settings
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
-from lightning_rlhf.models.checkpointing import layers_of
-from lightning_rlhf.models.copies import copied_bytes, linear_layers
+from lightning_rlhf.models.checkpointing import layers_of, recompute
+from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
+from lightning_rlhf.models.copies import copied_bytes
+from lightning_rlhf.models.flops import linear_layers
+from lightning_rlhf.models.loading import empty_model
 from lightning_rlhf.models.quantization import scale_bytes
-from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.stages.preflight.check import Check, Verdict
-from lightning_rlhf.stages.preflight.parameters import by_role
+from lightning_rlhf.rewards.config import HeadConfig, ModelConfig, RandomConfig
+from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.folder.folders import reward_role
+from lightning_rlhf.stages.stage import Settings, reward_key
 
-Planned = SFTModule | RewardModule | DPOModule | PPOModule
-"""Modules whose memory is planned."""
+PLANNED = (SFTConfig, RMConfig, DPOConfig, PPOConfig)
+"""Configurations of the stages that have a plan."""
 LOGITS_COPIES = 3
 """Number of fp32 tensors of the size of the logits that exist at once: the logits, their softmax,
 and one in between."""
+LINEAR_BYTES = {"none": None, "int8": (1.0, 4.0), "nf4": (0.5 + 4 / 64, 0.0)}
+"""Quantisation -> bytes of a number of a linear layer, and of each of its outputs: int8 has an fp32
+scale for an output, nf4 one for a block of 64 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +66,12 @@ class Bytes:
     @property
     def total(self) -> int:
         """Return the sum of all columns."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Memory of a run: of each role, while sampling, and of an update by its micro-batch."""
+    """Memory of one process of a run: of each role, while sampling, and of an update."""
 
     roles: Mapping[str, Bytes]
     rollout: Bytes
@@ -65,10 +79,7 @@ class MemoryPlan:
     row: Bytes
     """Activations of one row of a micro-batch; its logits, before their bound."""
     device: int
-    """Bytes that the process can have: those that are free, and those of its weights, which are
-    loaded; on a CPU the processes of a machine divide them."""
-    key: str
-    """Configuration key of the size of a micro-batch."""
+    """Bytes that the process can have, its loaded weights included; 0 where it is not known."""
     rows: int
     """Size of a micro-batch."""
     batch: int
@@ -96,122 +107,86 @@ class MemoryPlan:
         sizes = (n for n in range(self.batch, 0, -1) if self.batch % n == 0)
         return next((n for n in sizes if self.peak(n) <= self.device), None)
 
-    def check(self) -> Check:
-        """Return the check that the run fits into its device."""
-        peak, largest = self.peak(self.rows), self.largest
-        verdict: Verdict = "passed" if peak <= self.device else "warning" if largest else "failed"
-        fits = "of which not even 1 fits" if largest is None else f"of at most {largest}"
-        return Check(
-            "memory", f"{readable(peak)} with {self.key}={self.rows}",
-            f"<= {readable(self.device)}, with a size {fits}", verdict,
-        )  # fmt: skip
-
 
 def plan_memory(
-    module: Planned, data: StageData[Any], device: torch.device, *,
-    processes: int | None = None, sharing: int = 1,
+    config: Any, model: PreTrainedModel, roles: Mapping[str, Bytes], rows: Iterable[Any], *,
+    number: int, copied: int, processes: int, device: int = 0,
+    demonstrations: Sequence[DemonstrationTokens] = (),
 ) -> MemoryPlan:  # fmt: skip
-    """Return the plan of one process of a run, whose models are on `device`.
+    """Return the plan of one process of a run.
 
-    processes: number of processes of the run, which divide the responses; None: as in `module`.
-    sharing: number of them that divide the memory of `device`: on a CPU those of this machine.
+    Args:
+        config: section of the stage.
+        model: language model, of which the shapes are read: loaded, or on torch's device `meta`.
+        rows: examples, of which the longest counts. demonstrations: those of ppo.ptx_coef.
+        number: bytes of a number in the computation.
+        copied: bytes of the copies of weights that sampling reads.
+        processes: number of processes, which divide the responses.
+        device: bytes that the process can have.
     """
-    roles, size = module.roles, module.replicas.size
-    found = by_role(module)
-    parameters = {
-        role: [p for p in group if p.device.type == device.type] for role, group in found.items()
-    }
-    copies = 2 + (module.config.ema_decay is not None)
-    of_roles = {role: of_parameters(group, copies) for role, group in parameters.items()}
-    loaded = sum(role.weights for role in of_roles.values())
-    longest = max(example.length for example in (*data.train, *data.val))
-    trunks, sequences, predicted, rollout = [roles], 1, 0, Bytes()
-    if isinstance(module, PPOModule):
-        batch, predicted = module.config.minibatch_size, module.config.max_response_tokens
-        rollout = of_rollout(module, longest, processes or size)
-        longest += predicted
-        if module.ptx is not None:
-            longest = max(longest, module.ptx.longest)
-            predicted = max(predicted, *(example.targets for example in module.ptx.examples))
-        if module.critic is not None:
-            trunks.append(module.critic.roles)
+    rows = list(rows)
+    longest, sequences, predicted, rollout = max(row.length for row in rows), 1, 0, Bytes()
+    if isinstance(config, PPOConfig):
+        rollout = of_rollout(config, model, longest, number, copied, processes)
+        longest = max(longest + config.max_response_tokens, *(d.length for d in demonstrations), 0)
+        predicted = max(config.max_response_tokens, *(d.targets for d in demonstrations), 0)
+    elif isinstance(config, SFTConfig):
+        predicted = max(row.targets for row in rows)
     else:
-        batch = module.config.batch_size
-        if isinstance(module, SFTModule):
-            predicted = max(example.targets for example in data.train)
-        else:
-            sequences = 2  # the two sides of a pair
-        if isinstance(module, DPOModule):
-            predicted = max(len(e.chosen) + len(e.rejected) for e in data.train)
-    return MemoryPlan(
-        roles=of_roles,
-        rollout=rollout,
-        row=Bytes(
-            activations=sequences * longest * max(activation_bytes(trunk) for trunk in trunks),
-            logits=LOGITS_COPIES * 4 * predicted * roles.vocab_size,
-        ),
-        device=(available_memory(device) + (sharing if size > 1 else 1) * loaded) // sharing,
-        key=f"{module.guard.stage}.microbatch_size",
-        rows=module.config.microbatch_size,
-        batch=batch,
+        sequences = 2  # the two sides of a pair
+        if isinstance(config, DPOConfig):
+            predicted = max(len(row.chosen) + len(row.rejected) for row in rows)
+    row = Bytes(
+        activations=sequences * longest * number * activation_numbers(model),
+        logits=LOGITS_COPIES * 4 * predicted * model.get_output_embeddings().out_features,
     )
+    batch = config.minibatch_size if isinstance(config, PPOConfig) else config.batch_size
+    return MemoryPlan(
+        roles=roles, rollout=rollout, row=row, device=device, rows=config.microbatch_size,
+        batch=batch,
+    )  # fmt: skip
 
 
-def of_parameters(parameters: list[nn.Parameter], copies: int) -> Bytes:
-    """Return the memory of weights, and of gradients and `copies` numbers for each trained one."""
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    weights = sum(p.nbytes + scale_bytes(p) for p in parameters)
-    return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
+def activation_numbers(model: PreTrainedModel) -> int:
+    """Return how many numbers a token leaves behind for the backward pass, in all layers.
 
-
-def activation_bytes(roles: Roles) -> int:
-    """Return the bytes that one token leaves behind for the backward pass, in all layers.
-
-        sum over the linear layers of a trunk of (inputs + outputs) * bytes of a number
+        sum over the linear layers of a trunk of inputs + outputs
 
     With gradient checkpointing a layer leaves its input alone, and one layer at a time the rest.
     Attention scores are not counted, as its kernels do not keep them. Norms, activation functions
     and the residual stream keep about as much as the sum counts twice, inputs that layers share.
     """
-    model, number = roles.causal_lm, bytes_of_number(roles)
     if not getattr(model, "recomputes", False):
-        return linear_sizes(model.base_model) * number
+        return ends(model.base_model)
     layers = layers_of(model)
-    return (len(layers) * roles.hidden_size + max(map(linear_sizes, layers))) * number
+    return len(layers) * model.get_output_embeddings().in_features + max(map(ends, layers))
 
 
-def linear_sizes(trunk: nn.Module) -> int:
+def ends(trunk: nn.Module) -> int:
     """Return inputs plus outputs of all linear layers, without those of adapters."""
-    return sum(layer.in_features + layer.out_features for layer in linear_layers(trunk))
+    return sum(inputs + outputs for _, _, inputs, outputs in linear_layers(trunk))
 
 
-def bytes_of_number(roles: Roles) -> int:
-    """Return the bytes of a number in the computation: of the weights, 2 where autocast is on."""
-    return computing_dtype(roles.causal_lm).itemsize
-
-
-def of_rollout(module: PPOModule, longest: int, processes: int) -> Bytes:
+def of_rollout(
+    config: PPOConfig, model: PreTrainedModel, longest: int, number: int, copied: int,
+    processes: int,
+) -> Bytes:  # fmt: skip
     """Return the memory while a process samples its share of an iteration's responses.
 
-    They are as many at a time as ppo.generation_batch_size says. The weights are the copies of
-    `copied_bytes`.
-    longest: number of tokens of the longest prompt.
-    processes: number of processes that divide the responses.
+    They are as many at a time as ppo.generation_batch_size says; longest: tokens of the longest
+    prompt; the other arguments as for `plan_memory`.
     """
-    roles, config = module.roles, module.config
-    samples, at_once = config.samples_per_prompt, module.collector.generation_rows.rows
-    share = math.ceil(config.prompts_per_iteration / processes)
-    prompts = min(share, max(1, at_once // samples))
+    samples, text = config.samples_per_prompt, model.config.get_text_config()
+    at_once = config.generation_batch_size or config.rollout_batch_size
+    prompts = min(ceil(config.prompts_per_iteration / processes), max(1, at_once // samples))
     rows, tokens = prompts * samples, longest + config.max_response_tokens
-    model, number = roles.causal_lm, bytes_of_number(roles)
-    text_config = model.config.get_text_config()
-    row = tokens * (cache_bytes(text_config, model.dtype) + SAMPLING_BYTES)
-    layer = linear_sizes(model.base_model) // text_config.num_hidden_layers
+    row = tokens * (cache_bytes(text, model.dtype) + SAMPLING_BYTES)
+    layer = ends(model.base_model) // text.num_hidden_layers
     return Bytes(
-        weights=copied_bytes(model) if roles.copies_weights else 0,
+        weights=copied,
         activations=prompts * longest * layer * number,
-        logits=LOGITS_COPIES * 4 * rows * roles.vocab_size,
-        cache=rows * (row + state_bytes(text_config)),
+        logits=LOGITS_COPIES * 4 * rows * model.get_output_embeddings().out_features,
+        cache=rows * (row + state_bytes(text)),
     )
 
 
@@ -228,3 +203,206 @@ def state_bytes(config: PretrainedConfig) -> int:
     values = config.linear_num_value_heads * config.linear_value_head_dim
     state = values * config.linear_key_head_dim
     return int(4 * layers * (state + (2 * keys + values) * config.linear_conv_kernel_dim))
+
+
+def plan_of(
+    module: Any, rows: Iterable[Any], device: torch.device, processes: int, sharing: int = 1
+) -> MemoryPlan:
+    """Return the plan of a module of one of the stages, whose models are on `device`.
+
+    rows: examples of its data. sharing: number of processes that divide the memory of `device`.
+    """
+    roles, config = module.roles, module.config
+    copies = 2 + (config.ema_decay is not None)
+    found = {
+        role: of_parameters([p for p in group if p.device.type == device.type], copies)
+        for role, group in by_role(module).items()
+    }
+    loaded = sum(role.weights for role in found.values())
+    free = available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
+    trunks, ptx, is_ppo = [roles], getattr(module, "ptx", None), isinstance(module, PPOModule)
+    if is_ppo and module.critic is not None:
+        trunks.append(module.critic.roles)
+    return plan_memory(
+        config, roles.causal_lm, found, rows,
+        number=max(computing_dtype(trunk.causal_lm).itemsize for trunk in trunks),
+        copied=copied_bytes(roles.causal_lm) if is_ppo and roles.copies_weights else 0,
+        processes=processes, device=free // sharing,
+        demonstrations=[] if ptx is None else ptx.examples,
+    )  # fmt: skip
+
+
+def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
+    """Return role -> its own parameters: the base's without adapters, an adapter's, a head's.
+
+    A value head belongs to the critic.
+    """
+    found: dict[str, list[nn.Parameter]] = defaultdict(list, {BASE: []})
+    for name, parameter in module.roles.named_parameters():
+        match = re.search(r"^heads\.([^.]+)\.|\.lora_\w+\.([^.]+)(?:\.|$)", name)
+        role = (match[1] or match[2]) if match else BASE
+        found[CRITIC if role == VALUE else role].append(parameter)
+    if isinstance(module, PPOModule):
+        if module.critic is not None and module.critic.roles is not module.roles:
+            found[CRITIC] = list(module.critic.roles.parameters())
+        for name, (model, _) in module.reward.models.items():
+            if model is not module.roles:
+                found[f"{REWARD} {name}"] = list(model.parameters())
+    return dict(found)
+
+
+def of_parameters(parameters: list[nn.Parameter], copies: int) -> Bytes:
+    """Return the memory of weights, and of gradients and `copies` numbers for each trained one."""
+    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+    weights = sum(p.nbytes + scale_bytes(p) for p in parameters)
+    return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
+
+
+def plan_run(settings: Settings) -> MemoryPlan:
+    """Return the plan of a process of a run, of whose model only the configuration is read.
+
+    Rows are as long as `data.max_prompt_tokens` and the limit of responses allow. Raises
+    ConfigError for a stage without a plan or an adapter that does not fit, CheckpointError or
+    HubError where the configuration of the model cannot be read.
+    """
+    config, data, own = settings.config, settings.data, settings.model
+    if not isinstance(config, PLANNED):
+        raise ConfigError(
+            f"stage={settings.stage} has no memory plan; allowed: sft, rm, ppo, dpo, or a stage of "
+            "your own with one of their configurations"
+        )
+    is_full, is_mixed = is_whole(config), settings.trainer.precision == "bf16-mixed"
+    model = empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
+    check_settings(own.lora, model)
+    if own.gradient_checkpointing:
+        recompute(model)
+    prompt, response = [0] * data.max_prompt_tokens, [0] * data.max_response_tokens
+    row: Any = DemonstrationTokens(prompt, response)
+    with_ptx = isinstance(config, PPOConfig) and config.ptx_coef > 0
+    demonstrations = [row] if with_ptx else []
+    if isinstance(config, PPOConfig):
+        row = PromptTokens(prompt, 0)
+    elif not isinstance(config, SFTConfig):
+        row = PreferenceTokens(prompt, response, response, 0.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
+        number, copied = computing_dtype(model).itemsize, 0
+        on_cpu = own.kernels == "auto" and settings.trainer.accelerator == "cpu"
+        if (own.kernels == "fast" or on_cpu) and family(model) and own.quantization == "none":
+            merged = sum(inputs * outputs for inputs, outputs in adapted(model, own.lora))
+            copied = copied_bytes(model) + (4 * merged if number == 4 else 0)
+    if getattr(config, "critic", None) == "model" and not is_mixed:
+        number = 4
+    return plan_memory(
+        config, model, assumed_roles(settings, model), [row], number=number, copied=copied,
+        processes=settings.trainer.processes, demonstrations=demonstrations,
+    )  # fmt: skip
+
+
+def assumed_roles(settings: Settings, model: PreTrainedModel) -> dict[str, Bytes]:
+    """Return the memory of each role of a stage, without any weights.
+
+    The SFT model and the reward models of stage=rm are taken to be LoRA adapters, which is the
+    default; a reward model with a base of its own is not counted. An adapter of rank r has
+    r * (inputs + outputs) numbers for each layer, in fp32 as heads are.
+    """
+    config, own, is_full = settings.config, settings.model, is_whole(settings.config)
+    copies = 2 + (config.ema_decay is not None)
+    adapter = 4 * own.lora.r * sum(map(sum, adapted(model, own.lora)))
+    head = 4 * (model.get_output_embeddings().in_features + 1)
+    base = sum(p.nbytes for p in model.parameters())
+    if (size := LINEAR_BYTES[own.quantization]) is not None:
+        for _, layer, inputs, outputs in linear_layers(model.base_model):
+            base += int(size[0] * inputs * outputs + size[1] * outputs) - layer.weight.nbytes
+
+    def role(weights: int, *, learns: bool = True) -> Bytes:
+        trained = weights if learns else 0
+        return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
+
+    roles = {BASE: role(base, learns=is_full)}
+    if starts_from_sft(settings) and not is_full:
+        roles[SFT] = role(adapter, learns=False)
+    if isinstance(config, RMConfig):
+        roles[REWARD] = role(config.heads * head + (0 if is_full else adapter))
+    elif isinstance(config, SFTConfig) and not is_full:
+        roles[SFT] = role(adapter)
+    elif isinstance(config, DPOConfig):
+        roles[POLICY] = role(adapter)
+    elif isinstance(config, PPOConfig):
+        for name, component in settings.reward.items():
+            if isinstance(component, HeadConfig | RandomConfig):
+                trunk = adapter if isinstance(component, HeadConfig) else 0
+                roles[reward_role(settings, name)] = role(head + trunk, learns=False)
+        roles[POLICY] = role(adapter)
+        if config.has_critic:
+            whole = 4 * sum(p.numel() for p in model.parameters())
+            trunks = {"head": 0, "adapter": adapter, "model": whole}
+            roles[CRITIC] = role(head + trunks[config.critic])
+    return roles
+
+
+def adapted(model: PreTrainedModel, lora: LoRASettings) -> list[tuple[int, int]]:
+    """Return inputs and outputs of the linear layers that get an adapter.
+
+    They are chosen as PEFT chooses them: by a regular expression, or by the end of their names.
+    """
+    names = lora.target_modules
+    return [
+        (inputs, outputs)
+        for name, _, inputs, outputs in linear_layers(model.base_model)
+        if names == "all-linear"
+        or (
+            re.fullmatch(names, f"{model.base_model_prefix}.{name}")
+            if isinstance(names, str)
+            else f".{name}".endswith(tuple(f".{end}" for end in names))
+        )
+    ]
+
+
+def is_whole(config: Any) -> bool:
+    """Return whether a stage trains all weights."""
+    return getattr(config, "finetune", "lora") == "full"
+
+
+def starts_from_sft(settings: Settings) -> bool:
+    """Return whether the stage starts from an SFT model rather than from the base."""
+    return settings.definition.reads_sft and settings.policy.checkpoint != BASE
+
+
+def print_plan(settings: Settings) -> None:
+    """Print the memory plan of a run, and what it assumes. Raises an RLHFError as `plan_run`."""
+    plan, data, count = plan_run(settings), settings.data, settings.trainer.processes
+    get_console().print(plan_shown(plan))
+    response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
+    print_line(
+        f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
+        f"{settings.trainer.accelerator.upper()}, with prompts of {data.max_prompt_tokens} and "
+        f"responses of {response} tokens, without what libraries take; no weights were read"
+    )
+    if starts_from_sft(settings):
+        print_line(
+            "assumed: models of earlier stages are LoRA adapters on this base (finetune=lora)"
+        )
+    for name, component in settings.reward.items() if settings.definition.reads_reward else ():
+        if isinstance(component, ModelConfig):
+            print_line(f"not counted: the model of {reward_key(settings, name)}", "yellow")
+
+
+def plan_shown(plan: MemoryPlan) -> Table:
+    """Return the memory plan: a row for each role and phase, a column for each kind of memory.
+
+    It fits into 80 columns; the peak stands below it.
+    """
+    kinds = [field.name for field in fields(Bytes)]
+    peak = f"peak: {readable(plan.peak(plan.rows))}"
+    phase = "the larger of rollout and update" if plan.rollout.total else "update"
+    table = Table(
+        title="memory plan", title_justify="left", caption=f"{peak} = all roles + {phase}",
+        caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for column in ("", *kinds):
+        table.add_column(column, justify="right" if column else "left")
+    phases = {"rollout": plan.rollout} if plan.rollout.total else {}
+    for name, row in {**plan.roles, **phases, "update": plan.update(plan.rows)}.items():
+        cells = (getattr(row, kind) for kind in kinds)
+        table.add_row(Text(name), *(readable(count) if count else "" for count in cells))
+    return table

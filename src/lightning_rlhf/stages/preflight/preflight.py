@@ -1,66 +1,85 @@
-"""The checks of a run before its first update: which apply, and what follows from them."""
+"""The checks of a run before its first update, and what follows from them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import lightning as L
 import torch
+from jaxtyping import Bool, Int
 from lightning.pytorch.utilities.seed import isolate_rng
+from rich import get_console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.errors import LogitsError, PreflightError, RewardError
+from lightning_rlhf.core.masking import by_length, from_first_real
+from lightning_rlhf.core.types import Preferences, Prompts, Rollout, SampledResponses
 from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.models.fingerprint import fingerprint, tolerance
-from lightning_rlhf.models.roles import REFERENCE, SFT, Roles
+from lightning_rlhf.io.storage import readable
+from lightning_rlhf.kernels.products import computing_dtype
+from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SupervisedModule
+from lightning_rlhf.modules.target_logprobs import target_logprobs
+from lightning_rlhf.rollout.annotate import predict
+from lightning_rlhf.rollout.decoded import decode_responses
+from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.policy_outputs import policy_outputs
+from lightning_rlhf.rollout.score import response_hidden
 from lightning_rlhf.stages.console import print_line
-from lightning_rlhf.stages.preflight.check import LIMITS, Check, Verdict, at_most, rms
 from lightning_rlhf.stages.preflight.memory_plan import (
+    PLANNED,
     MemoryPlan,
-    Planned,
-    bytes_of_number,
-    plan_memory,
+    by_role,
+    plan_of,
+    plan_shown,
 )
-from lightning_rlhf.stages.preflight.padding import (
-    padding_of_critic,
-    padding_of_dpo,
-    padding_of_pairs,
-    padding_of_policy,
-    padding_of_rewards,
-    padding_of_sft,
-)
-from lightning_rlhf.stages.preflight.parameters import roles_of, trainable
-from lightning_rlhf.stages.preflight.predictions import predictions, sample
-from lightning_rlhf.stages.preflight.table import print_report
 from lightning_rlhf.stages.prepare import Prepared
-from lightning_rlhf.stages.stage import Settings
 
-LOOKED_AT, ROWS = 64, 4
-"""Number of training rows among which the shortest are taken for the checks, and how many are."""
-STYLES = {"warning": "yellow", "failed": "bold yellow"}
+Verdict = Literal["passed", "warning", "failed", "not applicable"]
+STYLES = {"passed": "green", "warning": "yellow", "failed": "bold red", "not applicable": "dim"}
+LOOKED_AT, ROWS, TOKENS, MORE = 64, 4, 16, 3
+"""Number of training rows among which the shortest are taken for the checks, and how many are; the
+most tokens of a response that is sampled for them; columns of padding that are added on a side."""
+LIMITS = {4: 1e-3, 2: 0.1}
+"""Bytes of a number in the computation -> largest difference between two ways to compute it.
+
+It is the root mean square over tokens or rows, in nats or units of reward. In fp32 another order of
+sums moves a log-probability by 1e-6 to 1e-4, most in linear attention, which carries its rounding
+from token to token. In 16 bits a number is rounded to 2^-9 of its size, and a logit of 20 moves by
+0.04 at each rounding. A fault such as a wrong temperature, a shifted position or a padding token
+that is read moves it by 0.1 to several nats.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """All checks of a run."""
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked before the first update."""
 
-    checks: tuple[Check, ...]
-    plan: MemoryPlan | None
-    """Memory that the run needs; None for a module of another kind than those of the package."""
-    seconds: float
+    name: str
+    """Name of the check, a row of the table in docs/preflight.md."""
+    measured: str
+    """Measured value with its unit, or the reason why nothing is measured."""
+    allowed: str
+    """Allowed values; empty where nothing is measured."""
+    verdict: Verdict
 
-    def of(self, *verdicts: Verdict) -> list[Check]:
-        """Return the checks with one of these verdicts."""
-        return [check for check in self.checks if check.verdict in verdicts]
+    def __str__(self) -> str:
+        return f"{self.name} is {self.measured}; allowed: {self.allowed}"
 
 
 def preflight(
@@ -74,111 +93,219 @@ def preflight(
 
     Raises: PreflightError where a check fails and preflight is strict, or is all that is wanted.
     """
-    mode = ready.settings.preflight
+    mode, started = ready.settings.preflight, time.perf_counter()
     if mode == "off" or not isinstance(getattr(module, "roles", None), Roles):
         return
     with Working("preflight"):
-        report = examine(ready, module, data, resumed=resumed)
-    failed = report.of("failed")
-    if mode in ("strict", "only") or failed or report.of("warning"):
-        print_report(report.checks, report.plan)
-    count, tried = len(report.of("passed")), len(report.checks) - len(report.of("not applicable"))
+        checks, plan = examine(ready, module, data, resumed=resumed)
+    failed = [check for check in checks if check.verdict == "failed"]
+    doubted = [check for check in checks if check.verdict == "warning"]
+    if mode in ("strict", "only") or failed or doubted:
+        get_console().print(checks_shown(checks))
+        if plan is not None:
+            get_console().print(plan_shown(plan))
+    tried = sum(check.verdict != "not applicable" for check in checks)
+    count = tried - len(failed) - len(doubted)
     passed = counted(count, "check") if count == tried else f"{count} of {tried} checks"
-    print_line(f"preflight: {passed} passed in {report.seconds:.1f} s")
+    print_line(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
     if failed and mode != "warn":
-        raise PreflightError(f"preflight: {'; '.join(map(stated, failed))}")
-    for check in report.of("warning", "failed"):
-        print_line(f"warning: preflight: {stated(check)}", STYLES[check.verdict])
+        raise PreflightError(f"preflight: {'; '.join(map(str, failed))}")
+    for check in (*doubted, *failed):
+        style = "yellow" if check.verdict == "warning" else "bold yellow"
+        print_line(f"warning: preflight: {check}", style)
 
 
-def stated(check: Check) -> str:
-    """Return a check as text: name, measured and allowed value."""
-    return f"{check.name} is {check.measured}; allowed: {check.allowed}"
+def checks_shown(checks: list[Check]) -> Table:
+    """Return the table of the checks."""
+    table = Table(title="preflight", title_justify="left")
+    for column in ("check", "measured", "allowed", "verdict"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        verdict = Text(check.verdict, STYLES[check.verdict])
+        table.add_row(Text(check.name), Text(check.measured), Text(check.allowed), verdict)
+    return table
 
 
 @torch.no_grad()
 def examine(
     ready: Prepared, module: L.LightningModule, data: StageData[Any], *, resumed: bool
-) -> Report:
-    """Return all checks that apply to a stage; arguments as for `preflight`."""
-    started, device = time.perf_counter(), ready.device
+) -> tuple[list[Check], MemoryPlan | None]:
+    """Return all checks that apply to a stage, and its memory plan; arguments as for `preflight`.
+
+    There is no plan of a module of another kind than those of the package.
+    """
+    device, trainer = ready.device, ready.settings.trainer
     module.to(device)
-    with isolate_rng(), computing_as(ready.settings, device):
-        plan = None
-        if isinstance(module, Planned):
-            trainer = ready.settings.trainer
+    context: AbstractContextManager[Any] = nullcontext()
+    if trainer.precision == "bf16-mixed":
+        context = torch.autocast(device.type, dtype=torch.bfloat16)
+    with isolate_rng(), context:
+        plan, memory, checks = None, [], [*trainable(module)]
+        if isinstance(module, SupervisedModule | PPOModule) and isinstance(module.config, PLANNED):
             sharing = trainer.devices if device.type == "cpu" else 1
-            plan = plan_memory(module, data, device, processes=trainer.processes, sharing=sharing)
-        checks = [*of_inputs(ready, module, data), *trainable(module)]
-        memory = [plan.check()] if plan else []
+            rows = (*data.train, *data.val)
+            plan = plan_of(module, rows, device, trainer.processes, sharing)
+            memory = [of_memory(plan, f"{module.guard.stage}.microbatch_size")]
         if not resumed:
-            checks += of_fingerprints(ready, roles_of(module))
             try:
                 checks += of_models(module, data, device)
             except torch.OutOfMemoryError:
                 short = f"not enough for {ROWS} short rows"
                 memory = [Check("memory", short, "more free memory on the device", "failed")]
-        checks += memory
-    return Report(checks=tuple(checks), plan=plan, seconds=time.perf_counter() - started)
+    return [*checks, *memory], plan
 
 
-def computing_as(settings: Settings, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which Lightning computes at the run's precision."""
-    if settings.trainer.precision == "bf16-mixed":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
+def of_memory(plan: MemoryPlan, key: str) -> Check:
+    """Return the check that a run fits into its device; key: that of the micro-batch's size."""
+    peak, largest = plan.peak(plan.rows), plan.largest
+    verdict: Verdict = "passed" if peak <= plan.device else "warning" if largest else "failed"
+    fits = "of which not even 1 fits" if largest is None else f"of at most {largest}"
+    return Check(
+        "memory", f"{readable(peak)} with {key}={plan.rows}",
+        f"<= {readable(plan.device)}, with a size {fits}", verdict,
+    )  # fmt: skip
 
 
-def of_inputs(ready: Prepared, module: L.LightningModule, data: StageData[Any]) -> Iterator[Check]:
-    """Yield the checks of the tokenizer and of the longest sequence against the model."""
-    roles, tokens = roles_of(module), len(ready.tokenizer)
-    fits: Verdict = "passed" if tokens <= roles.vocab_size else "failed"
-    yield Check("vocabulary", f"{tokens:,} tokens", f"<= {roles.vocab_size:,}", fits)
-    longest = max(example.length for example in (*data.train, *data.val))
-    if isinstance(module, PPOModule):
-        longest += module.config.max_response_tokens
-    limit = getattr(roles.causal_lm.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None:
-        within: Verdict = "passed" if longest <= limit else "warning"
-        yield Check("positions", f"{longest:,} tokens", f"<= {limit:,}", within)
+def trainable(module: Any) -> Iterator[Check]:
+    """Yield a check of the trainable parameters of each role."""
+    found = by_role(module)
+    trained = {role: [p for p in group if p.requires_grad] for role, group in found.items()}
+    for role, group in found.items():
+        all_of_it, some = sum(p.numel() for p in group), sum(p.numel() for p in trained[role])
+        wanted: tuple[int, ...] = (0, all_of_it)
+        if isinstance(module, PPOModule | DPOModule):
+            wanted = (all_of_it,) if role in (POLICY, CRITIC) else (0,)
+        elif isinstance(module, RewardModule) and role == REWARD:
+            wanted = (all_of_it,)
+        allowed = " or ".join("none" if n == 0 else "all" for n in wanted)
+        yield Check(
+            f"trainable: {role}", f"{some:,} of {all_of_it:,}", allowed,
+            "passed" if some in wanted else "failed",
+        )  # fmt: skip
+    if not any(trained.values()):
+        yield Check("trainable: any role", "none", "some", "failed")
 
 
-def of_fingerprints(ready: Prepared, roles: Roles) -> Iterator[Check]:
-    """Yield the checks that reference and reward models are those that their checkpoints hold."""
-    for name, final in ready.parents.items():
-        role = REFERENCE if name == SFT else name
-        expected = fingerprint(final, "self") if role == REFERENCE or role in roles.heads else None
-        if expected is None:
-            continue
-        found = roles.probe(role)
-        off = rms(found - expected) / rms(expected)
-        yield at_most(f"fingerprint: {role}", off, tolerance(roles, final))
-
-
-def of_models(
-    module: L.LightningModule, data: StageData[Any], device: torch.device
-) -> Iterator[Check]:
+def of_models(module: Any, data: StageData[Any], device: torch.device) -> Iterator[Check]:
     """Yield the checks that compute with the models of a stage, on a few short rows."""
-    limit = LIMITS[min(4, bytes_of_number(roles_of(module)))]
+    limit = LIMITS[min(4, computing_dtype(module.roles.causal_lm).itemsize)]
     rows = sorted(data.train[:LOOKED_AT], key=lambda example: example.length)[: 2 * ROWS : 2]
     batch: Any = data.collate(rows).to(device)
-    match module:
-        case SFTModule():
-            yield padding_of_sft(module, batch, limit)
-        case RewardModule():
-            yield padding_of_pairs(module, batch, limit)
-        case DPOModule():
-            yield padding_of_dpo(module, batch, limit)
-        case PPOModule():
-            try:
-                sampled = sample(module, batch)
-            except LogitsError as error:
-                yield Check("sampled log-probabilities", str(error), "finite numbers", "failed")
-                return
-            yield from predictions(module, sampled, limit)
-            yield padding_of_policy(module, sampled, limit)
-            yield padding_of_critic(module, sampled, limit)
-            try:
-                yield from padding_of_rewards(module, sampled, limit)
-            except RewardError as error:
-                yield Check("padding: reward", str(error), "a finite number", "failed")
+    if isinstance(module, PPOModule):
+        try:
+            batch = sample(module, batch)
+        except LogitsError as error:
+            yield Check("ratio", str(error), "finite numbers", "failed")
+            return
+        yield from of_policy(module, batch, limit)
+        yield from of_own_models(module, batch, limit)
+    elif not isinstance(module, SupervisedModule):
+        return
+    is_pair = isinstance(batch, Preferences)
+    tokens, mask = batch.stacked() if is_pair else (batch.tokens, batch.mask)
+    yield padding(BASE, module.roles, tokens, mask, limit)
+
+
+def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
+    """Return responses to the prompts by the run's sampler, two each where a run draws several.
+
+    Their random numbers come from a generator that the run does not use. Those of the package's
+    samplers have at most TOKENS tokens, those of another up to ppo.max_response_tokens.
+    """
+    each, sampler = min(2, module.config.samples_per_prompt), module.collector.sampler
+    if isinstance(sampler, NativeSampler | HFSampler):
+        tokens = min(TOKENS, sampler.params.max_response_tokens)
+        short = copy(sampler)
+        short.params = replace(sampler.params, max_response_tokens=tokens)
+        sampler = short
+    return sampler.sample(prompts, each, torch.Generator().manual_seed(0))
+
+
+def of_policy(module: PPOModule, sampled: SampledResponses, limit: float) -> Iterator[Check]:
+    """Yield the checks that the policy is the one that sampled, and a new one the reference."""
+    roles, rollout = module.roles, module.collector.annotate(sampled)
+    yield at_most("ratio", ratio(module, rollout) - 1, limit)
+    name, factors = "KL to the reference", f"lora_B.{POLICY}."
+    # A new adapter adds 0, as every second factor of it is 0.
+    if any(bool(p.any()) for name, p in roles.named_parameters() if factors in name):
+        reason = "the policy's adapter is not 0: it has been trained before"
+        yield Check(name, reason, "", "not applicable")
+        return
+    with roles.use_role(REFERENCE):
+        reference, _ = predict(sampled, roles, None, module.config.temperature, len(sampled))
+    yield at_most(name, (rollout.logprobs - reference)[sampled.response_mask], limit, "nats")
+
+
+def ratio(module: PPOModule, rollout: Rollout) -> Tensor:
+    """Return pi_now / pi_at_sampling at each response token, in micro-batches as an update has
+    them."""
+    found = []
+    ordered = rollout.select(by_length(rollout.mask))
+    for micro_batch in ordered.split(module.guard.microbatch.rows):
+        hidden = response_hidden(module.roles, micro_batch)
+        now = policy_outputs(module.roles, hidden, micro_batch, module.config).logprobs  # type: ignore[arg-type]
+        found.append((now - micro_batch.logprobs[micro_batch.response_mask]).exp())
+    return torch.cat(found)
+
+
+def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) -> Iterator[Check]:
+    """Yield a padding check of each model of PPO with a base of its own: a critic, reward models.
+
+    The responses of a batch are read together and one by one; functions and servers are not called.
+    """
+    critic, models = module.critic, module.reward.models
+    if critic is not None and critic.roles is not module.roles:
+        yield padding(CRITIC, critic.roles, sampled.tokens, sampled.mask, limit)
+    decoded = decode_responses(sampled, module.collector.prompts["train"], module.chat)
+    tokens, mask = wider(sampled.tokens, sampled.mask)
+    response_mask = F.pad(sampled.response_mask, (0, MORE))
+    wide = replace(sampled, tokens=tokens, mask=mask, response_mask=response_mask)
+    for term, source in zip(module.reward.terms, module.reward.sources, strict=True):
+        if term.name not in models or models[term.name][0] is module.roles:
+            continue
+        name, rows = f"padding: {term.name}", torch.arange(len(decoded))[:, None]
+        try:
+            together = torch.as_tensor(source(replace(decoded, rollout=wide)))
+            alone = [torch.as_tensor(source(decoded.select(row))) for row in rows]
+            yield at_most(name, relative(together, torch.cat(alone)), limit)
+        except RewardError as error:
+            yield Check(name, str(error), "a finite number", "failed")
+
+
+def padding(
+    name: str, roles: Roles, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], limit: float
+) -> Check:
+    """Compare the log-probabilities of padded rows with those of each row without padding.
+
+    Rows begin with a real token in training, and padding after the last one holds another.
+    """
+    wide, targets = wider(*from_first_real(tokens, mask))
+    wide, targets = wide[:, MORE:], targets[:, MORE:]
+    rows = [row[own][None] for row, own in zip(tokens, mask, strict=True)]
+    alone = [target_logprobs(roles, row, torch.ones_like(row, dtype=torch.bool)) for row in rows]
+    off = relative(target_logprobs(roles, wide, targets), torch.cat(alone))
+    return at_most(f"padding: {name}", off, limit, "nats")
+
+
+def wider(
+    tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]
+) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+    """Return rows with MORE columns of padding on each side.
+
+    All padding holds a token of the texts, which a model that reads it would notice.
+    """
+    filler = int(tokens[mask].amax())
+    tokens = torch.where(mask, tokens, filler)
+    return F.pad(tokens, (MORE, MORE), value=filler), F.pad(mask, (MORE, MORE))
+
+
+def relative(found: Tensor, expected: Tensor) -> Tensor:
+    """Return (found - expected) / max(1, root mean square of `expected`); NaN stays NaN."""
+    return (found - expected) / expected.double().square().mean().sqrt().clamp(min=1.0)
+
+
+def at_most(name: str, off: Tensor, limit: float, unit: str = "") -> Check:
+    """Return a check that fails where the root mean square of `off` is above `limit` or NaN."""
+    found, unit = float(off.cpu().double().square().mean().sqrt()), f" {unit}" if unit else ""
+    verdict: Verdict = "passed" if found <= limit else "failed"
+    return Check(name, f"{found:.2g}{unit}", f"<= {limit:.2g}{unit}", verdict)

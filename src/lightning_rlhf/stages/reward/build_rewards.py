@@ -20,7 +20,6 @@ from lightning_rlhf.models.build_roles import (
 )
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.critic_loading import add_critic
-from lightning_rlhf.models.flops import reading, role_flops
 from lightning_rlhf.models.manifest import tokenizer_hash
 from lightning_rlhf.models.roles import SFT, Roles
 from lightning_rlhf.rewards.config import (
@@ -131,7 +130,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
     random_reward(roles, role, torch.Generator().manual_seed(own))
     return LearnedReward(
         partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size,
-        reading(partial(role_flops, roles, role)), roles,
+        roles, role,
     )  # fmt: skip
 
 
@@ -149,7 +148,7 @@ def head_source(
         owner.to(ready.device)
     return LearnedReward(
         partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size,
-        reading(partial(role_flops, owner, role)), owner,
+        owner, role,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.models.build_roles import load_reward, warn_of_one_head
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.classifier_loading import check_classifier, load_classifier, positions
-from lightning_rlhf.models.flops import model_flops, reading, role_flops
 from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.manifest import FROM_CONFIG
 from lightning_rlhf.models.roles import REWARD
@@ -123,7 +121,6 @@ def classifier_model(
         classifier.problems,
         classifier.doubts,
         classifier.starts,
-        reading(partial(model_flops, classifier.model, fast=False)),
         classifier.model,
     )
     return model, positions(classifier.model.config)
@@ -159,9 +156,8 @@ def own_model(
         with torch.autocast(device.type, enabled=False):
             return roles.rewards(tokens.to(device), mask.to(device))
 
-    flops = reading(partial(role_flops, roles, REWARD))
     longest = positions(roles.causal_lm.config)
-    return TextModel(encode, read, chat.show, flops=flops, module=roles), longest
+    return TextModel(encode, read, chat.show, module=roles, role=REWARD), longest
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:
