@@ -45,12 +45,11 @@ import malformed_http as over_http
 from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli import serve
 from lightning_rlhf.cli.main import main as command_line
-from lightning_rlhf.replay import run_updates as replay_run
 from lightning_rlhf.stages import rank_responses, run, train_dpo, train_ppo, train_rm, train_sft
 from lightning_rlhf.stages.reward import text_rewards
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
-LOADED = (replay_run, run, serve, text_rewards)
+LOADED = (run, serve, text_rewards)
 """Modules that commands import on demand, imported once here for all forked commands."""
 MEMORY_BYTES = 6 * 2**30
 """Bytes of address space that a command may use in addition to the loaded modules."""
@@ -99,7 +98,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
         os.dup2(descriptor, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a chat ends at once
         what, words = case.prepare(folder)
-        (folder / ".what").write_text(json.dumps([what, list(words), digests(folder)]))
+        (folder / ".what").write_text(json.dumps([what, digests(folder)]))
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES,) * 2)
         sys.argv = ["train.py", *words]
@@ -137,8 +136,8 @@ def judged(kind: str, name: str, folder: Path, status: int | None, seconds: floa
     text = (folder / ".said").read_text(errors="replace") if (folder / ".said").exists() else ""
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     noted = folder / ".what"
-    what, words, before = (
-        json.loads(noted.read_text()) if noted.exists() else ("could not be prepared", [], {})
+    what, before = (
+        json.loads(noted.read_text()) if noted.exists() else ("could not be prepared", {})
     )
     errors = [line for line in lines if line.startswith("error: ")]
     answer: Answer = "another end"
@@ -152,8 +151,6 @@ def judged(kind: str, name: str, folder: Path, status: int | None, seconds: floa
         lost = [path for path, digest in before.items() if digests(folder).get(path) != digest]
         answer = "another end" if lost else "refused"
         lines += [f"(changed {', '.join(lost)})"] * bool(lost)
-    elif status == 1 and words[:1] == ["replay"] and "is not the recorded one" in text:
-        answer = "accepted"  # replayed, with the report that it differs from the record
     said = lines[-1][:300] if lines else ""
     return Result(kind, name, what, answer, round(seconds, 1), f"status {status}: {said}")
 

@@ -294,31 +294,27 @@ def keys_of(config: Path) -> list[str]:
     return [name for name in names if name not in ("outputs", "stage")]
 
 
-def folders_kind(command: Literal["resume", "replay"], share: float) -> Kind:
-    """Return the kind of damaged run folders that are resumed or replayed."""
+def folders_kind() -> Kind:
+    """Return the kind of damaged run folders that are resumed."""
 
     def of_file(name: str, file: str, damage: m.Damage) -> Case:
         def prepare(folder: Path) -> tuple[str, Sequence[str]]:
             run = folder / "outputs/default/tiny" / name
-            if command == "resume":
-                interrupt(run)
-                started = [f"stage={name}", *MINI, *SMALL[name], "record=true"]
-                words = [*started[: len(started) - (name != "ppo")], "resume=true"]
-            else:
-                words = ["replay", str(run.relative_to(folder)), "--iteration", "2"]
+            interrupt(run)
+            started = [f"stage={name}", *MINI, *SMALL[name], "record=true"]
+            words = [*started[: len(started) - (name != "ppo")], "resume=true"]
             return f"{name}/{file} {damage(run / file)}", words
 
         return Case(prepare, ["data", "outputs"], "end")
 
-    names = TRAINED if command == "resume" else ("ppo",)
     files = ["config.json", "parents.json", "metrics.csv", "checkpoints/000002.ckpt",
              "checkpoints/000001.ckpt", "run_id.txt"]  # fmt: skip
     of_ppo = ["samples/train.jsonl", "rollouts/000002.parquet", "rollouts/000001.parquet"]
-    table = [of_file(n, f, d) for n in names for f in files for d in m.PLACES]
+    table = [of_file(n, f, d) for n in TRAINED for f in files for d in m.PLACES]
     table += [of_file("ppo", f, d) for f in of_ppo for d in m.PLACES]
 
     def draw(dice: random.Random) -> Case:
-        name = dice.choice(names)
+        name = dice.choice(TRAINED)
         file = dice.choice(files[:5] + of_ppo * (name == "ppo"))
         match file.rpartition(".")[2]:
             case "json":
@@ -331,8 +327,7 @@ def folders_kind(command: Literal["resume", "replay"], share: float) -> Kind:
                 damage = m.any_lines(dice)
         return of_file(name, file, damage)
 
-    title = "run folders, resumed" if command == "resume" else "run folders, replayed"
-    return Kind(title, table, draw, share)
+    return Kind("run folders, resumed", table, draw, 0.18)
 
 
 def interrupt(run: Path) -> None:
@@ -461,8 +456,7 @@ def kinds(world: Path) -> list[Kind]:
     return [
         rows_kind(),
         overrides_kind(world),
-        folders_kind("resume", 0.1),
-        folders_kind("replay", 0.08),
+        folders_kind(),
         commands_kind(),
         finals_kind(models, "checkpoints: weights, configurations, tokenizers", 0.08, ways),
         finals_kind(manifests, "manifests", 0.05, ways),

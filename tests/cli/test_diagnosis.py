@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.replay.plan import settings_of
-
 from .conftest import Workplace, given
 
 
@@ -33,26 +30,3 @@ def findings(place: Workplace, run: str, *overrides: str) -> list[dict[str, Any]
         (place.stage("ppo", run) / "diagnosis.json").read_text()
     )
     return found
-
-
-def test_planted_faults_are_the_first_findings(finished: Workplace) -> None:
-    prompts = finished.folder / "data" / "prompts_train.jsonl"
-    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
-    for row in rows[:4]:  # a quarter
-        row["prompt"] = "Please tell me. " * 40 + row["prompt"]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cut = findings(finished, "cut", "ppo.iterations=1", "data.long_prompts=cut")
-    assert [(f["rule"], f["iteration"]) for f in cut] == [("prompts_cut", 0)]
-    assert cut[0]["symptom"].startswith("25% of the training prompts were cut")
-    endless = findings(finished, "endless", "data.prompts.train=data/prompts_val.jsonl")
-    assert [f["rule"] for f in endless] == ["nothing_ends", "length_extreme"]
-
-
-def test_a_run_whose_configuration_lacks_the_bound_can_be_replayed(finished: Workplace) -> None:
-    file = finished.stage("ppo") / "config.json"
-    tree = json.loads(file.read_text())
-    del tree["ppo"]["kl_warning"]
-    file.write_text(json.dumps(tree))
-    config = settings_of(file.parent).config
-    assert isinstance(config, PPOConfig)
-    assert config.kl_warning is None

@@ -95,7 +95,8 @@ def measured(
     size = module.config.samples_per_prompt
 
     def work() -> tuple[dict[str, int], Compute]:
-        batch, _, _ = module.collect(prompts)  # and the checks that are made once
+        # With the checks that are made once.
+        experience, _, _ = module.collect(prompts, module.generator(0, 0))
         rollout = module.collector.roll_out(prompts, module.generator(0, 0), size)
         decoded = module.collector.decode(rollout, "train")
         found = {
@@ -103,10 +104,10 @@ def measured(
                 lambda: module.collector.roll_out(prompts, module.generator(0, 0), size)
             ),
             "score": count(lambda: module.collector.score(decoded)),
-            "update": count(lambda: module.learn(batch)),
+            "update": count(lambda: module.learn(experience, module.generator(0, 1))),
         }
         compute = module.collector.compute(
-            batch.experience,
+            experience,
             updates=module.config.ppo_epochs * 4 // module.config.minibatch_size,
             policy_learns=module.config.critic_warmup == 0,
         )
@@ -191,8 +192,8 @@ def test_the_policy_reads_what_its_sampler_gives_no_numbers_for(
     module.collector.sampler = SimpleNamespace(is_exact=is_exact, sample=sample)
 
     def work() -> Compute:
-        batch, _, _ = module.collect(prompts())
-        compute: Compute = module.collector.compute(batch.experience, updates=1, policy_learns=True)
+        experience, _, _ = module.collect(prompts(), module.generator(0, 0))
+        compute: Compute = module.collector.compute(experience, updates=1, policy_learns=True)
         return compute
 
     assert within_fit(module, work).scored_tokens == readings * 196
@@ -228,16 +229,15 @@ def test_the_demonstrations_of_an_update_are_counted(
     module = make(tiny, ptx_coef=1.0, ptx_batch_size=4)
     example = DemonstrationTokens(list(range(17)), list(range(32)))
     module.ptx = PTX([example] * 6, module.config, pad_id=0, seed=0)
-    batches = []
 
     def work() -> int:
-        batch, _, _ = module.collect(prompts())
-        batches.append(batch)
-        return counted(lambda: module.learn(batch))
+        collected = module.collect(prompts(), module.generator(0, 0))
+        module.collect = lambda *_: collected
+        return counted(lambda: module.learn(collected[0], module.generator(0, 1)))
 
     operations, outputs = within_fit(module, work), conftest.Outputs()
     del module.training_step
-    conftest.fit(module, [batches[0]], [outputs])
+    conftest.fit(module, [prompts()], [outputs])
     compute = outputs.steps[0].compute
     assert compute.update_flops == pytest.approx(operations, rel=0.02)
     assert compute.trained_tokens == 196 + 4 * 49  # 4 responses and 4 demonstrations of 49

@@ -11,7 +11,7 @@ import torch
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.results import Compute, PPOPredictions
+from lightning_rlhf.core.results import Compute
 from lightning_rlhf.core.types import (
     DecodedResponses,
     Experience,
@@ -24,7 +24,7 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.annotate import annotate, predict
+from lightning_rlhf.rollout.annotate import annotate
 from lightning_rlhf.rollout.build_sampler import build_sampler
 from lightning_rlhf.rollout.compute import RoleFlops, iteration_compute
 from lightning_rlhf.rollout.critic import Critic
@@ -176,13 +176,6 @@ class Collector:
                 )
             ),
         )
-
-    def predict(self, experience: Experience) -> PPOPredictions:
-        """Return log-probabilities and values of given responses under the current models."""
-        logprobs, values = self.microbatch.fitting(
-            lambda rows: predict(experience, self.roles, self.critic, self.config.temperature, rows)
-        )
-        return PPOPredictions(logprobs=logprobs, values=values)
 
     def compute(self, experience: Experience, *, updates: int, policy_learns: bool) -> Compute:
         """Return the tokens and operations of an iteration, as `iteration_compute`.

@@ -36,13 +36,6 @@ def export(settings: Settings, config: PPOConfig, given: Any) -> Path:
     return export_ppo(settings, config, given)
 
 
-def build(*arguments: Any) -> Any:
-    """Return the module before its first iteration, as `train_ppo.build_module`."""
-    from lightning_rlhf.stages.train_ppo import build_module
-
-    return build_module(*arguments)
-
-
 def panels(measured: Collection[str]) -> Sequence[Panel]:
     """Return the panels of curves.png; those of a judge and of components where there are any."""
     from lightning_rlhf.report.curves import ppo_panels
@@ -57,7 +50,6 @@ STAGE = Stage(
     data="prompts",
     run=run,
     prepare=prepare,
-    build=build,
     export=export,
     reads_reward=True,
     reads_judge=True,
@@ -77,5 +69,4 @@ STAGE = Stage(
     length="iterations",
     volatile=("kl_warning",),
     gaps=iteration_gaps,
-    replays="updates",
 )

@@ -105,7 +105,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Description of a stage for the command line, recipes, resume, sweeps, replay and reports."""
+    """Description of a stage for the command line, recipes, resume, sweeps and reports."""
 
     name: str
     """Value of `stage=`, key of the stage's section, and name of its folder."""
@@ -121,9 +121,6 @@ class Stage:
     """(settings, their `config`) -> path of the `final/` folder that the stage hands over."""
     prepare: Callable[[Settings, Any], Any] | None = None
     """(settings, their `config`) -> a `launch.Training`, for a Trainer of the user's own."""
-    build: Callable[..., Any] | None = None
-    """Function: (Prepared, Roles, config, ...) -> LightningModule before its first step, for
-    replay."""
     reads_sft: bool = True
     """True if the stage starts from the SFT model of the run, or of `policy.checkpoint`."""
     reads_reward: bool = False
@@ -164,9 +161,6 @@ class Stage:
     gaps: Callable[[Settings, int, range], Iterator[str]] | None = None
     """Function: (settings, step of a checkpoint, steps of evaluations before it) -> each file of
     the run that lacks a step before the checkpoint, with the first such step."""
-    replays: Literal["updates", "rows"] | None = None
-    """Data that `lightning-rlhf replay` computes again: the recorded updates, or the rows of the
-    batch at which the run ended."""
     hands_over: Literal["model", "report"] = "model"
     """Content of `final/`: a model with a manifest, or a report."""
     numbers: str = "fitness.json"

@@ -37,7 +37,7 @@ class SFTTraining(SupervisedTraining):
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
     """Fine-tune a model on demonstrations and hand it over; return the path of `final/`."""
     training = prepare_sft(settings, config)
-    metrics = fit_supervised(training, "sft", SFTMetrics())
+    metrics = fit_supervised(training, SFTMetrics())
     print_evaluation(metrics)
     return training.save(metrics | print_compute(training.ready.folder))
 
