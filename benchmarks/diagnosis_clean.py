@@ -20,8 +20,8 @@ from lightning_rlhf.callbacks.diagnosis import KEPT
 from lightning_rlhf.callbacks.history import History, Row
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.rules import RULES
+from lightning_rlhf.cli.export import settings_of
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.replay.plan import settings_of
 
 OUT = Path(__file__).parent / "results" / "diagnosis_clean.md"
 SHOWN = ("kl_divergence", "entropy", "update/ratio_max", "rollout/repetition")

@@ -16,7 +16,6 @@ from lightning_rlhf.callbacks.checkpoint_files import load
 
 from .conftest import PowerCut, Workplace, given, rows, weights
 from .test_pipeline import samples
-from .test_replay import check_same, replay
 
 RUN = ("stage=ppo", "run=ema", "ppo.ema_decay=0.7", "ppo.checkpoints_kept=9", "record=true")
 
@@ -74,7 +73,7 @@ def test_nothing_that_is_trained_changes_and_what_is_evaluated_does(place: Workp
         assert bool(different) == ("eval/kl" in one and one["step"] != "0"), one["step"]
 
 
-def test_a_resumed_run_ends_with_the_same_bits_and_is_replayed(
+def test_a_resumed_run_ends_with_the_same_bits(
     place: Workplace, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resumed after step 2, then after the last one, within whose evaluation it was cut off."""
@@ -87,7 +86,6 @@ def test_a_resumed_run_ends_with_the_same_bits_and_is_replayed(
     assert not (folder / "final").exists()
     place.mini(*RUN, *given(place), "resume=true").succeeded  # noqa: B018
     assert (weights(folder), rows(folder), samples(folder)) == before
-    check_same(replay(place, folder, 3), 3, 4)
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])

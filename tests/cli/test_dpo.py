@@ -9,18 +9,14 @@ import shutil
 from collections.abc import Callable
 
 import lightning as L
-import pandas
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from torch import Tensor
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.data.last_batch import last_batch_of
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.stages.chat import load_speaker
 from lightning_rlhf.stages.trained import trained_as
 
@@ -138,33 +134,6 @@ def test_a_trainer_of_ones_own_trains_the_same_weights(trained: Workplace) -> No
         trainer.fit(training.module, training.data)
         final = lightning_rlhf.save(training).resolve()
     assert weights(final.parent) == weights(trained.stage("dpo"))
-
-
-def test_a_checkpoint_is_exported_as_final_is(trained: Workplace) -> None:
-    folder = trained.stage("dpo")
-    trained.call("export", str(folder), "--step", "6").succeeded  # noqa: B018
-    exported = folder / "final_000006" / "adapter_model.safetensors"
-    assert exported.read_bytes() == (folder / "final" / exported.name).read_bytes()
-
-
-def test_the_batch_that_no_update_can_be_made_of_is_kept_and_replayed(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = DPOModule.logprobs
-
-    def spoiled(self: DPOModule, role: str, tokens: Tensor, *targets: Tensor) -> Tensor:
-        found = scores(self, role, tokens, *targets)
-        return torch.where(tokens.sum(dim=1) % 3 == 1, torch.nan, 1.0) * found
-
-    monkeypatch.setattr(DPOModule, "logprobs", spoiled)
-    outcome = finished.mini(STAGE, "job=bad", "dpo.max_nonfinite=1")
-    assert outcome.status == 1
-    assert "(dpo.max_nonfinite)" in outcome.err
-    folder = finished.outputs / "default" / "mini" / "bad" / "dpo"
-    table = pandas.read_parquet(last_batch_of(folder))
-    assert {"chosen", "rejected", "margin", "chosen_score", "loss"} <= {*table.columns}
-    last = finished.call("replay", str(folder)).succeeded.out.splitlines()[-1]
-    assert "the run computed the same numbers of each" in last
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from lightning_rlhf.cli.export import settings_of
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.replay.plan import settings_of
 
 from .conftest import PRESETS, Outcome, Workplace, rows, weights
 

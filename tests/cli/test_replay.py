@@ -1,120 +1,128 @@
-"""record=true, and lightning-rlhf replay."""
+"""record=true, lightning-rlhf replay, and the batch of a run that ends as not finite."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.digest import parameters_digest
-from lightning_rlhf.callbacks.recorder import NonFiniteDump
+from lightning_rlhf.callbacks.recorder import places
 from lightning_rlhf.core.errors import StorageError
-from lightning_rlhf.core.types import PPOTerms
+from lightning_rlhf.core.results import RESULT
+from lightning_rlhf.core.types import Demonstrations, Experience, PPOTerms
+from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rollouts import (
+    LAST_BATCH,
+    PER_TOKEN,
     file_of,
     read_recorded,
     recorded_iterations,
-    weights_of,
-    write_recorded,
 )
 from lightning_rlhf.modules import ppo
+from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.replay import run_updates as replay_run
-from lightning_rlhf.replay.plan import plan_replay, settings_of
+from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.stages.paths import HOME
 
-from .conftest import TRAIN_PY, Outcome, Workplace, given, rows, tree, weights
+from .conftest import Outcome, Workplace, given, rows, tree, weights
 
-VARIANTS = {
-    "adapter": ["ppo.critic=adapter", "ppo.critic_init=reward", "ppo.critic_warmup=1",
-                "ppo.kl_control=adaptive", "ppo.kl_horizon=80", "ppo.kl_target=0.01",
-                "ppo.score_normalization=running", "ppo.microbatch_size=4"],
-    "model": ["ppo.critic=model", "ppo.rollout=hf", "ppo.kl_control=linear",
-              "ppo.whiten_advantages=minibatch", "ppo.whiten_rewards=true"],
-    "rloo": ["advantage=rloo", "ppo.target_kl=1e-3", "ppo.kl_estimator=full", "ppo.kl_in=loss"],
-    "hybrid": ["reward=random", "policy.checkpoint=base", "trainer.precision=bf16-mixed",
-               "model.from_config.model_type=qwen3_5_text", "model.from_config.num_hidden_layers=2",
-               "+model.from_config.layer_types=[linear_attention,full_attention]",
-               "+model.from_config.linear_num_key_heads=2",
-               "+model.from_config.linear_num_value_heads=2",
-               "+model.from_config.linear_key_head_dim=8",
-               "+model.from_config.linear_value_head_dim=8"],
-}  # fmt: skip
-
-RECORDING = ("record=true", "ppo.checkpoint_every=2", "ppo.val_every=3", "ppo.max_nonfinite=2")
+RECORDING = ("stage=ppo", "run=recorded", "record=true", "ppo.checkpoint_every=2")
 
 
 @pytest.fixture(scope="module")
-def place(pipeline: Workplace) -> Workplace:
-    """The pipeline's workplace in which run=recorded left a checkpoint after two of three."""
-    pipeline.mini("stage=ppo", "run=recorded", *RECORDING, *given(pipeline)).succeeded  # noqa: B018
+def experiences() -> list[Experience]:
+    """Experience of each iteration of the recorded run, filled by `place`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def place(pipeline: Workplace, experiences: list[Experience]) -> Workplace:
+    """The pipeline's workplace with run=recorded, of three iterations."""
+    training_step = PPOModule.training_step
+
+    def noted(self: PPOModule, *arguments: Any) -> Any:
+        found = training_step(self, *arguments)
+        experiences.append(found[RESULT].experience)
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PPOModule, "training_step", noted)
+        pipeline.mini(*RECORDING, *given(pipeline)).succeeded  # noqa: B018
     return pipeline
 
 
 @pytest.fixture
 def run(tmp_path: Path, place: Workplace) -> Path:
-    """A copy of the recorded run, whose parents stay where they are."""
+    """A copy of the recorded run."""
     folder = tmp_path / "outputs" / "recorded" / "mini" / "ppo"
     shutil.copytree(place.stage("ppo", "recorded"), folder)
     return folder
 
 
-def replay(place: Workplace, run: Path, iteration: int, *options: str) -> Outcome:
-    return place.call("replay", str(run), "--iteration", str(iteration), *options)
-
-
-SAME = r"iteration {} is the recorded one bit for bit: {} updates, and the parameters after it"
-
-
-def check_same(outcome: Outcome, iteration: int, updates: int) -> None:
-    assert re.search(SAME.format(iteration, updates), outcome.succeeded.out), outcome.out
-
-
 # Recorded.
 
 
-def test_a_recorded_run_is_the_same_run(pipeline: Workplace) -> None:
-    pipeline.mini("stage=ppo", "run=same", "record=true", *given(pipeline)).succeeded  # noqa: B018
-    plain, recorded = pipeline.stage("ppo"), pipeline.stage("ppo", "same")
+def test_the_columns_are_the_experience_bit_for_bit(
+    place: Workplace, experiences: list[Experience]
+) -> None:
+    folder = place.stage("ppo", "recorded")
+    assert recorded_iterations(folder) == [1, 2, 3]
+    for iteration, experience in enumerate(experiences, start=1):
+        path = file_of(folder, iteration)
+        table, found = pandas.read_parquet(path), read_recorded(path)
+        width = experience.mask.shape[1] - experience.response_mask.shape[1]
+        assert len(found) == len(table) == len(experience.score) == 8
+        for i, (row, real) in enumerate(zip(found, experience.response_mask, strict=True)):
+            for column, field in PER_TOKEN.items():
+                expected = getattr(experience, field)[i][real]
+                assert row[column] == expected.tolist() == table[column][i].tolist()
+            prompt = experience.tokens[i, :width][experience.mask[i, :width]]
+            assert row["prompt_tokens"] == prompt.tolist()
+            assert row["response_tokens"] == experience.responses[i][real].tolist()
+            assert row["response"] in "".join(row["token_texts"])
+            assert row["index"] == experience.index[i]
+            assert row["ended"] == experience.ended[i]
+            assert row["score"] == experience.score[i]
+            assert row["parts"] == {"head": experience.component_scores[i, 0]}
+        samples = pandas.read_json(folder / "samples" / "train.jsonl", lines=True)
+        samples = samples[samples["iteration"] == iteration]
+        for name in ("prompt", "response"):
+            assert list(table[name][:4]) == list(samples[name])
+
+
+def test_a_recorded_run_is_the_same_run(place: Workplace) -> None:
+    plain, recorded = place.stage("ppo"), place.stage("ppo", "recorded")
     assert weights(recorded) == weights(plain)
     assert rows(recorded) == rows(plain)
-    assert recorded_iterations(recorded) == [1, 2, 3]
     assert not (plain / "rollouts").exists()
-    for iteration in (1, 2, 3):
-        shown = read_recorded(file_of(recorded, iteration))
-        table = {int(row["step"]): row for row in rows(recorded)}[iteration]
-        assert float(table["reward_mean"]) == pytest.approx(shown.experience.score.mean().item())
-        losses = [update["loss"] for update in shown.updates or ()]
-        assert float(table["ppo_loss"]) == pytest.approx(sum(losses) / 4)  # 2 epochs, 2 minibatches
-        assert float(table["update/kl_coef"]) == shown.kl_coef
 
 
-def test_a_record_says_what_was_said(place: Workplace) -> None:
-    """samples/train.jsonl holds the first four responses of each iteration."""
-    run = place.stage("ppo", "recorded")
-    samples = pandas.read_json(run / "samples" / "train.jsonl", lines=True)
-    for iteration in (1, 2, 3):
-        table = pandas.read_parquet(file_of(run, iteration))[:4]
-        expected = samples[samples["iteration"] == iteration]
-        assert list(table["prompt"]) == list(expected["prompt"])
-        assert list(table["response"]) == list(expected["response"])
-        assert list(table["score"]) == pytest.approx(list(expected["score"]))
-        assert [kl.sum() for kl in table["kl"]] == pytest.approx(list(expected["kl"]), abs=1e-6)
-        assert [part["head"] for part in table["parts"]] == list(table["score"])
+def test_without_a_critic_there_are_no_values(finished: Workplace) -> None:
+    command = ("stage=ppo", "run=rloo", "record=true", "advantage=rloo", "ppo.iterations=1")
+    finished.mini(*command, *given(finished)).succeeded  # noqa: B018
+    folder = finished.stage("ppo", "rloo")
+    assert all("values" not in row for row in read_recorded(file_of(folder, 1)))
+    out = finished.call("replay", str(folder)).succeeded.out
+    assert "return" in out
+    assert " value\n" not in out
 
 
 def test_the_example_in_the_docs_reads_it(
-    place: Workplace, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     code = re.search(r"```python\n(.*?)```", (HOME / "docs" / "replay.md").read_text(), re.DOTALL)
     assert code is not None
@@ -123,441 +131,285 @@ def test_the_example_in_the_docs_reads_it(
     assert path in code[1]
     names: dict[str, Any] = {}
     exec(code[1].replace(path, "outputs/recorded/mini/ppo/rollouts/000002.parquet"), names)
-    experience = read_recorded(file_of(run, 2)).experience
-    assert len(names["tokens"]) == int(experience.response_mask.sum())
+    tokens = sum(len(row["response_tokens"]) for row in read_recorded(file_of(run, 2)))
+    assert len(names["tokens"]) == tokens
     assert len(capsys.readouterr().out.splitlines()) > 8
 
 
-def test_other_stages_have_no_rollouts(finished: Workplace) -> None:
-    finished.mini("stage=sft", "record=true", "run=next").succeeded  # noqa: B018
-    assert not (finished.stage("sft", "next") / "rollouts").exists()
-
-
-def test_a_resumed_run_forgets_what_it_does_again(place: Workplace, run: Path) -> None:
+def test_a_resumed_run_deletes_the_files_after_its_checkpoint(place: Workplace, run: Path) -> None:
     """Iteration 3, which is behind the checkpoint, and 9, which the run never had."""
     before = tree(run / "rollouts")
     shutil.copy(file_of(run, 3), file_of(run, 9))
-    weights_of(run, 9).write_bytes(b"")
     shutil.rmtree(run / "final")
     file_of(run, 3).write_bytes(b"")
-    again = ["run=recorded", *RECORDING, f"outputs={run.parents[2]}", "resume=2"]
-    place.mini("stage=ppo", *again, *given(place)).succeeded  # noqa: B018
+    again = [*RECORDING, f"outputs={run.parents[2]}", "resume=2"]
+    place.mini(*again, *given(place)).succeeded  # noqa: B018
     assert tree(run / "rollouts") == before
 
 
-# Replayed.
+# Shown.
 
 
-@pytest.mark.parametrize(("iteration", "origin"), [(2, "the start of the run"), (3, ".ckpt")])
-def test_an_update_is_replayed_bit_for_bit(
-    place: Workplace, run: Path, iteration: int, origin: str
-) -> None:
-    outcome = replay(place, run, iteration)
-    check_same(outcome, iteration, 4)
-    first = outcome.out.splitlines()[0]
-    assert first.startswith(f"replaying {iteration if iteration == 2 else 1} of {iteration}")
-    assert first.endswith(origin)
-    assert "Warning" not in outcome.err
+def test_the_newest_iteration_is_shown_without_torch(place: Workplace, run: Path) -> None:
+    """In the order of the sums of |advantage|; the page loads nothing and runs nothing."""
+    shown = (
+        "import sys\nfrom lightning_rlhf.cli.replay import replay\n"
+        f"replay([{str(run)!r}, '--responses', '8'])\nassert 'torch' not in sys.modules\n"
+    )
+    out = place.process([sys.executable, "-c", shown])
+    found = read_recorded(file_of(run, 3))
+    order = sorted(range(8), key=lambda i: -sum(map(abs, found[i]["advantages"])))
+    page = (run / "replay_3.html").read_text()
+    for text in (out.succeeded.out, page):
+        assert [int(n) for n in re.findall(r"response (\d+): score", text)] == order
+    assert f"page: {run / 'replay_3.html'}" in out.out.replace("\n", "")
+    assert not re.search(r"(src|href)=|url\(|@import|<script", page)
+    assert "default-src 'none'" in page
+    assert page.count("--advantage: rgb") == sum(len(row["token_texts"]) for row in found)
+    first = found[order[0]]
+    for name in ("advantages", "kl", "rewards", "returns", "values"):
+        assert f"<td>{first[name][0]:+z.3f}</td>" in page
+        assert f"{first[name][0]:+z.3f}" in out.out
 
 
-def test_only_the_checkpoint_that_it_starts_from_has_to_be_whole(run: Path) -> None:
-    """Of the others the name tells; the best one is left out."""
-    checkpoints = run / "checkpoints"
-    shutil.copy(checkpoints / "000002.ckpt", checkpoints / "000001.ckpt")
-    for path in (checkpoints / "000003.ckpt", checkpoints / "best.ckpt"):
-        path.unlink()
-        path.write_bytes(b"damaged")
-    assert plan_replay(run, settings_of(run), 1).checkpoint is None
-    assert plan_replay(run, settings_of(run), 3).checkpoint == checkpoints / "000002.ckpt"
+def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    table = pq.read_table(path)
+    found = table.to_pylist()
+    change(found)
+    pq.write_table(pa.Table.from_pylist(found, schema=table.schema), path)
 
 
-def test_the_best_checkpoint_may_be_the_latest(run: Path) -> None:
-    checkpoints = run / "checkpoints"
-    (checkpoints / "000002.ckpt").replace(checkpoints / "best.ckpt")
-    assert plan_replay(run, settings_of(run), 3).checkpoint == checkpoints / "best.ckpt"
-    assert plan_replay(run, settings_of(run), 2).checkpoint is None
+def test_texts_are_text_and_a_number_that_is_none_comes_first(place: Workplace, run: Path) -> None:
+    def change(found: list[dict[str, Any]]) -> None:
+        found[5]["prompt"] = "<script>alert(1)</script>\u202e\x1b[31m"
+        found[5]["kl"][0] = math.nan
+        found[5]["advantages"][0] = math.inf
+
+    rewritten(file_of(run, 2), change)
+    outcome = place.call("replay", str(run), "--iteration", "2", "--responses", "1").succeeded
+    page = (run / "replay_2.html").read_text()
+    for text in (outcome.out, page):
+        assert re.findall(r"response (\d+): score", text) == ["5"]
+        assert "nan" in text
+        assert "\u202e" not in text
+        assert "\x1b" not in text
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_whatever_ppo_learns_with(finished: Workplace, variant: str) -> None:
-    """From elsewhere: earlier stages are found where the run's folder says, from the start."""
-    command = ["stage=ppo", "record=true", "ppo.iterations=2", *VARIANTS[variant]]
-    finished.mini(*command, f"job={variant}").succeeded  # noqa: B018
-    run = finished.outputs / "default" / "mini" / variant / "ppo"
-    shutil.rmtree(run / "checkpoints")
-    updates = read_recorded(file_of(run, 2)).updates or ()
-    check_same(replay(Workplace(finished.folder.parent), run, 2), 2, len(updates))
+def test_what_is_wrong_is_one_message(place: Workplace, run: Path) -> None:
+    def error(folder: Path, *options: str) -> str:
+        return place.call("replay", str(folder), *options).error
+
+    assert "one of 1, 2, 3" in error(run, "--iteration", "4")
+    assert "--responses is 0" in error(run, "--responses", "0")
+    assert "record=true" in error(place.stage("sft"))
+    assert "record=true" in error(run / "nowhere")
+    (run / "replay_1.html").mkdir()
+    assert "replay_1.html" in error(run, "--iteration", "1")
+    (run / "replay_1.html").rmdir()
+    shutil.rmtree(run / "rollouts")
+    (run / "rollouts").write_text("a file")
+    assert "rollouts" in error(run)
 
 
-def test_nothing_is_sampled_and_no_reward_is_asked(
-    place: Workplace, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("it collects")
-
-    monkeypatch.setattr("lightning_rlhf.modules.ppo.PPOModule.collect", refuse)
-    monkeypatch.setattr("lightning_rlhf.stages.reward.build_rewards.head_source", refuse)
-    check_same(replay(place, run, 1), 1, 4)
-
-
-def test_the_program_from_elsewhere(place: Workplace) -> None:
-    inside = Workplace(place.stage("ppo", "recorded"))
-    check_same(inside.process(TRAIN_PY, "replay", ".", "--iteration", "1"), 1, 4)
-
-
-def rewritten(run: Path, iteration: int, **changes: object) -> None:
-    path = file_of(run, iteration)
-    write_recorded(path, replace(read_recorded(path), **changes))  # type: ignore[arg-type]
-
-
-def with_one_logprob_changed(run: Path, iteration: int) -> None:
-    experience = read_recorded(file_of(run, iteration)).experience
-    logprobs = experience.old_logprobs.clone()
-    logprobs[0, 0] += 0.01
-    rewritten(run, iteration, experience=replace(experience, old_logprobs=logprobs))
-
-
-def test_one_logprob_that_was_changed_is_noticed(place: Workplace, run: Path) -> None:
-    with_one_logprob_changed(run, 2)
-    outcome = replay(place, run, 2)
-    assert outcome.status == 1
-    last = outcome.out.splitlines()[-1]
-    assert last.startswith("iteration 2 is not the recorded one: the parameters at the end of")
-    assert re.search(r"loss of update [1-4] of iteration 2 is \S+, was ", last)
-    assert "recorded with" not in last  # it was the same machine
-
-
-def test_a_change_on_the_way_is_noticed(place: Workplace, run: Path) -> None:
-    with_one_logprob_changed(run, 1)
-    outcome = replay(place, run, 2)
-    assert outcome.status == 1
-    assert "the parameters at the end of iteration 1" in outcome.out.splitlines()[-1]
-
-
-CHANGED = {
-    "kl_coef": ({"kl_coef": 0.5}, "kl_coef of iteration 1 is 0.05, was 0.5"),
-    "parameters": ({"parameters": "0" * 64}, "the parameters at the end of iteration 1"),
-    "updates": ({"updates": []}, "4 updates of iteration 1, were 0"),
-    "shuffle": (
-        {"shuffle": torch.Generator().manual_seed(1).get_state()}, "of update 1 of iteration 1",
-    ),
-    "machine": (
-        {"parameters": "0" * 64, "machine": {"torch": "1.0"}}, "recorded with torch 1.0, here",
-    ),
+DAMAGES: dict[str, Callable[[pa.Table], pa.Table]] = {
+    "kl is gone": lambda t: t.drop(["kl"]),
+    "parts are gone": lambda t: t.drop(["parts"]),
+    "score is text": lambda t: t.set_column(0, "score", pa.array(["x"] * len(t))),
+    "kl is null": lambda t: t.drop(["kl"]).append_column("kl", pa.nulls(len(t))),
+    "parts are numbers": lambda t: t.drop(["parts"]).append_column("parts", pa.array([1] * len(t))),
+    "a number more": lambda t: t.drop(["kl"]).append_column("kl", pa.array([[0.5] * 99] * len(t))),
+    "no row": lambda t: t[:0],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fact", CHANGED)
-def test_what_differs_is_named(place: Workplace, run: Path, fact: str) -> None:
-    """Each of the facts beside the columns."""
-    changes, message = CHANGED[fact]
-    rewritten(run, 1, **changes)
-    outcome = replay(place, run, 1)
-    assert outcome.status == 1
-    assert message in outcome.out.splitlines()[-1]
+@pytest.mark.parametrize("damage", [*DAMAGES, "half", "empty", "a flipped bit"])
+def test_a_damaged_file_is_named(place: Workplace, run: Path, damage: str) -> None:
+    path = file_of(run, 3)
+    content = path.read_bytes()
+    match damage:
+        case "half":
+            path.write_bytes(content[: len(content) // 2])
+        case "empty":
+            path.write_bytes(b"")
+        case "a flipped bit":
+            path.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
+        case _:
+            pq.write_table(DAMAGES[damage](pq.read_table(path)), path)
+    before = tree(run)
+    assert place.call("replay", str(run)).error.startswith(f"{path} cannot be read")
+    assert tree(run) == before
 
 
-# Broken off.
+# Not finite.
+
+LINE = 9
+"""Line of the training data of which no update can be made."""
+FILES = {"sft": "sft_train", "rm": "preferences_train", "dpo": "preferences_train"}
+LONG = 40
+"""Tokens that no other response of the demonstrations has."""
 
 
-def test_a_batch_that_broke_the_run_off_is_replayed(place: Workplace, run: Path) -> None:
-    """It alone was saved, without an outcome, and the checkpoint stands right before it."""
-    for iteration in (1, 2):
-        file_of(run, iteration).unlink()
-    experience = read_recorded(file_of(run, 3)).experience
-    broken = replace(experience, advantages=experience.advantages * torch.nan)
-    rewritten(run, 3, experience=broken, updates=None, parameters=None)
-    outcome = replay(place, run, 3).succeeded
-    last = outcome.out.splitlines()[-1]
-    assert last.startswith("iteration 3 broke the run off, so that there is no outcome")
-    assert "2 updates in a row (ppo.max_nonfinite)" in last
-    tokens = int(experience.response_mask.sum())
-    assert last.endswith(f"there were not finite already: {tokens} of {tokens} advantages")
-    assert outcome.out.splitlines()[2].startswith("response 0:")  # before those that changed
-    assert "nan" in (run / "replay_3.html").read_text()
+def numbers_named(message: str) -> list[int]:
+    """The rows of the data that a message names."""
+    [named] = re.findall(r"(?:not finite|its rows): line ([\d, ]+) of data/", message)
+    return [int(number) for number in named.split(", ")]
 
 
 @pytest.fixture
-def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """spoil(n): the critic spoils the loss of every update after the n-th."""
+def bad(finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """A workplace whose data hold a row that is not finite, in either kind.
 
-    def arrange(good: int) -> None:
-        calls, whole = itertools.count(1), ppo.ppo_terms
+    A margin of 1e39 is infinite in fp32. DPO reads no margin: its response, and that of the
+    demonstrations, is the one with more than LONG tokens, whose log-probabilities are spoiled.
+    """
+    for name in set(FILES.values()):
+        file = finished.folder / "data" / f"{name}.jsonl"
+        found = [json.loads(line) for line in file.read_text().splitlines()]
+        for number, row in enumerate(found, start=1):
+            row["margin"] = 1e39 if number == LINE else 0.0
+        found[LINE - 1]["response" if name == "sft_train" else "chosen"] = " no" * (LONG + 5)
+        file.write_text("".join(json.dumps(row) + "\n" for row in found))
+    of_sft, of_dpo = SFTModule.logprobs, DPOModule.logprobs
 
-        def spoiled(*args: Any, **keys: Any) -> PPOTerms:
-            terms = whole(*args, **keys)
-            return replace(terms, loss=terms.loss * (torch.nan if next(calls) > good else 1.0))
+    def spoiled_sft(self: SFTModule, batch: Demonstrations, *targets: Any) -> Any:
+        counts = batch.target_mask.sum(dim=1)
+        is_spoiled = (counts > LONG).repeat_interleave(counts)
+        return torch.where(is_spoiled, torch.nan, 1.0) * of_sft(self, batch, *targets)
 
-        monkeypatch.setattr(ppo, "ppo_terms", spoiled)
+    def spoiled_dpo(self: DPOModule, role: str, tokens: Any, targets: Any, known: Any) -> Any:
+        is_spoiled = targets.sum(dim=1) > LONG
+        return torch.where(is_spoiled, torch.nan, 1.0) * of_dpo(self, role, tokens, targets, known)
 
-    return arrange
+    monkeypatch.setattr(SFTModule, "logprobs", spoiled_sft)
+    monkeypatch.setattr(DPOModule, "logprobs", spoiled_dpo)
+    return finished
+
+
+def breaking(place: Workplace, stage: str, *more: str) -> Outcome:
+    keys = ["checkpoint_every=10", "val_every=6", "max_nonfinite=1"]
+    keys += ["margin_coef=1"] if stage == "rm" else []
+    words = [f"stage={stage}", "job=bad", *(f"{stage}.{key}" for key in keys)]
+    return place.mini(*words, "data.long_responses=cut", *more)
+
+
+def bad_folder(place: Workplace, stage: str) -> Path:
+    return place.outputs / "default" / "mini" / "bad" / stage
+
+
+@pytest.mark.parametrize("stage", FILES)
+def test_the_batch_is_kept_and_the_error_names_file_step_and_line(
+    bad: Workplace, stage: str
+) -> None:
+    error = breaking(bad, stage).error
+    path = bad_folder(bad, stage) / LAST_BATCH
+    assert str(path.relative_to(bad.folder)) in error
+    assert numbers_named(error) == [LINE]
+    [checkpoint] = (bad_folder(bad, stage) / "checkpoints").iterdir()
+    assert f"step {int(checkpoint.stem) + 1} " in error
+    table = pandas.read_parquet(path)
+    assert len(table) == 4
+    assert list(table["number"][~table["loss"].map(math.isfinite)]) == [LINE]
+    lines = (bad.folder / "data" / f"{FILES[stage]}.jsonl").read_text().splitlines()
+    for _, row in table.iterrows():
+        source = json.loads(lines[row["number"] - 1])
+        for text in ("prompt", "response") if stage == "sft" else ("prompt", "chosen", "rejected"):
+            assert source[text].strip()[:100] in row[text]
+            assert len(row[f"{text}_tokens"]) > 0
+
+
+def test_a_resumed_run_deletes_the_batch(bad: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking(bad, "sft")
+    path = bad_folder(bad, "sft") / LAST_BATCH
+    before = path.read_bytes()
+    assert breaking(bad, "sft", "resume=true").status == 1
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    breaking(bad, "sft", "resume=true").succeeded  # noqa: B018
+    assert not path.exists()
+
+
+def test_what_fails_as_a_batch_is_kept_does_not_hide_why_the_run_ended(
+    bad: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def no_room(*_: object) -> None:
+        raise StorageError("no room")
+
+    monkeypatch.setattr(SupervisedModule, "row_losses", full)
+    outcome = breaking(bad, "sft")
+    assert "out of memory" in outcome.out
+    table = pandas.read_parquet(bad_folder(bad, "sft") / LAST_BATCH)
+    assert "loss" not in table
+    assert numbers_named(outcome.error) == sorted(table["number"])
+    monkeypatch.setattr("lightning_rlhf.callbacks.recorder.write_table", no_room)
+    outcome = breaking(bad, "sft", "overwrite=true")
+    assert "(sft.max_nonfinite)" in outcome.error
+    assert LAST_BATCH not in outcome.error
+    assert "no room" in outcome.out
 
 
 BREAKING = (
     "stage=ppo", "run=next", "ppo.max_nonfinite=2", "ppo.checkpoint_every=10",
     "ppo.microbatch_size=4",  # a minibatch: one loss is one update
 )  # fmt: skip
-KEPT = "kept for `lightning-rlhf replay outputs/next/mini/ppo --iteration 2`: "
 
 
-def test_what_no_update_can_be_made_of_is_kept(
-    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+def test_the_iteration_that_ends_ppo_is_kept_and_shown(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that records nothing, from the first of the four updates of iteration 2."""
-    run = finished.stage("ppo", "next")
-    spoil(4)
-    command = [*BREAKING, *given(finished)]
-    outcome = finished.mini(*command)
-    assert "2 updates in a row (ppo.max_nonfinite)" in outcome.err
-    assert KEPT in outcome.out
-    assert recorded_iterations(run) == [2]
+    """Of a run that records nothing, from the second of the four updates of iteration 2."""
+    calls, whole = itertools.count(1), ppo.ppo_terms
+
+    def spoiled(*arguments: Any, **keys: Any) -> PPOTerms:
+        terms = whole(*arguments, **keys)
+        return replace(terms, loss=terms.loss * (torch.nan if next(calls) > 5 else 1.0))
+
+    monkeypatch.setattr(ppo, "ppo_terms", spoiled)
+    folder, command = finished.stage("ppo", "next"), [*BREAKING, *given(finished)]
+    error = finished.mini(*command).error
+    assert "2 updates in a row (ppo.max_nonfinite)" in error
+    assert str(file_of(folder, 2).relative_to(finished.folder)) in error
+    assert recorded_iterations(folder) == [2]
+    found = read_recorded(file_of(folder, 2))
+    assert numbers_named(error) == sorted({row["index"] + 1 for row in found})
+    shown = re.search(r"`lightning-rlhf (replay [^`]+)`", error)
+    assert shown is not None
+    assert "response" in finished.call(*shown[1].split()).succeeded.out
     monkeypatch.undo()
-    # No update was made, so that the checkpoint is the one before them, and all can be made now.
-    assert "no outcome to compare with" in replay(finished, run, 2).succeeded.out
-    finished.mini(*command, "resume=true").succeeded  # noqa: B018
-    assert recorded_iterations(run) == []
+    finished.mini(*command, "resume=auto").succeeded  # noqa: B018
+    assert recorded_iterations(folder) == []
 
 
-@pytest.mark.parametrize("record", [False, True])
-def test_how_to_replay_is_said_where_it_can_be(
-    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, record: bool
+def test_a_score_that_is_not_finite_is_named_by_the_line_of_its_prompt(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second update of iteration 2, so that no checkpoint is right before it."""
-    run = finished.stage("ppo", "next")
-    spoil(5)
-    outcome = finished.mini(*BREAKING, f"record={record}", *given(finished))
-    assert "2 updates in a row (ppo.max_nonfinite)" in outcome.err
-    assert (KEPT in outcome.out) == record
-    told = f"kept: {file_of(Path('outputs/next/mini/ppo'), 2)}. Some of its updates were made: "
-    assert (told in outcome.out) != record
-    assert ("the way there leads over 1, not recorded" in outcome.out) != record
-    monkeypatch.undo()
-    again = replay(finished, run, 2).succeeded.out
-    assert ("no outcome to compare with" in again) == record
-    assert ("broke the run off after 1 update of it: no update was run" in again) != record
-    assert "bit for bit" not in again
+    make, named = ppo.make_experience, list[int]()
+
+    def spoiled(*arguments: Any, **keys: Any) -> Experience:
+        experience = make(*arguments, **keys)
+        score = experience.score.clone()
+        score[3] = math.nan
+        named[:] = [int(experience.index[3]) + 1]
+        advantages = torch.full_like(experience.advantages, math.nan)
+        return replace(experience, score=score, advantages=advantages)
+
+    monkeypatch.setattr(ppo, "make_experience", spoiled)
+    error = finished.mini(*BREAKING, *given(finished)).error
+    assert numbers_named(error) == named
 
 
-def test_a_batch_is_shown_with_the_weights_that_the_run_ended_with(
-    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After two of the four updates of iteration 2; they are those of no checkpoint."""
-    ended, shown = [], []
-    on_exception, predict_step = NonFiniteDump.on_exception, PPOModule.predict_step
+def test_a_batch_of_several_bad_rows_is_told_apart_from_one_of_all() -> None:
+    """The first case is of the data, the second of the weights."""
+    source: Any = Rows("x.jsonl", (), {}, "line", tuple(range(1, 41)))  # type: ignore[arg-type]
 
-    def ending(self: NonFiniteDump, trainer: Any, module: PPOModule, error: BaseException) -> None:
-        ended.append(parameters_digest(module.state_dict()))
-        on_exception(self, trainer, module, error)
+    def said(batch: Sequence[int], bad: Sequence[int]) -> str:
+        return places(source, source.numbers, batch, bad)
 
-    def showing(self: PPOModule, *args: Any) -> Any:
-        shown.append(parameters_digest(self.state_dict()))
-        return predict_step(self, *args)
-
-    run = finished.stage("ppo", "next")
-    with monkeypatch.context() as patched:
-        patched.setattr(NonFiniteDump, "on_exception", ending)
-        spoil(6)
-        finished.mini(*BREAKING, *given(finished))
-    monkeypatch.undo()
-    monkeypatch.setattr(PPOModule, "predict_step", showing)
-    last = replay(finished, run, 2).succeeded.out.splitlines()[-1]
-    assert last.startswith("iteration 2 broke the run off after 2 updates of it: ")
-    assert shown == ended
-    assert not (run / "checkpoints").exists()
-
-
-@pytest.mark.usefixtures("no_model")
-def test_weights_that_are_damaged_are_named(place: Workplace, run: Path) -> None:
-    for path in (run / "checkpoints").iterdir():
-        path.unlink()
-    file_of(run, 1).unlink()
-    weights_of(run, 3).write_bytes(b"damaged")
-    assert replay(place, run, 3).error.startswith(f"{weights_of(run, 3)} cannot be read: ")
-
-
-def test_a_batch_that_finds_no_room_does_not_hide_why_the_run_ended(
-    finished: Workplace, spoil: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object) -> None:
-        raise StorageError("no room")
-
-    spoil(4)
-    monkeypatch.setattr("lightning_rlhf.callbacks.recorder.write_recorded", full)
-    outcome = finished.mini(*BREAKING, *given(finished))
-    assert "2 updates in a row (ppo.max_nonfinite)" in outcome.error
-    assert "the batch of iteration 2 is not kept: no room" in outcome.out
-    assert KEPT not in outcome.out
-
-
-# Shown.
-
-
-def test_without_an_iteration_it_is_the_newest(place: Workplace, run: Path) -> None:
-    outcome = place.call("replay", str(run))
-    check_same(outcome, 3, 4)
-    assert outcome.out.startswith("iteration 3 is the newest that is recorded; ")
-    assert "not finite already" not in outcome.out
-    assert "shown: 3 of 8 responses" in outcome.out
-    assert (run / "replay_3.html").exists()
-
-
-def test_the_page_stands_alone(place: Workplace, run: Path) -> None:
-    outcome = replay(place, run, 3, "--responses", "8").succeeded
-    page = (run / "replay_3.html").read_text()
-    assert str(run / "replay_3.html") in outcome.out
-    assert not re.search(r"(src|href)=|url\(|@import|<script", page)
-    recorded = read_recorded(file_of(run, 3))
-    assert page.count("<section>") == len(recorded.responses) == 8
-    tokens = int(recorded.experience.response_mask.sum())
-    assert page.count("--advantage: rgb") == tokens
-    for row in range(8):
-        assert f"response {row}:" in page
-        assert f"response {row}:" in outcome.out
-
-
-def test_a_page_that_does_not_fit(
-    place: Workplace, run: Path, largest_file: Callable[[int], AbstractContextManager[None]]
-) -> None:
-    """The one before it stays."""
-    page = run / "replay_1.html"
-    page.write_text("before")
-    with largest_file(1000):
-        error = replay(place, run, 1).error
-    assert re.match(
-        rf"{page} was not written: File too large\. It needs \d+\.\d kB, and .*ulimit -f", error
-    )
-    assert page.read_text() == "before"
-    assert not list(run.glob("*.tmp"))
-
-
-def test_the_policy_afterwards_is_the_one_of_the_next_iteration(place: Workplace) -> None:
-    """Which sampled iteration 2, where its log-probabilities and values are recorded."""
-    run = place.stage("ppo", "recorded")
-    plan = plan_replay(run, settings_of(run), 1)
-    module, _ = replay_run.rebuilt(plan.settings)
-    replay_run.quiet_trainer(plan.settings, []).fit(module, replay_run.Recordings(plan))
-    following = read_recorded(file_of(run, 2))
-    found = module.predict_step(following, 0)
-    expected = following.experience
-    torch.testing.assert_close(found.logprobs, expected.old_logprobs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found.values, expected.old_values, atol=1e-5, rtol=0)
-    assert (found.logprobs - expected.ref_logprobs).abs().max() > 1e-3
-
-
-# Refused, before a model loads.
-
-
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a model loads")
-
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
-
-
-def no_run(run: Path) -> str:
-    (run / "config.json").unlink()
-    return f"{run} is no run: it has no config.json"
-
-
-def no_folder(run: Path) -> str:
-    run.rename(run.with_name("older"))
-    return (
-        f"{run} does not exist; allowed: the folder of a run of stage=ppo, sft or rm, as "
-        "outputs/<run>/<model>/ppo; runs beside it: older"
-    )
-
-
-def another_stage(run: Path) -> str:
-    config = run / "config.json"
-    config.write_text(config.read_text().replace('"stage": "ppo"', '"stage": "eval_reward"'))
-    return f"{run} is a run of stage=eval_reward; allowed: one of stage=sft, rm, ppo"
-
-
-def damaged_config(run: Path) -> str:
-    (run / "config.json").write_text("{")
-    return f"{run / 'config.json'} is damaged"
-
-
-def not_recorded(run: Path) -> str:
-    shutil.rmtree(run / "rollouts")
-    return f"{run / 'rollouts'} holds no recorded iteration; record=true"
-
-
-def not_this_one(run: Path) -> str:
-    file_of(run, 3).unlink()
-    return f"iteration 3 of {run} is not recorded; recorded are 1-2"
-
-
-def not_the_way(run: Path) -> str:
-    for path in (run / "checkpoints").iterdir():
-        path.unlink()
-    file_of(run, 1).unlink()
-    return (
-        f"iteration 3 of {run} cannot be replayed: the way there from the start leads over 1, not "
-        "recorded; recorded are 2-3"
-    )
-
-
-def damaged_record(run: Path) -> str:
-    path = file_of(run, 3)
-    path.write_bytes(path.read_bytes()[:500])
-    return f"{path} cannot be read as an iteration that was recorded: "
-
-
-def another_parent(run: Path) -> str:
-    parents = run / "parents.json"
-    digests = json.loads(parents.read_text())
-    parents.write_text(json.dumps(digests | {"sft": "0" * 16}))
-    return f"{run} cannot be replayed: the models that it was started from are others now"
-
-
-def damaged_checkpoint(run: Path) -> str:
-    path = sorted((run / "checkpoints").iterdir())[0]
-    path.write_bytes(path.read_bytes()[:500])
-    return f"{path} cannot be read"
-
-
-def flipped_checkpoint(run: Path) -> str:
-    """One bit in the middle, where the tensors are."""
-    path = run / "checkpoints" / "000002.ckpt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.unlink()  # best.ckpt may be the same file
-    path.write_bytes(content)
-    return f"{path} cannot be read: "
-
-
-@pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize(
-    "fault",
-    [no_run, no_folder, another_stage, damaged_config, not_recorded, not_this_one, not_the_way,
-     damaged_record, damaged_checkpoint, flipped_checkpoint, another_parent],
-)  # fmt: skip
-def test_what_is_wrong_is_one_message(
-    place: Workplace, run: Path, fault: Callable[[Path], str]
-) -> None:
-    message = fault(run)
-    assert replay(place, run, 3).error.startswith(message)
-
-
-@pytest.mark.usefixtures("no_model")
-def test_a_message_holds_no_password(place: Workplace, run: Path) -> None:
-    config = run / "config.json"
-    tree = json.loads(config.read_text())
-    config.write_text(json.dumps(tree | {"seed": "http://me:secret@host"}))
-    assert "http://***@host" in replay(place, run, 3).error
-
-
-@pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize("option", ["--iteration", "--responses"])
-def test_options_out_of_bounds(place: Workplace, run: Path, option: str) -> None:
-    error = place.call("replay", str(run), "--iteration", "1", option, "0").error
-    assert error == f"{option} is 0; allowed: a whole number and >= 1"
-
-
-def test_help_tells_how(place: Workplace) -> None:
-    outcome = place.call("replay", "--help")
-    assert outcome.status == 0
-    for word in ("--iteration", "--responses", "record=true", "replay_N.html"):
-        assert word in " ".join(outcome.out.split())
+    assert said([3, 1, 1], [3]) == "not finite: line 4 of x.jsonl"
+    assert said([3, 1], [3, 1]) == "all of its rows are not finite: line 2, 4 of x.jsonl"
+    assert said([3, 1], []) == "its rows: line 2, 4 of x.jsonl"
+    assert said(range(40), []).endswith("19, 20, 20 more of x.jsonl")

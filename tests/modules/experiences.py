@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience, IterationBatch, UpdateStats
+from lightning_rlhf.core.types import Experience, UpdateStats
 from lightning_rlhf.models.roles import POLICY, VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -75,10 +75,7 @@ def learn(
     module: PPOModule, experience: Experience, generator: torch.Generator
 ) -> tuple[UpdateStats, ...]:
     """All updates of an iteration, whose minibatches the generator draws."""
-    shuffle = generator.get_state()
-    return module.learn(
-        IterationBatch(experience=experience, kl_coef=module.kl_coef, shuffle=shuffle)
-    )
+    return module.learn(experience, generator)
 
 
 def moved_by(module: PPOModule, experience: Experience) -> set[str]:

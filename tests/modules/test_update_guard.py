@@ -25,7 +25,6 @@ from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.modules.update_guard import facts_by_row
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.critic import Critic
@@ -85,39 +84,22 @@ class Room:
 
 
 @pytest.fixture
-def scored_row_facts_by_row() -> Iterator[None]:
+def scored_row_by_row() -> Iterator[None]:
     """What PPO learns from has the same bits, however many rows an update takes at once."""
     all_values, scored = Critic.all_values, collector.score
 
-    def row_facts_by_row(
-        roles: Roles, decoded: DecodedResponses, reward: Reward, **keys: Any
-    ) -> Scores:
+    def row_by_row(roles: Roles, decoded: DecodedResponses, reward: Reward, **keys: Any) -> Scores:
         reward = replace(reward, sources=(lambda r: r.rollout.tokens.float().mean(dim=1),))
         return scored(roles, decoded, reward, **keys | {"batch_size": 1})
 
     with (
         patch.object(Critic, "all_values", lambda critic, batch, _: all_values(critic, batch, 1)),
-        patch.object(collector, "score", row_facts_by_row),
+        patch.object(collector, "score", row_by_row),
     ):
         yield
 
 
-def test_a_row_alone_has_its_gradient_in_fp32_where_it_is_computed_in_fp32() -> None:
-    """Under bf16 autocast, of 8 binary digits: 1 + 2^-12 is 1 there."""
-    module = L.LightningModule()
-    module.head = torch.nn.Linear(2, 1, bias=False)
-    hidden = torch.tensor([[1 + 2**-12, 1.0], [2.0, -1.0]])
-
-    def facts(row: Record) -> dict[str, Tensor]:
-        with torch.autocast("cpu", enabled=False):
-            return {"loss": module.head(hidden).sum()}
-
-    with torch.autocast("cpu", torch.bfloat16):
-        found = facts_by_row(module, prompts(1), facts)
-    assert found["grad_norm"].tolist() == [3 + 2**-12]
-
-
-@pytest.mark.usefixtures("scored_row_facts_by_row")
+@pytest.mark.usefixtures("scored_row_by_row")
 def test_too_little_memory_gives_what_smaller_micro_batches_give(
     stage: tuple[Build, Record, int],
 ) -> None:
@@ -321,7 +303,7 @@ def test_a_model_that_training_broke_names_iteration_and_key(
         weight.fill_(math.nan)
     logits = "the model's logits are NaN or infinite, and nothing can be sampled from it"
     with pytest.raises(TrainingError) as caught:
-        module.collect(prompts(4))
+        module.collect(prompts(4), module.generator(0, 0))
     assert str(advise(caught.value)).startswith(expected.format(logits))
     before = f"iteration {iteration + 1}:", f"the evaluation after iteration {iteration}:"
     with pytest.raises(TrainingError) as caught:
@@ -333,7 +315,7 @@ def test_a_reward_that_is_no_number_names_the_iteration(make_ppo: Make) -> None:
     module = make_ppo(reward=lambda decoded: [math.nan] * len(decoded))
     module.iteration = 6
     with pytest.raises(RewardError, match=r"^iteration 7: reward 'reward' gave nan for the resp"):
-        module.collect(prompts(4))
+        module.collect(prompts(4), module.generator(0, 0))
 
 
 class Spoiled(Callback):
@@ -521,40 +503,12 @@ def test_ppo_ends_where_no_minibatch_is_finite(
 def test_the_rows_of_a_batch_one_by_one(supervised: tuple[Any, Record]) -> None:
     """Each as the module computes a batch of it alone; nothing is left behind."""
     module, batch = supervised
-    found, before = module.predict_step(batch, 0), parameters(module)
-    assert found.loss.shape == found.grad_norm.shape == (6,)
+    found, before = module.row_losses(batch), parameters(module)
+    assert found.shape == (6,)
     for i, row in enumerate(batch.split(1)):
         outputs = Outputs()
         alone = copy.deepcopy(module)
         fit(alone, [row], [outputs])
-        for name in ("loss", "grad_norm"):
-            expected = getattr(outputs.steps[0], name)
-            torch.testing.assert_close(getattr(found, name)[i], expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found[i], outputs.steps[0].loss, rtol=1e-5, atol=1e-7)
     assert not changed(before, parameters(module))
     assert all(p.grad is None for p in module.parameters())
-
-
-def test_the_facts_of_demonstrations_are_those_of_their_tokens() -> None:
-    module, batch = SFTModule(sft_roles("qwen3"), sft_config()), demonstrations()
-    found = module.predict_step(batch, 0)
-    targets = batch.target_mask.sum(dim=1).tolist()
-    rows = found.logprobs.split(targets)
-    losses = torch.stack([-row.mean() for row in rows])
-    torch.testing.assert_close(found.loss, losses)
-    with torch.no_grad():
-        torch.testing.assert_close(-found.logprobs.sum(), module.nll_sum(batch))
-
-
-def test_a_pair_whose_loss_is_not_finite_is_distinguished() -> None:
-    """A margin of infinity, as 1e39 is in fp32: -log sigmoid(-inf) = inf, of that pair alone."""
-    module = RewardModule(rm_roles("qwen3"), rm_config(margin_coef=1.0), seed=0)
-    batch = preferences()
-    margin = batch.margin.clone()
-    margin[4] = math.inf
-    found = module.predict_step(replace(batch, margin=margin), 0)
-    assert found.loss.isfinite().tolist() == [True] * 4 + [False, True]
-    scores = module.validation_step(batch, 0)
-    for side in ("chosen", "rejected"):
-        torch.testing.assert_close(
-            getattr(found, f"{side}_score"), getattr(scores, side), rtol=1e-5, atol=1e-6
-        )

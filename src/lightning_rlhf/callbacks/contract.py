@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, cast
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rlhf.core.shaping import ScoreMoments, Term
-from lightning_rlhf.core.types import IterationBatch
+from lightning_rlhf.core.types import Experience
 
 
 class Chat(Protocol):
@@ -31,8 +31,8 @@ class PPOView(Protocol):
 
     iteration: int
     """Number of finished iterations, over all resumes."""
-    batch: IterationBatch | None
-    """Training batch of the current iteration, or of the latest one between iterations."""
+    experience: Experience | None
+    """Experience of the current iteration, or of the latest one between iterations."""
     chat: Chat
     """Decoder of responses."""
     reward: Reward

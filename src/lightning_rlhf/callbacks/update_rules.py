@@ -61,8 +61,7 @@ def entropy_collapse(history: History) -> str | None:
     when=f"update/ratio_max > {RATIO:g} in {IN_A_ROW} iterations in a row",
     cause="single tokens became many times as likely within an iteration: the steps are too large, "
     "or sampling and training compute different log-probabilities",
-    remedy="a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3; "
-    "`lightning-rlhf replay` shows the tokens",
+    remedy="a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3",
 )
 def ratio_outliers(history: History) -> str | None:
     name = "update/ratio_max"

@@ -68,9 +68,9 @@ def opened(given: argparse.Namespace) -> Conversation:
         ("--seed", given.seed, Seed),
     ):
         check_value(key, value, kind)
+    from lightning_rlhf.cli.export import refuse_code
     from lightning_rlhf.models.checkpoint import find
     from lightning_rlhf.models.weights import check_weights
-    from lightning_rlhf.replay.plan import refuse_code
     from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
 
     finals = [find(source, "FINAL") for source in given.finals]

@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
+from lightning_rlhf.models.weights import attention_of_the_hub
 from lightning_rlhf.stages.console import print_error
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.folder.changes import read_config
+from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, exported, is_stale, run_folder
+from lightning_rlhf.stages.registry import stage_names
+from lightning_rlhf.stages.settings import read_tree
+from lightning_rlhf.stages.stage import Settings, TrainerConfig
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -45,9 +52,6 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
         ConfigError: the folder holds no run of a stage that can be exported, or `out` exists.
         CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
     """
-    from lightning_rlhf.replay.plan import settings_of
-    from lightning_rlhf.stages.folder.folders import exported
-
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
     write = settings.definition.export
     if write is None:
@@ -69,6 +73,70 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
         return write(settings, settings.config, export_of(folder, settings, checkpoint, step, out))
 
 
+@code_of_command()
+def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
+    """Return the settings of the run in `folder`; earlier stages are looked for beside it.
+
+    trust_remote_code: whether code that models bring may be executed. Other code that the run's
+    configuration names is not: see `code_of_command`.
+    Raises ConfigError where there is no training run, or one with code that may not be executed;
+    CheckpointError where its file is damaged.
+    """
+    file = folder / CONFIG
+    check_kinds(folder)
+    if not file.is_file():
+        found = f"is no run: it has no {CONFIG}" if folder.is_dir() else "does not exist"
+        beside = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))
+        runs = f"; runs beside it: {', '.join(beside)}" if beside else nearest_path(str(folder))
+        raise ConfigError(
+            f"{folder} {found}; allowed: the folder of a run of stage=ppo, sft or rm, as "
+            f"outputs/<run>/<model>/ppo{runs}"
+        )
+    tree = read_config(file, "export has to know the configuration of the run")
+    if "stage" not in tree or tree["stage"] not in stage_names(tree):
+        raise CheckpointError(f"{file} is damaged: it names no stage")
+    if not trust_remote_code:
+        refuse_code(tree, file)
+    stage = tree["stage"]
+    if stage not in tree:
+        raise CheckpointError(f"{file} is damaged: it lacks {stage}")
+    # Nothing is logged, so that no logger asks for a key.
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
+    if isinstance(tree.get("trainer"), dict):
+        ours = TrainerConfig.__dataclass_fields__
+        unread["trainer"] = {
+            key: value for key, value in tree["trainer"].items()
+            if key in ours or isinstance(value, int | None) or value == "lightning.Trainer"
+        }  # fmt: skip
+    try:
+        settings = read_tree(tree | unread)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    parts = folder.resolve().parts
+    own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
+    if parts[-len(own) :] != own:  # the folder was moved: its parents are where the run found them
+        return settings
+    return replace(settings, outputs=Path(*parts[: -len(own)]))
+
+
+def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError where the configuration of a run asks for code that a model brings."""
+    for key, value in [*trusting(tree), *attention_of_the_hub(tree)]:
+        raise ConfigError(
+            f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
+            "--trust-remote-code alone, which is for folders that you trust"
+        )
+
+
+def trusting(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of each trust_remote_code, nested ones included, that is not false."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from trusting(value, f"{prefix}{key}.")
+        elif key == "trust_remote_code" and value is not False:
+            yield f"{prefix}{key}", value
+
+
 def merge_final(source: str, out: Path | None, dtype: DType | None, trusted: bool) -> Path:
     """Write the model of a `final/` folder or hub id as whole weights, and return the path.
 
@@ -82,7 +150,6 @@ def merge_final(source: str, out: Path | None, dtype: DType | None, trusted: boo
     """
     from lightning_rlhf.models.checkpoint import find
     from lightning_rlhf.models.weights import check_weights, is_folder
-    from lightning_rlhf.replay.plan import refuse_code
 
     final = find(source, "FINAL")
     check_weights(final.adapter)
@@ -126,8 +193,6 @@ def checkpoint_of(folder: Path, step: int) -> Path:
 
 def check_parents(folder: Path, settings: Settings) -> None:
     """Raise CheckpointError where the models that the run was started from are others now."""
-    from lightning_rlhf.stages.folder.folders import is_stale
-
     if is_stale(settings):
         raise CheckpointError(
             f"{folder} cannot be exported: the models that it was started from are others now"

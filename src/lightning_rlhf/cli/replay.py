@@ -1,65 +1,186 @@
-"""lightning-rlhf replay: repeats a recorded update of PPO, or the batch at which a run ended."""
+"""lightning-rlhf replay: shows a recorded iteration of PPO token by token."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
+
+from rich import get_console
+from rich.box import SIMPLE
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.errors import DataError, RLHFError
 from lightning_rlhf.core.validation import PositiveInt, check_value
-from lightning_rlhf.io.storage import full_disk_told
-from lightning_rlhf.io.user_code import code_of_command
-from lightning_rlhf.stages.console import print_error
+from lightning_rlhf.core.wording import counted
+from lightning_rlhf.io.nearest_path import nearest_path
+from lightning_rlhf.io.storage import full_disk_told, written_whole
+from lightning_rlhf.report.token_text import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
+from lightning_rlhf.stages.console import print_error, print_line
+
+Row = Mapping[str, Any]
+"""A recorded response, as `data.rollouts.read_recorded` returns it."""
+COLUMNS = {
+    "advantages": ("advantage", "above 0 the update makes the token likelier, below 0 less likely"),
+    "kl": ("KL", "log-probability of the policy less the reference's, nats; of a response the sum"),
+    "rewards": ("reward", "KL penalty, and at the last token the score"),
+    "returns": ("return", "target of the critic"),
+    "values": ("value", "what the critic expected from there on"),
+}
+"""Column of the file -> its heading in the table of a response and its meaning; `values` is there
+only with a critic."""
 
 
 def replay(arguments: Sequence[str]) -> None:
-    """Replay a run and show it; exit with status 1 after an error or a difference."""
+    """Show an iteration; exit with status 1 after an error."""
     given = parser().parse_args(arguments)
     try:
         if given.iteration is not None:
             check_value("--iteration", given.iteration, PositiveInt)
         check_value("--responses", given.responses, PositiveInt)
-        with code_of_command(given.code), full_disk_told():
-            same = replay_run(
-                Path(given.run), given.iteration, given.responses, given.trust_remote_code
-            )
+        with full_disk_told():
+            show_iteration(Path(given.run), given.iteration, given.responses)
     except RLHFError as error:
         print_error(without_secrets(str(error)))
         sys.exit(1)
-    if not same:
-        sys.exit(1)
 
 
-def replay_run(folder: Path, iteration: int | None, count: int, trust_remote_code: bool) -> bool:
-    """Replay a run and return whether it equals the record. Slow imports are made here."""
-    from lightning_rlhf.replay.plan import settings_of
-    from lightning_rlhf.replay.run_rows import plan_rows, show_rows
-    from lightning_rlhf.replay.show import replay_update
-    from lightning_rlhf.stages.accelerator import check_accelerator
-    from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.run import computing
+def show_iteration(folder: Path, iteration: int | None, count: int) -> None:
+    """Print responses of an iteration of the run in `folder`, and write them to a page there.
 
-    quiet_libraries()
-    settings = settings_of(folder, trust_remote_code=trust_remote_code)
-    if settings.definition.replays == "updates":
-        return replay_update(folder, settings, iteration, count)
-    batch, checkpoint = plan_rows(folder, settings, iteration)
-    check_accelerator(settings)
-    with computing(settings):
-        return show_rows(batch, checkpoint, settings, count)
+    iteration: number of the iteration; None for the newest recorded one.
+    Raises DataError where it is not recorded or its file is damaged.
+    """
+    from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
+    from lightning_rlhf.report.run_page import environment
+    from lightning_rlhf.stages.folder.folders import check_kinds
+
+    check_kinds(folder)  # a pipe without a writer would be read for ever
+    recorded = recorded_iterations(folder)
+    if not recorded:
+        hint = "" if folder.is_dir() else nearest_path(str(folder))
+        raise DataError(
+            f"{folder / FOLDER} holds no recorded iteration{hint}; record=true writes them while "
+            "stage=ppo runs"
+        )
+    iteration = recorded[-1] if iteration is None else iteration
+    if iteration not in recorded:
+        raise DataError(
+            f"iteration {iteration} of {folder} is not recorded; allowed: one of "
+            f"{', '.join(map(str, recorded))}"
+        )
+    rows = read_recorded(file_of(folder, iteration))
+    shown = sorted(enumerate(rows), key=rank)[:count]
+    note = (
+        f"{len(shown)} of {counted(len(rows), 'response')}: first those with a number that is not "
+        "finite, then from the largest sum of |advantage| down"
+    )
+    for part in on_terminal(shown):
+        get_console().print(part)
+    print_line(f"shown: {note}", "dim")
+    page = environment().get_template("replay.html").render(
+        title=f"Iteration {iteration} of {folder}", note=note, legend=[*COLUMNS.values()],
+        responses=page_rows(shown),
+    )  # fmt: skip
+    path = folder / f"replay_{iteration}.html"
+    with written_whole(path, len(page)) as beside:
+        beside.write_text(page, encoding="utf-8")
+    print_line(f"page: {path}")
+
+
+def rank(numbered: tuple[int, Row]) -> float:
+    """Return the sort key of a response, lowest first: not finite, then by |advantage|."""
+    _, row = numbered
+    numbers = [row["score"], *chain(*(row[name] for name in COLUMNS if name in row))]
+    return -sum(map(abs, row["advantages"])) if all(map(math.isfinite, numbers)) else -math.inf
+
+
+def heading(number: int, row: Row) -> str:
+    """Return the numbers of a whole response in one line; number: its row in the file, from 0."""
+    parts = [f"{name} {signed(part)}" for name, part in row["parts"].items()]
+    return ", ".join(
+        [
+            f"response {number}: score {signed(row['score'])}",
+            *(parts if len(parts) > 1 else []),
+            counted(len(row["token_texts"]), "token"),
+            "ended" if row["ended"] else "cut off",
+            f"KL {signed(sum(row['kl']))} nats",
+        ]
+    )
+
+
+def table_of(row: Row) -> tuple[list[str], list[list[str]]]:
+    """Return the headings of a response's table, and the cells of each of its tokens."""
+    names = [name for name in COLUMNS if name in row]
+    columns = [map(repr, row["token_texts"]), *(map(signed, row[name]) for name in names)]
+    headings = ["token", *(COLUMNS[name][0] for name in names)]
+    return headings, [list(cells) for cells in zip(*columns, strict=True)]
+
+
+def on_terminal(shown: Sequence[tuple[int, Row]]) -> Iterator[RenderableType]:
+    """Yield for each response its prompt, its tokens coloured by advantage, and their numbers.
+
+    A legend of the numbers comes last, next to the cursor.
+    """
+    largest = scale([x for _, row in shown for x in row["advantages"]])
+    for number, row in shown:
+        yield Text(f"\n{marked(heading(number, row))}", style="bold")
+        yield Text(marked(row["prompt"]), style="dim")
+        styles = [style(x, largest) for x in row["advantages"]]
+        yield Text.assemble(*zip(map(marked, row["token_texts"]), styles, strict=True))
+        names, rows = table_of(row)
+        table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column(names[0], overflow="fold")
+        for name in names[1:]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for (token, *numbers), of_token in zip(rows, styles, strict=True):
+            table.add_row(Text(marked(token), style=of_token), *numbers)
+        yield table
+    yield Text("green: advantage above 0, red: below, bold from half of the largest on", "dim")
+    for name, meaning in COLUMNS.values():
+        yield Text(f"{name}: {meaning}", style="dim")
+
+
+def style(advantage: float, largest: float) -> str:
+    """Return the style of a token on the terminal."""
+    color = "green" if advantage > 0 else "red" if advantage < 0 else "default"
+    return f"{color} bold" if abs(advantage) > largest / 2 else color
+
+
+def page_rows(shown: Sequence[tuple[int, Row]]) -> list[dict[str, Any]]:
+    """Return the responses for the template, with text, style and title of each token."""
+    advantage = scale([x for _, row in shown for x in row["advantages"]])
+    kl = scale([x for _, row in shown for x in row["kl"]])
+    found = []
+    for number, row in shown:
+        names, rows = table_of(row)
+        styles = [
+            f"--advantage: {colour(a / advantage, GREEN, RED)}; "
+            f"--kl: {colour(k / kl, ORANGE, BLUE)}"
+            for a, k in zip(row["advantages"], row["kl"], strict=True)
+        ]
+        titles = ["\n".join(map(": ".join, zip(names, cells, strict=True))) for cells in rows]
+        tokens = zip(map(marked, row["token_texts"]), styles, titles, strict=True)
+        found.append(
+            {"heading": heading(number, row), "prompt": row["prompt"], "names": names,
+             "rows": rows, "tokens": [*tokens]}
+        )  # fmt: skip
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="lightning-rlhf replay",
-        description="Run a recorded update of stage=ppo record=true once more, compare it bit for "
-        "bit with the record, and show what it did to each token: here and in replay_N.html in "
-        "the run folder. Of stage=sft, rm and dpo, show the batch that broke the run off as not "
-        "finite: which rows, token by token.",
+        description="Show a recorded iteration of stage=ppo record=true token by token: here and "
+        "in replay_N.html in the run folder. It reads the files of the iteration alone.",
     )
     parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")
     parser.add_argument(
@@ -68,16 +189,6 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--responses", type=int, default=3, metavar="K",
-        help="how many to show, those first that the update changed most, or whose loss is largest "
-        "(%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--code", action="append", default=[], metavar="FILE.py:NAME",
-        help="stage or sampler of your own that the run used; what its folder names is not run",
-    )  # fmt: skip
-    parser.add_argument(
-        "--trust-remote-code", action="store_true",
-        help="run code that comes with the model where the folder's configuration asks for it; "
-        "without this such a folder is refused",
+        help="how many to show, those first whose advantages are largest (%(default)s)",
     )  # fmt: skip
     return parser

@@ -109,6 +109,8 @@ class NotFiniteError(TrainingError):
         self.made = made
         self.rewards_overflow = False
         """True if the rewards of PPO are so large that their squares are not finite."""
+        self.batch: str | None = None
+        """Sentence on the file that holds the batch of the last update, and on its rows."""
 
 
 class PreflightError(RLHFError):

@@ -1,8 +1,7 @@
 """Results of the steps of the modules, for callbacks to read.
 
 Under manual optimization Lightning accepts only a dictionary from `training_step`: its one
-entry, under `RESULT`, is the record. The other steps return the record itself; those of
-`predict_step` are moved to the CPU by Lightning, for which they have `to`.
+entry, under `RESULT`, is the record. The other steps return the record itself.
 """
 
 from __future__ import annotations
@@ -75,16 +74,6 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOPredictions(Record):
-    """Result of `predict_step` of PPO: predictions of the current models for given responses."""
-
-    logprobs: Float[Tensor, "B T"]
-    """Log-probability of each response token under the policy, nats; 0 on padding."""
-    values: Float[Tensor, "B T"] | None
-    """V(s_t) of the critic; 0 on padding. None without a critic."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SFTStep:
     """Result of `training_step` of supervised fine-tuning."""
 
@@ -111,18 +100,6 @@ class SFTEvaluation:
     """Negative log-likelihood of the target tokens, summed, nats."""
     tokens: Float[Tensor, ""]
     """Number of target tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTRows(Record):
-    """Result of `predict_step` of supervised fine-tuning: each row by itself."""
-
-    loss: Float[Tensor, " B"]
-    """Cross-entropy, mean over the row's target tokens, nats."""
-    logprobs: Float[Tensor, " N"]
-    """Log-probability of each target token, row after row, nats."""
-    grad_norm: Float[Tensor, " B"]
-    """Global norm of the gradient of the row's loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,20 +140,6 @@ class RewardStep(PairScores):
             "update/rm_loss": self.losses.mean(),
             "update/accuracy": self.ranked_right.mean(),
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairRows(Record):
-    """Result of `predict_step` of a stage that trains on pairs: each pair by itself."""
-
-    loss: Float[Tensor, " B"]
-    """Loss of the pair."""
-    chosen_score: Float[Tensor, " B"]
-    """Score of the preferred response: mean over the heads of a reward model, reward of DPO."""
-    rejected_score: Float[Tensor, " B"]
-    """Score of the other response, likewise."""
-    grad_norm: Float[Tensor, " B"]
-    """Global norm of the gradient of the pair's loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

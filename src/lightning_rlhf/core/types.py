@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -215,27 +215,6 @@ def known_mask(batch: SampledResponses | Experience) -> Bool[Tensor, "B T"]:
     if not isinstance(batch, CountedExperience):
         return batch.response_mask
     return torch.arange(batch.response_mask.shape[1]) < batch.counts[:, 1:]
-
-
-@dataclass(frozen=True, kw_only=True)
-class IterationBatch:
-    """All data that the updates of one iteration depend on, besides the models."""
-
-    experience: Experience
-    kl_coef: float
-    """KL coefficient of the iteration."""
-    shuffle: UInt8[Tensor, " G"]
-    """State of the generator that draws the minibatches; always on the CPU."""
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the batch with its experience on `device`; Lightning calls this on every batch."""
-        return replace(self, experience=self.experience.to(device, non_blocking=non_blocking))
-
-    def generator(self) -> torch.Generator:
-        """Return a new generator in the state `shuffle`."""
-        generator = torch.Generator()
-        generator.set_state(self.shuffle)
-        return generator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,5 +4,5 @@ sources -> parsing -> readers -> splits   text records; needs no model or tokeni
 chat -> lengths -> collate                rendering and tokenisation, truncation, padding
 schedule -> datamodule                    examples of batch k, and the start of a resumed run
 problems                                  checks of preference pairs
-tables -> rollouts, last_batch            Parquet files that a run writes
+tables, rollouts                          Parquet files that a run reads and writes
 """

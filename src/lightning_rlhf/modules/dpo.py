@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.losses import preference_loss
-from lightning_rlhf.core.results import RESULT, DPOScores, DPOStep, PairRows
+from lightning_rlhf.core.results import RESULT, DPOScores, DPOStep
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
 from lightning_rlhf.modules.optim import (
@@ -18,7 +18,7 @@ from lightning_rlhf.modules.optim import (
 )
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.target_logprobs import target_logprobs
-from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
+from lightning_rlhf.modules.update_guard import halving_microbatches
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
@@ -93,18 +93,10 @@ class DPOModule(SupervisedModule):
         mine = batch.select(self.replicas.rows).split(self.guard.microbatch.rows)
         return [self.scores(micro_batch) for micro_batch in mine]
 
-    def predict_step(self, batch: Preferences, batch_idx: int) -> PairRows:
-        """Return loss, gradient norm and scores of each pair by itself."""
-
-        def facts(pair: Preferences) -> dict[str, Tensor]:
-            scores = self.scores(pair)
-            return {
-                "loss": self.loss(scores, 1, scores.chosen_tokens.sum()),
-                "chosen_score": scores.chosen,
-                "rejected_score": scores.rejected,
-            }
-
-        return PairRows(**facts_by_row(self, batch, facts))
+    def row_loss(self, row: Preferences) -> Tensor:
+        """Return the loss of a batch of one pair, 0-d."""
+        scores = self.scores(row)
+        return self.loss(scores, 1, scores.chosen_tokens.sum())
 
     def scores(self, batch: Preferences, known: Bool[Tensor, "2B W"] | None = None) -> DPOScores:
         """Return log-probabilities, implicit rewards and losses of the pairs.

@@ -26,12 +26,10 @@ from lightning_rlhf.core.results import (
     EvaluationResult,
     IterationResult,
     IterationSeconds,
-    PPOPredictions,
 )
 from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
 from lightning_rlhf.core.types import (
     Experience,
-    IterationBatch,
     PPOTerms,
     Prompts,
     UpdateStats,
@@ -124,22 +122,18 @@ class PPOModule(L.LightningModule):
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.updated = time.perf_counter()
         """Time at which the last iteration ended."""
-        self.batch: IterationBatch | None = None
-        """Batch of the current or the latest iteration; None before the first."""
+        self.experience: Experience | None = None
+        """Experience of the current or the latest iteration; None before the first."""
         roles.set_role(POLICY)
 
-    def training_step(
-        self, batch: Prompts | IterationBatch, batch_idx: int
-    ) -> dict[str, IterationResult]:
-        """Sample and score prompts, then learn; a recorded batch is learned from as it is."""
-        other_s, rollout_s, score_s = time.perf_counter() - self.updated, 0.0, 0.0
-        if isinstance(batch, IterationBatch):
-            self.batch = batch
-        else:
-            self.batch, rollout_s, score_s = self.collect(batch)
-        experience, kl_coef = self.batch.experience, self.batch.kl_coef
+    def training_step(self, prompts: Prompts, batch_idx: int) -> dict[str, IterationResult]:
+        """Sample and score prompts, then learn."""
+        other_s, kl_coef = time.perf_counter() - self.updated, self.kl_coef
+        generator = self.generator(TRAINING, self.iteration)
+        experience, rollout_s, score_s = self.collect(prompts, generator)
+        self.experience = experience
         started = time.perf_counter()
-        updates = self.learn(self.batch)
+        updates = self.learn(experience, generator)
         self.updated = time.perf_counter()
         optim.advance_schedule(self)
         # After the update: an error during it leaves the state from before the iteration.
@@ -161,8 +155,10 @@ class PPOModule(L.LightningModule):
         optim.log_headline(self, result.headline)
         return {RESULT: result}
 
-    def collect(self, prompts: Prompts) -> tuple[IterationBatch, float, float]:
-        """Return the batch of an iteration, and the seconds of sampling and of scoring.
+    def collect(
+        self, prompts: Prompts, generator: torch.Generator
+    ) -> tuple[Experience, float, float]:
+        """Return what an iteration learns from, and the seconds of sampling and of scoring.
 
         `make_experience` computes the KL-shaped rewards, the advantages and the returns.
 
@@ -170,7 +166,6 @@ class PPOModule(L.LightningModule):
             no numbers; both name the iteration.
         """
         number = f"iteration {self.iteration + 1}"
-        generator = self.generator(TRAINING, self.iteration)
         started = time.perf_counter()
         with self.guard.naming(number, iterations=self.iteration):
             rollout = self.collector.roll_out(prompts, generator, self.config.samples_per_prompt)
@@ -183,29 +178,27 @@ class PPOModule(L.LightningModule):
             rollout, scores, self.config, kl_coef=self.kl_coef,
             moments=self.moments.including(scores), terms=self.reward.terms,
         )  # fmt: skip
-        scored, shuffle = time.perf_counter(), generator.get_state()
-        batch = IterationBatch(experience=experience, kl_coef=self.kl_coef, shuffle=shuffle)
-        return batch, rolled_out - started, scored - rolled_out
+        return experience, rolled_out - started, time.perf_counter() - rolled_out
 
-    def learn(self, batch: IterationBatch) -> tuple[UpdateStats, ...]:
-        """Make ppo_epochs passes over shuffled minibatches, until target_kl ends them.
+    def learn(self, experience: Experience, generator: torch.Generator) -> tuple[UpdateStats, ...]:
+        """Make ppo_epochs passes over minibatches that the generator shuffles, until target_kl.
 
         Raises: NotFiniteError as `UpdateGuard.check_finite`.
         """
         config, updates = self.config, list[UpdateStats]()
         for minibatch in minibatches(
-            counted(batch.experience),
+            counted(experience),
             ppo_epochs=config.ppo_epochs,
             minibatch_size=config.minibatch_size,
-            generator=batch.generator(),
+            generator=generator,
         ):
             if config.whiten_advantages == "minibatch":
                 minibatch = whitened(minibatch)
             self.update_number = len(updates)
             try:
-                updates.append(self.update(minibatch, batch.kl_coef))
+                updates.append(self.update(minibatch, self.kl_coef))
             except NotFiniteError as error:
-                error.rewards_overflow = rewards_overflow(batch.experience)
+                error.rewards_overflow = rewards_overflow(experience)
                 raise
             if self.stopped:
                 break
@@ -343,10 +336,6 @@ class PPOModule(L.LightningModule):
         decoded = self.collector.decode(rollout, "val")
         scores = self.collector.score(decoded)
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
-
-    def predict_step(self, batch: IterationBatch, batch_idx: int) -> PPOPredictions:
-        """Return log-probabilities and values of given responses under the current models."""
-        return self.collector.predict(batch.experience)
 
     def on_fit_start(self) -> None:
         self.updated = time.perf_counter()

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.masking import upload
-from lightning_rlhf.core.results import RESULT, PairRows, PairScores, RewardStep
+from lightning_rlhf.core.results import RESULT, PairScores, RewardStep
 from lightning_rlhf.core.types import Preferences
 from lightning_rlhf.models.roles import REWARD, Roles
 from lightning_rlhf.modules.optim import (
@@ -19,7 +19,7 @@ from lightning_rlhf.modules.optim import (
     zero_gradients,
 )
 from lightning_rlhf.modules.supervised import SupervisedModule
-from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
+from lightning_rlhf.modules.update_guard import halving_microbatches
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
@@ -86,20 +86,10 @@ class RewardModule(SupervisedModule):
         mine = batch.select(self.replicas.rows).split(self.guard.microbatch.rows)
         return [mean_scores(*self.rewards(micro_batch)) for micro_batch in mine]
 
-    def predict_step(self, batch: Preferences, batch_idx: int) -> PairRows:
-        """Return loss, gradient norm and scores of each pair by itself."""
-        draws = iter(self.draws(len(batch)).split(1))
-
-        def facts(pair: Preferences) -> dict[str, Tensor]:
-            rewards = self.rewards(pair)
-            loss, scores = self.loss_sum(pair, rewards, next(draws)), mean_scores(*rewards)
-            return {
-                "loss": loss,
-                "chosen_score": scores.chosen,
-                "rejected_score": scores.rejected,
-            }
-
-        return PairRows(**facts_by_row(self, batch, facts))
+    def row_loss(self, row: Preferences) -> Tensor:
+        """Return the loss of a batch of one pair, 0-d, from which each head learns once."""
+        rewards = self.rewards(row)
+        return self.loss_sum(row, rewards, torch.ones_like(rewards[0]))
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
         """Return how often each head draws each pair: by Poisson(1); once with a single head."""

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTRows, SFTStep
+from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTStep
 from lightning_rlhf.core.types import Demonstrations
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
@@ -17,7 +17,7 @@ from lightning_rlhf.modules.optim import (
 )
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.modules.target_logprobs import target_logprobs
-from lightning_rlhf.modules.update_guard import facts_by_row, halving_microbatches
+from lightning_rlhf.modules.update_guard import halving_microbatches
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
@@ -70,14 +70,9 @@ class SFTModule(SupervisedModule):
         sums = [self.nll_sum(micro_batch) for micro_batch in rows.split(self.guard.microbatch.rows)]
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
 
-    def predict_step(self, batch: Demonstrations, batch_idx: int) -> SFTRows:
-        """Return loss, gradient norm and log-probabilities of each row by itself."""
-
-        def facts(row: Demonstrations) -> dict[str, Tensor]:
-            logprobs = self.logprobs(row)
-            return {"loss": -logprobs.mean(), "logprobs": logprobs}
-
-        return SFTRows(**facts_by_row(self, batch, facts))
+    def row_loss(self, row: Demonstrations) -> Tensor:
+        """Return the loss of a batch of one row, 0-d."""
+        return -self.logprobs(row).mean()
 
     def nll_sum(self, batch: Demonstrations) -> Tensor:
         """Return the negative log-likelihood of the batch's target tokens, summed, nats; 0-d."""

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.core.config import SupervisedConfig
@@ -79,6 +80,15 @@ class SupervisedModule(L.LightningModule):
         """
         loss = sum_gradients(self, share[None]).sum()
         return loss, clip_gradients(self, self.config.max_grad_norm)
+
+    @torch.no_grad()
+    def row_losses(self, batch: Record) -> Float[Tensor, " B"]:
+        """Return the loss of each row of a batch by itself, without a gradient."""
+        return torch.stack([self.row_loss(row) for row in batch.split(1)])
+
+    def row_loss(self, row: Any) -> Tensor:
+        """Return the loss of a batch of one row, 0-d."""
+        raise NotImplementedError
 
     def on_fit_start(self) -> None:
         check_processes(self)

@@ -9,15 +9,12 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import lightning as L
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import LogitsError, NotFiniteError, PolicyLogitsError
-from lightning_rlhf.core.record import Record
 
-R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 
@@ -100,28 +97,3 @@ class UpdateGuard:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the state of a checkpoint."""
         self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
-
-
-def facts_by_row(
-    module: L.LightningModule, batch: R, facts: Callable[[R], Mapping[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Return the facts of each row of a batch alone, and the gradient norm of its loss.
-
-    The rows keep the batch's padding. Parameters and their gradients stay as they are. It needs a
-    context without inference_mode.
-
-    Args:
-        facts: returns the facts of a batch of one; "loss" is 0-d and has a gradient.
-
-    Returns: `facts` and grad_norm, row after row.
-    """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    found: list[dict[str, Tensor]] = []
-    for row in batch.split(1):
-        with torch.enable_grad():
-            of_row = facts(row)
-        with torch.autocast(module.device.type, enabled=False):  # as `backward`
-            gradient = torch.autograd.grad(of_row["loss"], trained, allow_unused=True)
-        norm = nn.utils.get_total_norm([g for g in gradient if g is not None])
-        found.append({k: x.detach().reshape(-1) for k, x in {**of_row, "grad_norm": norm}.items()})
-    return {name: torch.cat([of_row[name] for of_row in found]) for name in found[0]}

@@ -10,10 +10,8 @@ import torch
 from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.results import PPOPredictions
 from lightning_rlhf.core.types import (
     DecodedResponses,
-    Experience,
     Prompts,
     Rollout,
     SampledResponses,
@@ -23,7 +21,7 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.annotate import annotate, predict
+from lightning_rlhf.rollout.annotate import annotate
 from lightning_rlhf.rollout.build_sampler import build_sampler
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.decoded import decode_responses
@@ -174,10 +172,3 @@ class Collector:
                 )
             ),
         )
-
-    def predict(self, experience: Experience) -> PPOPredictions:
-        """Return log-probabilities and values of given responses under the current models."""
-        logprobs, values = self.microbatch.fitting(
-            lambda rows: predict(experience, self.roles, self.critic, self.config.temperature, rows)
-        )
-        return PPOPredictions(logprobs=logprobs, values=values)

@@ -18,6 +18,8 @@ def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
     """
     if error.advice is None:
         error.advice = advice(error, stage)
+        if isinstance(error, NotFiniteError) and error.batch is not None:
+            error.advice = f"{error.advice}. {error.batch}"
     return error
 
 

@@ -35,7 +35,6 @@ NOISY_WARNINGS = (
     ".*dataloader is not resumable.*",  # the schedule starts where the checkpoint ends
     ".*smaller than the logging interval.*",
     ".*sync_dist=True.*",  # every process logs the same numbers
-    ".*but have no `val_dataloader`.*",  # a replay evaluates nothing
     ".*callbacks used to create the checkpoint.*",
     ".*`lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",  # the first update was not made
     ".*LeafSpec.*",

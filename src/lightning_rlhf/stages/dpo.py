@@ -61,5 +61,4 @@ STAGE = Stage(
     headlines=("update/dpo_loss", "update/accuracy", "eval/accuracy"),
     summary=("eval/dpo_loss", "eval/accuracy", "eval/reward_margin"),
     panels=panels,
-    replays="rows",
 )

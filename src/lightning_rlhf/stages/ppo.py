@@ -36,7 +36,7 @@ def export(settings: Settings, config: PPOConfig, given: Any) -> Path:
 
 
 def build(*arguments: Any, **named: Any) -> Any:
-    """Return the module before its first iteration, as `train_ppo.build_module`."""
+    """Return the module before its first step, as `train_ppo.build_module`."""
     from lightning_rlhf.stages.train_ppo import build_module
 
     return build_module(*arguments, **named)
@@ -74,5 +74,4 @@ STAGE = Stage(
     ),
     panels=panels,
     volatile=("kl_warning",),
-    replays="updates",
 )

@@ -34,13 +34,6 @@ def export(settings: Settings, config: RMConfig, given: Any) -> Path:
     return export_rm(settings, config, given)
 
 
-def build(*arguments: Any) -> Any:
-    """Return the module before its first step, as `train_rm.build_module`."""
-    from lightning_rlhf.stages.train_rm import build_module
-
-    return build_module(*arguments)
-
-
 def panels(measured: Collection[str]) -> Sequence[Panel]:
     """Return the panels of curves.png."""
     from lightning_rlhf.report.curves import RM_PANELS
@@ -55,11 +48,9 @@ STAGE = Stage(
     data="preferences",
     run=run,
     prepare=prepare,
-    build=build,
     export=export,
     goal=(("eval/accuracy", "max"), ("eval/rm_loss", "min")),
     headlines=("update/rm_loss", "update/accuracy", "eval/accuracy"),
     summary=("eval/rm_loss", "eval/accuracy"),
     panels=panels,
-    replays="rows",
 )

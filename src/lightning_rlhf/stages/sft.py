@@ -62,5 +62,4 @@ STAGE = Stage(
     headlines=("update/loss", "eval/loss"),
     summary=("eval/loss",),
     panels=panels,
-    replays="rows",
 )

@@ -107,7 +107,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Description of a stage for the command line, recipes, resume, sweeps, replay and reports."""
+    """Description of a stage for the command line, recipes, resume, sweeps and reports."""
 
     name: str
     """Value of `stage=`, key of the stage's section, and name of its folder."""
@@ -125,7 +125,7 @@ class Stage:
     """(settings, their `config`) -> a `launch.Training`, for a Trainer of the user's own."""
     build: Callable[..., Any] | None = None
     """Function: (Prepared, Roles, config, ...) -> LightningModule before its first step, for
-    replay."""
+    exports."""
     reads_sft: bool = True
     """True if the stage starts from the SFT model of the run, or of `policy.checkpoint`."""
     reads_reward: bool = False
@@ -161,9 +161,6 @@ class Stage:
     volatile: tuple[str, ...] = ()
     """Keys of the section that may differ between two calls of a run, besides those that set when
     checkpoints are written."""
-    replays: Literal["updates", "rows"] | None = None
-    """Data that `lightning-rlhf replay` computes again: the recorded updates, or the rows of the
-    batch at which the run ended."""
     hands_over: Literal["model", "report"] = "model"
     """Content of `final/`: a model with a manifest, or a report."""
     numbers: str = "fitness.json"

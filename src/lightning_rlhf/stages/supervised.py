@@ -10,18 +10,16 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from lightning_rlhf.callbacks.keep_last_batch import KeepLastBatch
+from lightning_rlhf.callbacks.recorder import KeepLastBatch
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import SupervisedConfig
-from lightning_rlhf.core.errors import NotFiniteError, require
+from lightning_rlhf.core.errors import require
 from lightning_rlhf.core.record import Record
 from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
 from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.last_batch import Kind
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.splits import LOAD
-from lightning_rlhf.stages.advice import advice
 from lightning_rlhf.stages.launch import AtEnd, Prepared, Training, fit, tokenised
 
 COLLATE: Mapping[str, Callable[..., Record]] = {
@@ -85,20 +83,12 @@ class SupervisedTraining(Training):
 
 
 def fit_supervised(
-    training: SupervisedTraining, stage: Kind, metrics: Callback, at_end: AtEnd | None = None
+    training: SupervisedTraining, metrics: Callback, at_end: AtEnd | None = None
 ) -> dict[str, float]:
     """Train as `fit` does; keep the batch that no update can be made of.
 
     Raises NotFiniteError, which names the file.
     """
     ready, data = training.ready, training.data
-    keeper = KeepLastBatch(ready.folder, stage, training.rows, training.train, data, ready.chat)
-    try:
-        return fit(ready, training.module, data, [metrics, keeper], at_end)
-    except NotFiniteError as error:
-        if keeper.is_kept:
-            error.advice = (
-                f"{advice(error)}. The batch of the last one is kept in {keeper.path}, and "
-                f"`lightning-rlhf replay {ready.folder}` shows its rows"
-            )
-        raise
+    keeper = KeepLastBatch(ready.folder, training.rows, training.train, data, ready.chat)
+    return fit(ready, training.module, data, [metrics, keeper], at_end)

@@ -42,7 +42,7 @@ class DPOTraining(SupervisedTraining):
 def run_dpo(settings: Settings, config: DPOConfig) -> Path:
     """Train a policy on pairs and hand it over; return the path of `final/`."""
     training = prepare_dpo(settings, config)
-    metrics = fit_supervised(training, "dpo", DPOMetrics())
+    metrics = fit_supervised(training, DPOMetrics())
     print_evaluation(metrics)
     return training.save(metrics | print_compute(training.ready.folder))
 

@@ -14,16 +14,14 @@ from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.recorder import NonFiniteDump, Recorder
+from lightning_rlhf.callbacks.recorder import Recorder
 from lightning_rlhf.callbacks.samples import COUNT, Samples
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.errors import NotFiniteError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rollouts import file_of, weights_of
 from lightning_rlhf.data.splits import load_prompts
 from lightning_rlhf.models.build_roles import (
     add_policy,
@@ -45,7 +43,6 @@ from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.diminishing import print_diminishing
 from lightning_rlhf.stages.folder.ending import Export, read_ending
 from lightning_rlhf.stages.folder.folders import METRICS, find_parents, run_name
-from lightning_rlhf.stages.folder.recorded import checkpoint_until, not_recorded, ranges
 from lightning_rlhf.stages.launch import (
     Prepared,
     Training,
@@ -72,6 +69,8 @@ class PPOTraining(Training):
     """PPO before its first iteration."""
 
     module: PPOModule
+    rows: Rows[Any]
+    """Prompts that are trained on."""
     prompts_cut: float
     """Share of the training prompts that were cut, or left out, for their length."""
     verdicts: Mapping[str, Verdict]
@@ -93,22 +92,17 @@ def run_ppo(
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     training = prepare_ppo(settings, config, module_class)
     ready, folder = training.ready, training.ready.folder
-    evaluation, dump = Evaluation(judge, folder), NonFiniteDump(folder)
+    evaluation = Evaluation(judge, folder)
+    recorder = Recorder(folder, training.rows, every=settings.record)
     samples = Samples(
         every_n_iterations=config.samples_every,
         count=COUNT,
         characters=160 if settings.samples else None,
         run_dir=folder,
     )
-    recorders = [dump, *([Recorder(folder)] if settings.record else [])]
     diagnosis = Diagnosis(config, folder, prompts_cut=training.prompts_cut, stage=settings.stage)
-    callbacks = [PPOMetrics(), diagnosis, evaluation, samples, *recorders]
-    try:
-        found = fit(ready, training.module, training.data, callbacks)
-    except NotFiniteError:
-        if dump.kept is not None:
-            print_kept(folder, dump.kept)
-        raise
+    callbacks = [PPOMetrics(), diagnosis, evaluation, samples, recorder]
+    found = fit(ready, training.module, training.data, callbacks)
     assert evaluation.first is not None
     assert evaluation.last is not None
     ending = read_ending(folder)
@@ -178,8 +172,8 @@ def prepare_ppo(
     )
     module = build_module(ready, roles, reward, config, texts, microbatch, module_class, ptx)
     return PPOTraining(
-        ready=ready, roles=roles, module=module, data=data, prompts_cut=train.too_long,
-        verdicts=verdicts,
+        ready=ready, roles=roles, module=module, data=data, rows=rows.train,
+        prompts_cut=train.too_long, verdicts=verdicts,
     )  # fmt: skip
 
 
@@ -239,30 +233,6 @@ def print_collapse(folder: Path, stage: str) -> None:
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
     if last is not None and (why := collapsed(last, stage)) is not None:
         print_line(f"warning: {why}", "yellow")
-
-
-def print_kept(folder: Path, iteration: int) -> None:
-    """Print where the batch is at which the run ended, and how to replay it, or why it cannot be.
-
-    To be called once the checkpoints are written that an exception leaves.
-    """
-    path = file_of(folder, iteration)
-    command = f"`lightning-rlhf replay {folder} --iteration {iteration}`"
-    start, _ = checkpoint_until(folder, iteration - 1)
-    missing = not_recorded(folder, start, iteration)
-    if missing and weights_of(folder, iteration).is_file():
-        print_line(
-            f"the batch of iteration {iteration} is kept: {path}. Some of its updates were made: "
-            f"{command} shows it with the weights after them. To run its updates once more takes "
-            f"record=true: the way there leads over {ranges(missing)}, not recorded"
-        )
-    elif missing:
-        print_line(
-            f"the batch of iteration {iteration} is kept: {path}. It cannot be replayed: the way "
-            f"there leads over {ranges(missing)}, not recorded. With record=true it could be"
-        )
-    else:
-        print_line(f"kept for {command}: {path}")
 
 
 def _texts(rows: Rows[Any]) -> list[dict[str, Any]]:

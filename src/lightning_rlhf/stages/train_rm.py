@@ -88,7 +88,7 @@ def run_rm(settings: Settings, config: RMConfig) -> Path:
     training = prepare_rm(settings, config)
     with TemporaryDirectory() as more:
         at_end = partial(report_fitness, training, Path(more), config)
-        metrics = fit_supervised(training, "rm", RewardMetrics(), at_end)
+        metrics = fit_supervised(training, RewardMetrics(), at_end)
         print_evaluation(metrics)
         return training.save(metrics | print_compute(training.ready.folder), Path(more))
 

@@ -56,7 +56,7 @@ class SFTTraining(SupervisedTraining):
 def run_sft(settings: Settings, config: SFTConfig) -> Path:
     """Fine-tune a model on demonstrations and hand it over; return the path of `final/`."""
     training = prepare_sft(settings, config)
-    metrics = fit_supervised(training, "sft", SFTMetrics())
+    metrics = fit_supervised(training, SFTMetrics())
     if training.data.val:
         texts = ([e.response for e in some] for some in (training.data.train, training.data.val))
         metrics |= {"eval/unigram_perplexity": unigram_perplexity(*texts)}

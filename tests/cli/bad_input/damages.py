@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 Edit = Callable[[Path], Any]
-FACTS = b"lightning_rlhf"
 
 
 def says(content: str | bytes) -> Edit:
@@ -95,41 +92,5 @@ def saved(*keys: str | int, to: Any) -> Edit:
         else:
             place[keys[-1]] = to(place[keys[-1]]) if callable(to) else to
         torch.save(tree, file)
-
-    return edit
-
-
-def table(change: Callable[[pa.Table], pa.Table]) -> Edit:
-    """The Parquet file with another table; its metadata stay."""
-
-    def edit(file: Path) -> None:
-        before = pq.read_table(file)
-        after = change(before).replace_schema_metadata(before.schema.metadata)
-        pq.write_table(after, file, store_schema=False)
-
-    return edit
-
-
-def column(name: str, change: Callable[[list[Any]], list[Any]], kind: Any = None) -> Edit:
-    """The column with other values, of another type if `kind` is given."""
-
-    def edit(before: pa.Table) -> pa.Table:
-        place = before.column_names.index(name)
-        values = change(before[name].to_pylist())
-        array = pa.array(values, kind or before.schema.field(name).type)
-        return before.set_column(place, name, array)
-
-    return table(edit)
-
-
-def facts(**values: Any) -> Edit:
-    """The metadata of the Parquet file have other values; one that is ... is not there."""
-
-    def edit(file: Path) -> None:
-        before = pq.read_table(file)
-        found = json.loads(before.schema.metadata[FACTS]) | values
-        found = {k: v for k, v in found.items() if v is not ...}
-        text = json.dumps(found).encode()
-        pq.write_table(before.replace_schema_metadata({FACTS: text}), file, store_schema=False)
 
     return edit

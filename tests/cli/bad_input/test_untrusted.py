@@ -184,31 +184,33 @@ def edit_model(run_folder: Path, **values: Any) -> None:
 
 @pytest.fixture
 def recorded(models: Refusals) -> Path:
-    """The folder of a run of PPO, from the base model, that can be replayed."""
+    """The folder of a run of PPO, from the base model, that can be exported and shown."""
     base = ("stage=ppo", "run=recorded", "reward=random", "policy.checkpoint=base")
     models.place.mini(*base, "record=true", "ppo.iterations=1").succeeded  # noqa: B018
     return models.place.stage("ppo", "recorded")
 
 
-def test_a_run_that_is_replayed(
+def test_a_run_that_is_exported(
     models: Refusals, recorded: Path, planted: Path, marker: Path
 ) -> None:
     """Its own configuration trusts the model that it names: only the command line may."""
     edit_model(recorded, from_config=None, name_or_path=str(planted), trust_remote_code=True)
-    error = models.place.call("replay", str(recorded)).error
+    models.place.call("replay", str(recorded)).succeeded  # noqa: B018
+    error = models.place.call("export", str(recorded), "--step", "1").error
     assert f"{recorded / 'config.json'} asks for code that a model brings" in error
     assert "model.trust_remote_code is True" in error
     assert "--trust-remote-code" in error
     assert not marker.exists()
-    models.place.call("replay", str(recorded), "--trust-remote-code")
+    models.place.call("export", str(recorded), "--step", "1", "--trust-remote-code")
     assert marker.exists()
 
 
-def test_code_of_a_run_that_is_replayed_without_its_asking(
+def test_code_of_a_run_that_is_exported_without_its_asking(
     models: Refusals, recorded: Path, planted: Path, marker: Path
 ) -> None:
     edit_model(recorded, from_config=None, name_or_path=str(planted))
-    assert "asks for Python code that it brings" in models.place.call("replay", str(recorded)).error
+    error = models.place.call("export", str(recorded), "--step", "1").error
+    assert "asks for Python code that it brings" in error
     assert not marker.exists()
 
 
@@ -229,16 +231,15 @@ def test_what_else_a_run_may_ask_for(
         folder.mkdir()
         shutil.copy(pipeline.stage(stage) / "config.json", folder)
         edit_model(folder, **values)
-        assert (
-            f"code that a model brings: {key} is" in models.place.call("replay", str(folder)).error
-        )
+        error = models.place.call("export", str(folder), "--step", "1").error
+        assert f"code that a model brings: {key} is" in error
 
 
 def test_a_configuration_of_a_run_is_text(models: Refusals, pipeline: Workplace) -> None:
     """What reads as one of Hydra's interpolations stands for nothing but itself."""
     shutil.copy(pipeline.stage("ppo") / "config.json", models.folder)
     edit_model(models.folder, dtype="${oc.env:HOME}")
-    error = models.place.call("replay", str(models.folder)).error
+    error = models.place.call("export", str(models.folder), "--step", "1").error
     assert "model.dtype is '${oc.env:HOME}'" in error
 
 

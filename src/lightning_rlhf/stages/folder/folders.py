@@ -32,7 +32,7 @@ LOCK, DELETED = ".lightning-rlhf.lock", ".lightning-rlhf.deleted"
 FILES = (
     CONFIG, PARENTS, METRICS, RUN_ID, FAILED, ENDING, WANDB_ID, "last_batch.parquet", "curves.png",
     PAGE, "diagnosis.json", "diminishing.json", "diminishing.png", "replay_*.html",
-    "checkpoints/*.ckpt*", "samples/*.jsonl", "rollouts/*.parquet", "rollouts/*.safetensors",
+    "checkpoints/*.ckpt*", "samples/*.jsonl", "rollouts/*.parquet",
 )  # fmt: skip
 """Patterns of the files that a run writes or reads in its folder."""
 FOLDERS = (CHECKPOINTS, FINAL, "rollouts", "samples", "tensorboard", "wandb")
@@ -180,10 +180,9 @@ def is_unbegun(folder: Path) -> bool:
         return False
     # Imported here, since it takes seconds: errors in names are raised before.
     from lightning_rlhf.callbacks.metrics_file import read_rows
-    from lightning_rlhf.data.last_batch import last_batch_of
-    from lightning_rlhf.data.rollouts import recorded_iterations
+    from lightning_rlhf.data.rollouts import LAST_BATCH, recorded_iterations
 
-    is_batch_kept = recorded_iterations(folder) or last_batch_of(folder).exists()
+    is_batch_kept = recorded_iterations(folder) or (folder / LAST_BATCH).exists()
     return not is_batch_kept and not any(read_rows(folder / METRICS))
 
 

@@ -1,1 +1,0 @@
-"""Replay of recorded updates, and the pages that show them."""
