@@ -67,7 +67,7 @@ def check_writable(key: str, outputs: Path, folder: Path) -> None:
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise ConfigError where a folder holds files and no run: overwrite=true would delete them."""
+    """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
     begun = {LOCK, DELETED, RUN_ID, PARENTS, FAILED}
     there = set(os.listdir(folder)) - begun if os.path.isdir(folder) else set()
     found = sorted(name for name in there if not name.endswith(UNFINISHED))
