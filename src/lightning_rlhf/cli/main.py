@@ -77,9 +77,9 @@ def main() -> None:
     if words and words[0] in COMMANDS:
         # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
         home = os.path.expanduser("~")  # which stays ~ for a user without one
-        given = [re.sub(r"^((--[\w-]+=)?)~(?=/|$)", lambda x: x[1] + home, w) for w in words[1:]]
+        rest = [re.sub(r"^((--[\w-]+=)?)~(?=/|$)", lambda x: x[1] + home, w) for w in words[1:]]
         with code_of_command():  # what the folders that it reads name is not run
-            pkgutil.resolve_name(COMMANDS[words[0]])(given)
+            pkgutil.resolve_name(COMMANDS[words[0]])(rest)
         return
     register_resolvers()
     ignore_presets()
