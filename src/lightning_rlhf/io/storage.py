@@ -91,7 +91,7 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
     beside = target.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     try:
         if kind == "folder":
-            beside.mkdir()
+            beside.mkdir(parents=True)
         else:
             beside.touch(exist_ok=False)
         yield beside
@@ -108,7 +108,8 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
             begun = size_of(beside)
             delete(beside)
         if (number := full_disk(error)) is None:
-            if isinstance(error, OSError) and error.filename in (beside, str(beside)):
+            ours = map(str, (beside, *beside.parents))
+            if isinstance(error, OSError) and str(error.filename) in ours:
                 raise StorageError(f"{target} was not written: {error.strerror}") from error
             raise
         size = f"{readable(max(needed or 0, begun))}{'' if needed else ' or more'}"
