@@ -15,6 +15,7 @@ import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.main import main
 from lightning_rlhf.cli.overrides import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.stages.paths import HOME, PACKAGE, RECIPES
 
@@ -339,3 +340,27 @@ def test_a_key_that_is_not_there_is_refused_without_what_checks_values(
 
 def test_no_words_at_all(workplace: Workplace) -> None:
     assert workplace.call().error.startswith("no stage is chosen; allowed: stage=sft|rm|ppo|")
+
+
+@pytest.mark.parametrize(("home", "shown"), [("/x", "/x/a"), (None, "~/a")])
+def test_a_tilde_is_a_folder_where_the_user_has_one(
+    monkeypatch: pytest.MonkeyPatch, home: str | None, shown: str
+) -> None:
+    """A container may run as a user of no name, without HOME."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    given: list[list[str]] = []
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    monkeypatch.delenv("HOME")
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr("pkgutil.resolve_name", lambda name: given.append)
+    monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "report", "~/a", "--out=~/a", "a~/a"])
+    main()
+    assert given == [[shown, f"--out={shown}", "a~/a"]]
+
+
+def test_a_stage_with_a_name_that_no_file_could_have(workplace: Workplace) -> None:
+    assert workplace.mini(f"stage={'a' * 300}").error.startswith("stage is 'aaa")

@@ -48,11 +48,15 @@ def test_overwrite_replaces_what_a_link_points_to(
     target = linked(finished, links[which])
     beside = target.parent / "mine"
     beside.touch()
-    (stage / "stale.txt").touch()
+    (stage / "samples" / "stale.jsonl").touch()
+    (stage / "final_000002").mkdir()
+    (stage / "mine.txt").touch()
     finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
     assert links[which].is_symlink()
     assert links[which].resolve() == target
-    assert not (stage / "stale.txt").exists()
+    assert not (stage / "samples" / "stale.jsonl").exists()
+    assert not (stage / "final_000002").exists()
+    assert (stage / "mine.txt").is_file()
     assert weights(stage) == weights(pipeline.stage("sft"))
     assert sorted(target.parent.iterdir()) == sorted([target, beside])
 

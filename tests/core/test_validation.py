@@ -12,7 +12,7 @@ import pytest
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.errors import ConfigError, naming_own_keys, require
 from lightning_rlhf.core.validation import (
     LARGEST,
     MOST,
@@ -67,6 +67,20 @@ GIVEN: dict[str, Any] = {
     "inner": INNER,
     "inners": [INNER],
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a smaller ppo.lr, ppo.kl_coef=0.1", "a smaller mine.lr, mine.kl_coef=0.1"),
+        ("ppo.jsonl, line 2", "ppo.jsonl, line 2"),
+        ("outputs/ppo.lr and my_ppo.lr", "outputs/ppo.lr and my_ppo.lr"),
+    ],
+)
+def test_keys_of_ppo_alone_become_those_of_a_stage_derived_from_it(text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error, naming_own_keys("mine", ("lr", "kl_coef")):
+        raise ConfigError(text)
+    assert str(error.value) == told
 
 
 def refusal(node: Any, key: str = "out") -> str:

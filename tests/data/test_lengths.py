@@ -17,6 +17,8 @@ from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import (
+    DemonstrationTokens,
+    DialogueTokens,
     tokenise_demonstrations,
     tokenise_preferences,
     tokenise_prompts,
@@ -213,3 +215,12 @@ def test_nothing_left_names_what_to_change(
     assert reason in message
     (key,) = changes
     assert f"data.{key} (5)" in message
+
+
+def test_the_tokens_to_imitate_are_the_learned_ones_of_the_prompt_and_the_response() -> None:
+    for example, imitated in (
+        (DemonstrationTokens([5, 6, 7], [8, 9]), [8, 9]),
+        (DialogueTokens([5, 6, 7], [8, 9], [1]), [6, 8, 9]),
+    ):
+        assert list(example.imitated) == imitated
+        assert example.targets == len(imitated)

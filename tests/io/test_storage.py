@@ -275,3 +275,13 @@ def test_a_full_disk_names_what_is_needed(tmp_path: Path) -> None:
         r"are free now\. Make room there$",
         str(caught.value),
     )
+
+
+def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+    """As by --out of an export; where a file stands above it, nothing is written."""
+    with written_whole(tmp_path / "a" / "b", kind="folder") as beside:
+        (beside / "file").touch()
+    assert (tmp_path / "a" / "b" / "file").is_file()
+    above = tmp_path / "a" / "b" / "file" / "c" / "d"
+    with pytest.raises(StorageError, match="Not a dir"), written_whole(above, kind="folder"):
+        pytest.fail("it begins to write")

@@ -74,11 +74,16 @@ def test_accuracy_is_held_against_guessing() -> None:
         assert conclude([one], goal, is_finished=True, findings=0, sentence=None).level == level
 
 
-@pytest.mark.parametrize(("perplexity", "level"), [(198.0, "doubtful"), (20.0, "good")])
+@pytest.mark.parametrize(
+    ("perplexity", "level"), [(198.0, "doubtful"), (20.0, "good"), (0.0, "good")]
+)
 def test_a_model_that_knows_little_more_than_frequencies_is_not_good(
     perplexity: float, level: Level
 ) -> None:
-    """Of a unigram perplexity of 400, three quarters of the loss are 400^(3/4) = 89."""
+    """Of a unigram perplexity of 400, three quarters of the loss are 400^(3/4) = 89.
+
+    0 is no perplexity, but a manifest from elsewhere may have it.
+    """
     loss = gained("eval/loss", -1.0, -1.1, -0.9)
     values = {"eval/perplexity": perplexity, "eval/unigram_perplexity": 400.0}
     scale = [Evaluated(metric=name, value=value) for name, value in values.items()]

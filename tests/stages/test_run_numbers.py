@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.report.conclusion import Evaluated
+from lightning_rlhf.stages import sft
 from lightning_rlhf.stages.rank import STAGE
 from lightning_rlhf.stages.run_files import RunFiles
 from lightning_rlhf.stages.run_numbers import amount, results, single_numbers
+from lightning_rlhf.stages.run_report import leave_report, reward_verdicts
 
 
 @pytest.mark.parametrize(
@@ -41,3 +47,28 @@ def test_numbers_of_ranked_responses(tmp_path: Path) -> None:
         "the reward of the best response to each prompt is 0.747; the number of preference pairs "
         "is 1,449"
     )
+
+
+def test_verdicts_in_numbers_from_elsewhere_are_verdicts_or_damage(tmp_path: Path) -> None:
+    numbers = tmp_path / "final" / "evaluation.json"
+    numbers.parent.mkdir()
+    run: Any = SimpleNamespace(
+        folder=tmp_path, manifest=None, curves={}, tree={}, stage="eval_policy",
+        definition=SimpleNamespace(numbers=numbers.name),
+    )  # fmt: skip
+    fields = {"is_unfit": True, "words": "Not fit.", "reasons": []}
+    numbers.write_text(json.dumps({"verdicts": {"model": fields}}))
+    assert [one.level for one in reward_verdicts(run)] == ["bad"]
+    for damaged in ([], {"model": 1}, {"model": {"words": "Fit."}}, {"model": {**fields, "x": 1}}):
+        numbers.write_text(json.dumps({"verdicts": damaged or [1]}))
+        with pytest.raises(CheckpointError, match=r"evaluation\.json is damaged"):
+            reward_verdicts(run)
+
+
+def test_the_end_of_a_run_leaves_what_another_command_is_writing(tmp_path: Path) -> None:
+    """As an export of an earlier step; a stale failed.txt goes."""
+    export = tmp_path / ".0123.lightning-rlhf.tmp"
+    for path in (export, tmp_path / "failed.txt"):
+        path.touch()
+    leave_report(tmp_path, sft.STAGE)
+    assert list(tmp_path.iterdir()) == [export]

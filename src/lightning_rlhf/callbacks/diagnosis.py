@@ -114,7 +114,8 @@ class Diagnosis(Callback):
                 continue
             self.reported.append(rule.name)
             found = {"symptom": symptom, "cause": rule.cause, "remedy": rule.remedy}
-            found = {name: own_keys(text, self.stage) for name, text in found.items()}
+            keys = vars(self.config)
+            found = {name: own_keys(text, self.stage, keys) for name, text in found.items()}
             iteration = ppo_view(pl_module).iteration
             self.findings.append({"rule": rule.name, "iteration": iteration, **found})
             text = "{symptom}: {cause}. {remedy}".format(**found)

@@ -14,7 +14,6 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -76,9 +75,10 @@ def main() -> None:
         return
     if words and words[0] in COMMANDS:
         # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
-        home = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", rf"\1{Path.home()}", word) for word in words[1:]]
+        home = os.path.expanduser("~")  # which stays ~ for a user without one
+        rest = [re.sub(r"^((--[\w-]+=)?)~(?=/|$)", lambda x: x[1] + home, w) for w in words[1:]]
         with code_of_command():  # what the folders that it reads name is not run
-            pkgutil.resolve_name(COMMANDS[words[0]])(home)
+            pkgutil.resolve_name(COMMANDS[words[0]])(rest)
         return
     register_resolvers()
     ignore_presets()

@@ -184,8 +184,9 @@ def check_stage(stage: Any, tree: Mapping[Any, Any], sources: Iterable[Any]) -> 
     tree: the composed configuration.
     sources: `hydra.runtime.config_sources`, the folders from which it was composed.
     """
-    files = [Path(s.path) / "stages" / f"{stage}.yaml" for s in sources if s.schema == "file"]
-    if stage not in tree and any(file.is_file() for file in files):
+    folders = [Path(source.path) / "stages" for source in sources if source.schema == "file"]
+    known = {file.stem for folder in folders for file in folder.glob("*.yaml")}
+    if stage not in tree and stage in known:
         raise ConfigError(
             f"stage={stage} chooses a section that is not part of the configuration; add "
             f"+stages={stage}, which reads stages/{stage}.yaml"

@@ -140,18 +140,24 @@ class HubError(RLHFError):
     """A model or data set is neither a local path nor available on the hub."""
 
 
-def own_keys(text: str, stage: str) -> str:
-    """Return a text on keys of PPO with those of a stage that is derived from it."""
-    return re.sub(r"\bppo\.(?=[a-z])", f"{stage}.", text)
+def own_keys(text: str, stage: str, keys: Collection[str]) -> str:
+    """Return a text on keys of PPO with those of a stage that is derived from it.
+
+    keys: keys of the stage's section. Other words, as the file ppo.jsonl, stay as they are.
+    """
+    words = re.compile(r"(?<![\w./-])ppo\.(?=(\w+))")
+    return words.sub(lambda found: f"{stage}." if found[1] in keys else found[0], text)
 
 
 @contextmanager
-def naming_own_keys(stage: str) -> Iterator[None]:
+def naming_own_keys(stage: str, keys: Collection[str]) -> Iterator[None]:
     """Let errors on keys of PPO that are raised inside name those of a stage derived from it."""
     try:
         yield
     except RLHFError as error:
-        error.args = tuple(own_keys(x, stage) if isinstance(x, str) else x for x in error.args)
+        error.args = tuple(
+            own_keys(x, stage, keys) if isinstance(x, str) else x for x in error.args
+        )
         raise
 
 

@@ -40,9 +40,14 @@ class DemonstrationTokens:
         return len(self.prompt) + len(self.response)
 
     @property
+    def imitated(self) -> Sequence[int]:
+        """Return the tokens to imitate."""
+        return self.response
+
+    @property
     def targets(self) -> int:
         """Return the number of tokens to imitate."""
-        return len(self.response)
+        return len(self.imitated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +58,9 @@ class DialogueTokens(DemonstrationTokens):
     """Positions of the tokens of the prompt to imitate, ascending."""
 
     @property
-    def targets(self) -> int:
-        """Return the number of tokens to imitate."""
-        return len(self.learned) + len(self.response)
+    def imitated(self) -> Sequence[int]:
+        """Return the tokens to imitate, those of the prompt first."""
+        return [*(self.prompt[i] for i in self.learned), *self.response]
 
 
 @dataclass(frozen=True, slots=True)

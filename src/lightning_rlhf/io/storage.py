@@ -109,7 +109,8 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
             begun = size_of(beside)
             delete(beside)
         if (number := full_disk(error)) is None:
-            if isinstance(error, OSError) and error.filename in (beside, str(beside)):
+            ours = map(str, (beside, *beside.parents))
+            if isinstance(error, OSError) and str(error.filename) in ours:
                 raise StorageError(f"{target} was not written: {error.strerror}") from error
             raise
         size = f"{readable(max(needed or 0, begun))}{'' if needed else ' or more'}"

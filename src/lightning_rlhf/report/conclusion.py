@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -105,7 +104,7 @@ def conclude(
     if {PERPLEXITY, UNIGRAM} <= known.keys():
         found, unigram = known[PERPLEXITY].value, known[UNIGRAM].value
         parts.append(f"the perplexity is {found:.3g}, and {unigram:.3g} by token frequencies alone")
-        if math.log(found) >= LITTLE * math.log(unigram):
+        if found >= max(unigram, 1) ** LITTLE:  # the losses are the logarithms
             levels.append("doubtful")
             parts[-1] += ": the model has learned little"
     if "eval/kl" in known:

@@ -34,13 +34,6 @@ def export(settings: Settings, config: DPOConfig, given: Any) -> Path:
     return export_dpo(settings, config, given)
 
 
-def build(*arguments: Any) -> Any:
-    """Return the module before its first step, as `train_dpo.build_module`."""
-    from lightning_rlhf.stages.train_dpo import build_module
-
-    return build_module(*arguments)
-
-
 def panels(measured: Collection[str]) -> Sequence[Panel]:
     """Return the panels of curves.png."""
     from lightning_rlhf.report.curves import DPO_PANELS
@@ -55,7 +48,6 @@ STAGE = Stage(
     data="preferences",
     run=run,
     prepare=prepare,
-    build=build,
     export=export,
     goal=(("eval/dpo_loss", "min"),),
     headlines=("update/dpo_loss", "update/accuracy", "eval/accuracy"),

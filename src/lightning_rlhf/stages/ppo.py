@@ -35,13 +35,6 @@ def export(settings: Settings, config: PPOConfig, given: Any) -> Path:
     return export_ppo(settings, config, given)
 
 
-def build(*arguments: Any, **named: Any) -> Any:
-    """Return the module before its first step, as `train_ppo.build_module`."""
-    from lightning_rlhf.stages.train_ppo import build_module
-
-    return build_module(*arguments, **named)
-
-
 def panels(measured: Collection[str]) -> Sequence[Panel]:
     """Return the panels of curves.png; those of a judge and of components where there are any."""
     from lightning_rlhf.report.curves import ppo_panels
@@ -56,7 +49,6 @@ STAGE = Stage(
     data="prompts",
     run=run,
     prepare=prepare,
-    build=build,
     export=export,
     reads_reward=True,
     reads_judge=True,

@@ -51,7 +51,7 @@ def chosen_stage(tree: Mapping[str, Any]) -> Stage:
             "of them"
         )
     name = tree["stage"]
-    is_advantage = (CONF / "advantage" / f"{name}.yaml").is_file()
+    is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
     meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
     require(name in names, "stage", name, ", ".join(names) + meant)
     if name in STAGES:

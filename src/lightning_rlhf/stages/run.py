@@ -52,7 +52,7 @@ def check_in_memory(settings: Settings) -> None:
 def advising(settings: Settings) -> Iterator[None]:
     """Add advice to a TrainingError raised inside; errors name the keys of the stage's section."""
     try:
-        with naming_own_keys(settings.stage):
+        with naming_own_keys(settings.stage, settings.definition.config.__dataclass_fields__):
             yield
     except TrainingError as error:
         advise(error, settings.stage)

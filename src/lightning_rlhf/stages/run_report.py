@@ -13,7 +13,7 @@ from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
 from lightning_rlhf.callbacks.samples import HELD_OUT, SAMPLES, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.io.reading import json_lines, read_text
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io.storage import delete, written_whole
 from lightning_rlhf.models.manifest import Manifest
 from lightning_rlhf.models.verdict import Verdict as Judgement
 from lightning_rlhf.report.checks import MIN_COUNT
@@ -34,7 +34,7 @@ from lightning_rlhf.report.run_plots import curve_plots, fan_plot, frontier_plot
 from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import flatten
-from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS, PAGE, delete_unfinished
+from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
 from lightning_rlhf.stages.measured import LOWEST, StageResult, evaluation_files
 from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_pairs, policy_tables
 from lightning_rlhf.stages.run_files import RunFiles, damage_named, optional_json, read_run
@@ -61,7 +61,7 @@ def leave_report(folder: Path, definition: Stage) -> None:
     the same folder may have left meanwhile.
     """
     try:
-        delete_unfinished(folder)
+        delete(folder / FAILED)
         if (folder / CONFIG).is_file() and read_rows(folder / METRICS):
             print_line(f"report: {write([read_run(folder, definition)], folder)}")
     except (RLHFError, OSError) as error:
@@ -167,7 +167,9 @@ def reward_verdicts(run: RunFiles) -> list[Verdict]:
     if run.manifest is not None:
         found |= run.manifest.verdicts
     elif run.definition is not None:
-        found |= (optional_json(final / run.definition.numbers) or {}).get("verdicts", {})
+        with damage_named(numbers := final / run.definition.numbers):
+            told = (optional_json(numbers) or {}).get("verdicts", {})
+            found |= {name: vars(Judgement(**fields)) for name, fields in told.items()}
     _, pairs = run.curves.get(f"{FITNESS_METRICS}pairs", ((), (0,)))
     is_measured = pairs[-1] >= MIN_COUNT and LOWEST in run.curves
     good: Level = "good" if is_measured else "unknown"

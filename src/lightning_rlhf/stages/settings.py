@@ -100,7 +100,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         given = "true" if tree["resume"] is True else tree["resume"]
         raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
-    with naming_own_keys(stage):
+    with naming_own_keys(stage, definition.config.__dataclass_fields__):
         config = _config(definition, tree[stage])
         if isinstance(config, PPOConfig):
             check_normalization(config, reward)

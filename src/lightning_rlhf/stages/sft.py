@@ -34,13 +34,6 @@ def export(settings: Settings, config: SFTConfig, given: Any) -> Path:
     return export_sft(settings, config, given)
 
 
-def build(*arguments: Any) -> Any:
-    """Return the module before its first step, as `train_sft.build_module`."""
-    from lightning_rlhf.stages.train_sft import build_module
-
-    return build_module(*arguments)
-
-
 def panels(measured: Collection[str]) -> Sequence[Panel]:
     """Return the panels of curves.png."""
     from lightning_rlhf.report.curves import SFT_PANELS
@@ -55,7 +48,6 @@ STAGE = Stage(
     data="demonstrations",
     run=run,
     prepare=prepare,
-    build=build,
     export=export,
     reads_sft=False,
     goal=(("eval/loss", "min"),),

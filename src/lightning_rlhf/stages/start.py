@@ -13,7 +13,13 @@ from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.parallel.world import World, world
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages.final import check_final
-from lightning_rlhf.stages.folder.folders import FINAL, find_parents, folder_of, is_complete
+from lightning_rlhf.stages.folder.folders import (
+    FINAL,
+    delete_unfinished,
+    find_parents,
+    folder_of,
+    is_complete,
+)
 from lightning_rlhf.stages.folder.resume import check_resumable, decide, held, resume_point
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.stage import AUTO, Settings, reward_key
@@ -59,10 +65,12 @@ def begin(settings: Settings) -> Settings | None:
 
 
 def complete(settings: Settings) -> None:
-    """Write the page of a finished run that was killed before it had one."""
+    """Write the page of a finished run that was killed before it had one, and delete what is left
+    half written."""
     if not is_complete(folder_of(settings)):
         from lightning_rlhf.stages.run_report import leave_report  # which takes seconds to import
 
+        delete_unfinished(folder_of(settings))
         leave_report(folder_of(settings), settings.definition)
 
 

@@ -121,7 +121,7 @@ def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:
     below = roles.probe(REFERENCE)
     print_line(
         f"first {config.calibration_samples} responses of the SFT model are sampled "
-        "(rm.calibration_samples), for the scale of the reward"
+        f"({settings.stage}.calibration_samples), for the scale of the reward"
     )
     samples = sft_samples(ready, roles, prompts, config.calibration_samples, config)
     module = build_module(ready, roles, config)

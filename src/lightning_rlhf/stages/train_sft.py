@@ -58,7 +58,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
     training = prepare_sft(settings, config)
     metrics = fit_supervised(training, SFTMetrics())
     if training.data.val:
-        texts = ([e.response for e in some] for some in (training.data.train, training.data.val))
+        texts = ([e.imitated for e in some] for some in (training.data.train, training.data.val))
         metrics |= {"eval/unigram_perplexity": unigram_perplexity(*texts)}
     print_evaluation(metrics)
     sample_held_out(training)

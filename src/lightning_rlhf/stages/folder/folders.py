@@ -67,7 +67,7 @@ def check_writable(key: str, outputs: Path, folder: Path) -> None:
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise ConfigError where a folder holds files and no run: overwrite=true would delete them."""
+    """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
     begun = {LOCK, DELETED, RUN_ID, PARENTS, FAILED}
     there = set(os.listdir(folder)) - begun if os.path.isdir(folder) else set()
     found = sorted(name for name in there if not name.endswith(UNFINISHED))
@@ -122,17 +122,23 @@ def exported(folder: Path, step: int) -> Path:
 
 
 def clear(folder: Path) -> None:
-    """Delete the contents of a run's folder except its lock; the folder may be a symbolic link.
+    """Delete what a run and its exports left in a folder; other files, and its lock, stay.
 
-    They are moved aside first, the configuration last, so that a kill leaves no partial run that
-    could be mistaken for another one.
+    The folder may be a symbolic link. What is deleted is moved aside first, the configuration last,
+    so that a kill leaves no partial run that could be mistaken for another one.
     """
     aside = folder / DELETED
     aside.mkdir()
     names = set(os.listdir(folder)) - {LOCK, DELETED}
-    for name in sorted(names, key=CONFIG.__eq__):
+    for name in sorted(filter(is_ours, names), key=CONFIG.__eq__):
         os.replace(folder / name, aside / name)
     delete(aside)
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a file or folder of this name in a run's folder is the run's, or an export."""
+    patterns = (*(file.partition("/")[0] for file in FILES), *FOLDERS, f"{FINAL}_[0-9]*")
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def delete_unfinished(folder: Path) -> None:
