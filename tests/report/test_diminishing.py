@@ -97,8 +97,8 @@ def held(curves: int, seed: int, over_kl: bool) -> float:
 
 @pytest.mark.parametrize("over_kl", [False, True])
 def test_ninety_percent_intervals_hold_the_truth(over_kl: bool) -> None:
-    """Of 200 curves 90% do, over KL 89%; 60 have a standard error of 4%."""
-    assert 0.8 <= held(60, 2026, over_kl) <= 0.98
+    """Of 200 curves 90% do, over KL 89%; 40 have a standard error of 5%."""
+    assert held(40, 2026, over_kl) >= 0.8
 
 
 def test_a_line_has_no_knee_and_noise_no_gain() -> None:
