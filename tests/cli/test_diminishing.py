@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from .conftest import Workplace
 
 
 def metrics(folder: Path, iterations: int, end: str = "\n") -> Path:
-    """A run whose reward rises to 1 in half of its iterations, and stays."""
+    """A run whose reward rises to 1 and saturates over a tenth of its iterations."""
     rows = [
-        f"{k},{min(2 * k / iterations, 1) + 0.01 * (-1) ** k}" for k in range(1, iterations + 1)
+        f"{k},{1 - math.exp(-10 * k / iterations) + 0.01 * (-1) ** k}"
+        for k in range(1, iterations + 1)
     ]
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_text("\n".join(["step,reward_mean", *rows]) + end)
@@ -27,8 +29,10 @@ def test_a_run_that_is_there(tmp_path: Path, workplace: Workplace) -> None:
     folder = metrics(tmp_path / "run" / "mini" / "ppo", 40)
     out = workplace.call("diminishing", str(folder)).succeeded.out
     assert "diminishing returns: after iteration" in out
-    assert (folder / "diminishing.json").is_file()
-    assert (folder / "diminishing.png").is_file()
+    found = json.loads((folder / "diminishing.json").read_text())
+    assert found["sentence"] in " ".join(out.split())
+    assert [(c["metric"], c["unit"]) for c in found["curves"]] == [("reward_mean", "iterations")]
+    assert (folder / "diminishing.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_with_too_few_iterations(tmp_path: Path, workplace: Workplace) -> None:

@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.io.user_code import load_object
-from lightning_rlhf.report.knee import FEWEST_POINTS
+from lightning_rlhf.report.diminishing import FEWEST_POINTS
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages import paths
 from lightning_rlhf.stages.folder.folders import LOCK

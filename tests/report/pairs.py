@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_rlhf.report.fitness import Fitness, measure_fitness
-from lightning_rlhf.report.scored import ScoredPair, ScoredSample
+from lightning_rlhf.report.fitness import Fitness, ScoredPair, ScoredSample, measure_fitness
 
 
 def pair(**changes: Any) -> ScoredPair:

@@ -25,13 +25,20 @@ from lightning_rlhf.report.checks import (
     PROBE,
     Check,
     Finding,
+    about_pairs,
+    find,
+    find_in_pairs,
+    for_ppo,
+    metrics,
+    verdict,
 )
-from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, verdict
-from lightning_rlhf.report.fitness import Fitness
-from lightning_rlhf.report.glossary import metrics
-from lightning_rlhf.report.probing import ProbeResult, measure_probes
-from lightning_rlhf.report.reward_advice import for_ppo
-from lightning_rlhf.report.scored import ScoredProbe, ScoredSample
+from lightning_rlhf.report.fitness import (
+    Fitness,
+    ProbeResult,
+    ScoredProbe,
+    ScoredSample,
+    measure_probes,
+)
 from lightning_rlhf.rewards.probes import ProbeKind
 
 from .pairs import measure, pair, scored, simulated

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.core.errors import DataError, RewardError
-from lightning_rlhf.report.length_bias import LONGER, SAME, SHORTER
-from lightning_rlhf.report.scored import ScoredSample
+from lightning_rlhf.report.fitness import LONGER, SAME, SHORTER, ScoredSample
 
 from .pairs import measure, pair, scored, simulated
 

@@ -15,11 +15,9 @@ from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Message, Preference
+from lightning_rlhf.report.fitness import ScoredProbe, ScoredSample, measure_probes
 from lightning_rlhf.report.fitness_page import Written, write_fitness
-from lightning_rlhf.report.glossary import GLOSSARY
 from lightning_rlhf.report.markdown import plain, table
-from lightning_rlhf.report.probing import measure_probes
-from lightning_rlhf.report.scored import ScoredProbe, ScoredSample
 
 from .pairs import measure, pair, simulated
 
@@ -97,10 +95,12 @@ def test_the_page_of_any_number_of_pairs(count: int, tmp_path: Path) -> None:
     links = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
     assert {written.page.parent / link for link in links} == set(written.pictures.values())
     drawn = sorted(path.name for path in (written.page.parent / "report").iterdir())
-    assert drawn == ["length.png", "margin.png", "reliability.png", "rewards.png"]
+    assert drawn == ["length.png", "margin.png", "rewards.png"]
     assert all(imread(path).shape[1] >= 1000 for path in written.pictures.values())
     assert all(len(row) == len(rows[0]) for rows in tables(page) for row in rows)
-    assert all(f"**{name}**" in page for name in GLOSSARY)
+    assert all(f"**{name}**" in page for name in ("ECE", "Length gap", "Beats chosen"))
+    assert "fewer than 30 pairs or samples" in page
+    assert "{" not in page
     assert page.index(written.verdict[:20]) < page.index("## Pictures")
 
 
@@ -146,7 +146,6 @@ def test_what_was_not_looked_at_is_said(tmp_path: Path) -> None:
     page = written.page.read_text(encoding="utf-8")
     assert "None was scored." in page
     assert "Not looked through." in page
-    assert "reliability.png" not in page
     assert "ECE |" not in page
 
 

@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 from lightning_rlhf.report.curves import RM_PANELS, ppo_panels
 from lightning_rlhf.report.estimates import inner_range, shared_edges
 from lightning_rlhf.report.figures import draw_curves
-from lightning_rlhf.report.fitness_figures import draw_fitness
+from lightning_rlhf.report.fitness import ScoredSample
+from lightning_rlhf.report.fitness_page import draw_fitness
 from lightning_rlhf.report.outliers import view
-from lightning_rlhf.report.probing import measure_probes
-from lightning_rlhf.report.scored import ScoredProbe, ScoredSample
 
 from .pairs import measure, pair, scored
 
@@ -114,22 +113,16 @@ def test_scores_far_outside_squash_neither_histogram_nor_scatter(
     pairs = scored(*[(float(k % 11), float(k % 7), 10 + k % 5, 20) for k in range(60)])
     pairs += [pair(prompt="far", chosen_score=1000.0, rejected_score=3.0, rejected_tokens=5000)]
     samples = [ScoredSample(-800.0, 12), *[ScoredSample(5.0, 12)] * 9]
-    probes = [
-        ScoredProbe(kind=kind, response="", score=score, pair=pairs[0])
-        for kind, score in (("empty", 4.0), ("flattery", 99.0))
-    ]
     fitness = measure(pairs, samples)
     assert fitness.edges[0] == 0
     assert fitness.edges[-1] == 10
     assert sum(fitness.chosen.histogram) == 60  # and 1,000 in no bin
-    draw_fitness(tmp_path, JOB, fitness, measure_probes(probes))
+    draw_fitness(tmp_path, JOB, fitness)
 
-    histogram, strip = drawn["rewards.png"].axes
+    (histogram,) = drawn["rewards.png"].axes
     assert histogram.get_xlim() == pytest.approx((-0.5, 10.5))
     assert sorted(mark[:2] for mark in triangles(histogram)) == [("<", -0.5), (">", 10.5)]
     assert sorted(written(histogram)) == ["-800", "1000"]
-    assert triangles(strip) == [(">", 10.5, 1.0)]
-    assert written(strip) == ["99"]
 
     (scatter,) = drawn["length.png"].axes
     assert scatter.get_ylim() == pytest.approx((-0.5, 10.5))
@@ -150,9 +143,9 @@ def test_every_picture_is_headed_by_the_runs_name_as_it_is(
     name = "default/tiny/$a^b$+" + "ppo.kl_coef-0.1+" * 6 + "seed-1/rm"
     (tmp_path / "metrics.csv").write_text("step,update/loss\n1,0.5\n")
     draw_curves(tmp_path, f"Supervised fine-tuning: {name}", "optimizer step")
-    draw_fitness(tmp_path, name, measure(scored((1.0, 0.0, 3, 3), (0.0, 1.0, 4, 2))), [])
+    draw_fitness(tmp_path, name, measure(scored((1.0, 0.0, 3, 3), (0.0, 1.0, 4, 2))))
     assert sorted(drawn) == [
-        "curves.png", "length.png", "margin.png", "reliability.png", "rewards.png"
+        "curves.png", "length.png", "margin.png", "rewards.png"
     ]  # fmt: skip
     for file, figure in drawn.items():
         heading = "Supervised fine-tuning: " * (file == "curves.png") + name

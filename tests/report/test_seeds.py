@@ -6,16 +6,7 @@ import math
 
 import pytest
 
-from lightning_rlhf.report.seeds import at_kl, common_kls, mean_curve, over_seeds, t_quantile
-
-
-@pytest.mark.parametrize(
-    ("df", "quantile"),
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (29, 2.0452)],
-)
-def test_quantiles_of_students_t(df: int, quantile: float) -> None:
-    """Printed tables of the distribution."""
-    assert t_quantile(df) == pytest.approx(quantile, rel=2e-3)
+from lightning_rlhf.report.seeds import at_kl, common_kls, mean_curve, over_seeds
 
 
 def test_the_interval_of_three_seeds() -> None:
@@ -23,7 +14,7 @@ def test_the_interval_of_three_seeds() -> None:
     found = over_seeds([1.0, 2.0, 3.0])
     assert found is not None
     assert found.value == 2.0
-    assert found.interval == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-4)
+    assert found.interval == pytest.approx((2 - 2.48414, 2 + 2.48414), abs=1e-5)
 
 
 def test_one_seed_has_no_interval_and_none_no_mean() -> None:

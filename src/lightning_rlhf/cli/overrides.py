@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": "lightning_rlhf.cli.chat:chat",
     "compare": "lightning_rlhf.cli.compare:compare",
     "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
-    "diminishing": "lightning_rlhf.cli.diminishing:diminishing",
+    "diminishing": "lightning_rlhf.cli.report:diminishing",
     "export": "lightning_rlhf.cli.export:export",
     "replay": "lightning_rlhf.cli.replay:replay",
     "report": "lightning_rlhf.cli.report:report",

@@ -1,33 +1,73 @@
-"""The point of diminishing returns of a PPO run: knees, over-optimisation, and one sentence."""
+"""The point of diminishing returns of a PPO run: a saturating fit, a stop, and one sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
+from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
+from scipy.signal import lfilter
 
-from lightning_rlhf.report.gold_stop import GoldStop
-from lightning_rlhf.report.knee import FEWEST_POINTS, LEVEL, Fit, Place, fit, smooth
-from lightning_rlhf.report.shapes import AHEAD, GAIN
+from lightning_rlhf.core.wording import counted
+from lightning_rlhf.report.estimates import Interval, mean_interval
 
 REWARD, KL, GOLD = "reward_mean", "kl_divergence", "eval/judge/gold"
 FLOPS, ITERATIONS = "compute/flops", "iterations"
 """Units of compute: a cumulative metric, or iterations where it was not measured."""
 NAMES = {REWARD: "reward", GOLD: "gold score"}
+AHEAD = 0.1
+"""Share of the run's compute that is bought further."""
+GAIN = 0.01
+"""Share of the run's gain below which a further AHEAD of the compute is not worth it."""
+LEVEL = 0.9
+"""Share of runs in which an interval is to hold the truth."""
+FEWEST_POINTS = 12
+"""Minimum number of points; with fewer, the noise cannot be told from the curve."""
+
+_SEED = 0
+"""Seed of the bootstraps, so that the same run has the same numbers."""
+_RESAMPLES = 200
+_SCALES = (-5.0, 2.3)
+"""Logarithms of the smallest and the largest scale of a fit, as shares of the range of x."""
+_STARTS = (-3.0, -1.5, 0.0)
+"""Logarithms of scales from which a fit starts."""
+_FALSE_GAINS = 0.05
+"""Share of runs without a gain in which one is found, at most."""
 
 Curve = tuple[list[int], list[float]]
 """Steps and values of a metric."""
 Points = tuple[Int[ndarray, " N"], Float[ndarray, " N"]]
 """Number of iterations that the policy had at each measurement, and the measured values."""
+ByPrompt = Mapping[int, Float[ndarray, " N"]]
+"""Iteration of an evaluation -> a score's mean over the responses to each prompt."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Saturating curve that fits best, over x as a share of its range, 0 to 1."""
+
+    start: float
+    gain: float
+    """Fitted value at 1 less the one at 0."""
+    log_scale: float
+    knee: float
+    """Share from which a further AHEAD buys less than GAIN of the gain; inf is beyond the run."""
+    interval: Interval
+    """90% interval of the knee; an end of inf is beyond the run."""
+
+    def value(self, u: Float[ndarray, " M"]) -> Float[ndarray, " M"]:
+        """Return the fitted values."""
+        return saturating(u, self.start, self.gain, self.log_scale)
 
 
 @dataclass(frozen=True)
 class Point:
-    """Iteration after which something holds, with its 90% interval; None is beyond the run."""
+    """Iteration after which something holds, with its interval; None is beyond the run."""
 
     iteration: int | None
     interval: tuple[int, int | None]
@@ -53,55 +93,78 @@ class Frontier:
 
     @property
     def knee(self) -> Point | None:
-        """Return the point of diminishing returns; None without a fit."""
-        return None if self.fit is None else self._point(self.fit.knee)
-
-    @property
-    def peak(self) -> Point | None:
-        """Return the maximum of a curve that falls after it, beyond its noise; else None."""
-        if self.fit is None or self.fit.peak.interval[1] == np.inf:
+        """Return the knee as measured iterations; None without a fit. Ends round outwards."""
+        if self.fit is None:
             return None
-        return self._point(self.fit.peak)
-
-    @property
-    def stop(self) -> Point | None:
-        """Return the maximum of a curve that falls, else the point of diminishing returns."""
-        return self.peak or self.knee
+        low, high = (self.at(end) for end in self.fit.interval)
+        before = len(self.x) if low is None else int(np.searchsorted(self.x, low, side="right"))
+        first = int(self.after[max(before - 1, 0)])
+        return Point(self._iteration(self.at(self.fit.knee)), (first, self._iteration(high)))
 
     def at(self, share: float) -> float | None:
         """Return the x at a share of its range; None beyond the run."""
         return float(self.x[0] + share * (self.x[-1] - self.x[0])) if share <= 1 else None
 
-    def change(self, since: int) -> float:
-        """Return the fitted value at the end less the one after `since` iterations."""
-        assert self.fit is not None
-        x = np.interp(since, self.after, self.x)
-        before = self.fit.value(float((x - self.x[0]) / (self.x[-1] - self.x[0])))
-        return float(self.fit.curve[-1] - before)
-
     def as_json(self) -> dict[str, Any]:
-        """Return knee and peak as iterations, and as x in its unit."""
-        found: dict[str, Any] = {"metric": self.metric, "unit": self.unit, "points": len(self.y)}
-        for name in ("knee", "peak"):
-            point = getattr(self, name)
-            found[name] = None if point is None or self.fit is None else asdict(point) | {
-                "at": self.at(getattr(self.fit, name).at),
-                "at_interval": [self.at(end) for end in getattr(self.fit, name).interval],
-            }  # fmt: skip
-        return found
+        """Return the knee as iterations, and as x in its unit."""
+        knee, fit = self.knee, self.fit
+        found = None if knee is None or fit is None else asdict(knee) | {
+            "at": self.at(fit.knee), "at_interval": [self.at(end) for end in fit.interval],
+        }  # fmt: skip
+        return {"metric": self.metric, "unit": self.unit, "points": len(self.y), "knee": found}
 
-    def _point(self, place: Place) -> Point:
-        """Return a place as measured iterations; the interval is rounded outwards."""
+    def _iteration(self, x: float | None) -> int | None:
+        if x is None:
+            return None
+        return int(self.after[min(int(np.searchsorted(self.x, x)), len(self.x) - 1)])
 
-        def iteration(share: float) -> int | None:
-            x = self.at(share)
-            if x is None:
-                return None
-            return int(self.after[min(int(np.searchsorted(self.x, x)), len(self.x) - 1)])
 
-        low, high = place.interval
-        before = int(np.searchsorted(self.x, self.at(low) or 0.0, side="right")) - 1
-        return Point(iteration(place.at), (int(self.after[max(before, 0)]), iteration(high)))
+@dataclass(frozen=True, kw_only=True)
+class GoldStop:
+    """Earliest evaluation whose gold score is as good as that of the best one and of the end."""
+
+    step: int
+    """Iteration of the evaluation at which to stop; 0 is the SFT model."""
+    first: int
+    """Earliest evaluation whose gold score is not below the best one's beyond the noise."""
+    last: int
+    """Latest such evaluation."""
+    best: int
+    """Evaluation with the highest gold score."""
+    end: int
+    """Last evaluation."""
+    evaluations: int
+    prompts: int
+    gold: float
+    """Mean gold score over prompts at `step`."""
+    gold_at_best: float
+    gold_at_end: float
+    reward_rise: float
+    """Reward at the end less the one at `step`, mean over the same prompts."""
+    reward_interval: Interval
+    """95% interval of `reward_rise`."""
+
+    @property
+    def point(self) -> Point:
+        """Return the stop, with the evaluations that cannot be told from the best as interval."""
+        return Point(self.step, (self.first, None if self.last == self.end else self.last))
+
+    @property
+    def diverges(self) -> bool:
+        """Return whether the reward rose after the stop, beyond the noise; gold did not."""
+        return self.reward_interval[0] > 0
+
+    def __str__(self) -> str:
+        head = f"stop at iteration {self.point} by the gold score"
+        of = f"of {self.evaluations} evaluations on {counted(self.prompts, 'prompt')}"
+        if self.step == self.best:
+            at_end = "" if self.step == self.end else f"; at the end {self.gold_at_end:z.3g}"
+            return f"{head}: {self.gold:z.3g}, the highest {of}{at_end}"
+        return (
+            f"{head}: {self.gold:z.3g}, the earliest {of} that is not below the highest "
+            f"({self.gold_at_best:z.3g} at {self.best}) beyond the noise, nor below the end "
+            f"({self.gold_at_end:z.3g})"
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +173,7 @@ class Diminishing:
 
     reward: Frontier
     by_kl: Frontier | None
-    """Reward against KL; None where the KL did not grow."""
+    """Reward against KL; None where the KL was not measured."""
     gold: Frontier | None
     """Gold score against compute; None without a judge."""
     gold_stop: GoldStop | None
@@ -118,77 +181,57 @@ class Diminishing:
 
     @property
     def decisive(self) -> Frontier:
-        """Return the curve that names the stop: gold, where its gain can be measured."""
+        """Return the curve that names the knee: gold, where its gain can be measured."""
         return self.gold if self.gold is not None and self.gold.fit is not None else self.reward
 
     @property
     def stop(self) -> Point | None:
-        """Return where to stop; None if the run had no gain.
+        """Return the stop of the paired evaluations, else the knee, else the end of the run.
 
-        It is that of the paired evaluations, with the evaluations that are as good as the best one
-        as its interval. Without any, it is the maximum of the decisive curve if it falls, its knee
-        otherwise, and the end of the run if it has neither.
+        It is None without a gain.
         """
-        if (paired := self.gold_stop) is not None:
-            return Point(
-                paired.step, (paired.first, None if paired.last == paired.end else paired.last)
-            )
-        if (found := self.decisive.stop) is None:
-            return None
-        last = int(self.reward.after[-1]) + 1
-        return Point(last if found.iteration is None else found.iteration, found.interval)
+        if self.gold_stop is not None:
+            return self.gold_stop.point
+        if (knee := self.decisive.knee) is None or knee.iteration is not None:
+            return knee
+        return Point(int(self.reward.after[-1]) + 1, knee.interval)
 
     @property
     def divergence(self) -> Point | None:
-        """Return the iteration from which reward rises while gold does not; None if there is none.
-
-        It is the stop of the paired evaluations, if the reward rises after it beyond the noise.
-        Without any, it is where gold stops (its maximum if it falls, else its knee), if the fitted
-        reward rises after it by at least GAIN of its own gain.
-        """
-        if self.gold_stop is not None:
-            return self.stop if self.gold_stop.diverges else None
-        if self.gold is None or self.reward.fit is None or (point := self.gold.stop) is None:
-            return None
-        least = GAIN * float(self.reward.fit.curve.max() - self.reward.fit.curve[0])
-        rises = point.iteration is not None and self.reward.change(point.iteration) >= least
-        return point if rises else None
+        """Return the stop, if the reward rose after it while gold did not; else None."""
+        return self.stop if self.gold_stop is not None and self.gold_stop.diverges else None
 
     @property
     def sentence(self) -> str:
         """Return the conclusion as one line."""
-        curve, count = self.decisive, len(self.reward.y)
-        if count < FEWEST_POINTS:
+        if (count := len(self.reward.y)) < FEWEST_POINTS:
             return (
                 f"nothing to say about diminishing returns: {count} of {FEWEST_POINTS} iterations"
             )
-        paired = [] if self.gold_stop is None else [str(self.gold_stop)]
-        if curve.knee is None:
-            none = "no gain within this run: the reward did not rise beyond its noise"
-            return "; ".join([none, *paired])
-        name = NAMES[curve.metric]
-        if curve.knee.iteration is None:
-            parts = [
+        parts = [self._knee_told()]
+        if self.gold_stop is not None:
+            parts.append(str(self.gold_stop))
+            if self.gold_stop.diverges:
+                parts.append(
+                    f"from {self.gold_stop.point} on the reward rose by "
+                    f"{self.gold_stop.reward_rise:.2g} and the gold score did not"
+                )
+        return "; ".join(parts)
+
+    def _knee_told(self) -> str:
+        knee, name = self.decisive.knee, NAMES[self.decisive.metric]
+        if knee is None:
+            return "no gain within this run: the reward did not rise beyond its noise"
+        if knee.iteration is None:
+            return (
                 f"no knee within this run: to its end a further {AHEAD:.0%} of compute bought at "
                 f"least {GAIN:.0%} of the gain in {name} (a knee before iteration "
-                f"{curve.knee.interval[0]} is unlikely)"
-            ]
-        else:
-            parts = [
-                f"after iteration {curve.knee} a further {AHEAD:.0%} of compute bought less than "
-                f"{GAIN:.0%} of the gain in {name}"
-            ]
-        if curve.peak is not None and curve.peak.iteration is not None:
-            fall = -curve.change(curve.peak.iteration)
-            parts.append(f"the {name} was highest after {curve.peak} and then fell by {fall:.2g}")
-        parts += paired
-        if (point := self.divergence) is not None and point.iteration is not None:
-            paired_rise = None if self.gold_stop is None else self.gold_stop.reward_rise
-            rise = paired_rise or self.reward.change(point.iteration)
-            parts.append(
-                f"from {point} on the reward rose by {rise:.2g} and the gold score did not"
+                f"{knee.interval[0]} is unlikely)"
             )
-        return "; ".join(parts)
+        return (
+            f"after iteration {knee} a further {AHEAD:.0%} of compute bought less than {GAIN:.0%} "
+            f"of the gain in {name}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return all numbers; an iteration or position of None is beyond the run."""
@@ -212,11 +255,12 @@ def measure(curves: Mapping[str, Curve], gold_stop: GoldStop | None = None) -> D
     """Return what further compute bought, from the metrics of a run and its paired evaluations.
 
     Reward and KL of iteration t are those of the policy after t - 1 iterations, gold of step t is
-    that of the policy after t. Values that are not finite are left out; of a step that is there
-    twice the later one counts.
+    that of the policy after t. The KL on the axis is the curve closest to the measured one that
+    never falls, so that noise in it does not flatten the reward. Values that are not finite are
+    left out; of a step that is there twice the later one counts.
     """
-    reward, kl, gold = points(curves, REWARD, 1), points(curves, KL, 1), points(curves, GOLD, 0)
-    steps, flops = points(curves, FLOPS, 0)
+    reward, kl, gold = _points(curves, REWARD, 1), _points(curves, KL, 1), _points(curves, GOLD, 0)
+    steps, flops = _points(curves, FLOPS, 0)
     # Compute that was not measured from the first iteration on is no measure of the run.
     is_measured = len(steps) > 0 and set(reward[0]) - {0} <= set(steps)
 
@@ -227,37 +271,154 @@ def measure(curves: Mapping[str, Curve], gold_stop: GoldStop | None = None) -> D
             x = np.interp(after, [0, *steps], np.maximum.accumulate([0.0, *flops]))
         return Frontier(metric, FLOPS if is_measured else ITERATIONS, after, x, y, fit(x, y))
 
-    return Diminishing(
-        against_compute(REWARD, reward),
-        against_kl(reward, kl),
-        against_compute(GOLD, gold) if len(gold[0]) else None,
-        gold_stop,
-    )
-
-
-def against_kl(reward: Points, kl: Points) -> Frontier | None:
-    """Return reward against KL; None where the KL did not grow.
-
-    The KL is smoothed by its own fit and made to rise, so that noise in it does not flatten the
-    curve: x_t = max(0, max over s <= t of fit(s)). The ends of the intervals are moved outwards by
-    the standard error of x there.
-    """
     after, in_reward, in_kl = np.intersect1d(reward[0], kl[0], return_indices=True)
-    iterations = after.astype(float)
-    smoothed = smooth(iterations, kl[1][in_kl])
-    if smoothed is None:
+    by_kl = None
+    if len(after):
+        x, y = isotonic_regression(kl[1][in_kl]).x, reward[1][in_reward]
+        by_kl = Frontier(REWARD, KL, after, x, y, fit(x, y))
+    by_gold = against_compute(GOLD, gold) if len(gold[0]) else None
+    return Diminishing(against_compute(REWARD, reward), by_kl, by_gold, gold_stop)
+
+
+def saturating(
+    u: Float[ndarray, " N"], start: float, gain: float, log_scale: float
+) -> Float[ndarray, " N"]:
+    """Return a curve that rises by `gain` from 0 to 1 and ever more slowly.
+
+    y(u) = start + gain (1 - exp(-u / c)) / (1 - exp(-1 / c)), c = exp(log_scale)
+
+    A large c makes it a straight line.
+    """
+    scale = np.exp(np.clip(log_scale, *_SCALES))
+    return start + gain * np.expm1(-u / scale) / np.expm1(-1 / scale)
+
+
+def knee_of(log_scale: float) -> float:
+    """Return the share of the compute from which no further AHEAD buys GAIN of the gain.
+
+        k = c log((1 - exp(-AHEAD / c)) / (GAIN (1 - exp(-1 / c)))), c = exp(log_scale)
+
+    It is inf where less than AHEAD of the compute follows it.
+    """
+    scale = np.exp(np.clip(log_scale, *_SCALES))
+    knee = scale * np.log(np.expm1(-AHEAD / scale) / (GAIN * np.expm1(-1 / scale)))
+    return float(knee) if knee <= 1 - AHEAD else np.inf
+
+
+def fit(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Fit | None:
+    """Return the saturating curve that fits y against x best; None without a gain.
+
+    x does not decrease. The interval holds the middle LEVEL of the knees of refits to the fitted
+    curve with resampled residuals. There is a gain where the curve rises and explains more of y
+    than in 95% of curves made of resampled noise that does not rise.
+    """
+    if len(y) < FEWEST_POINTS or not x[-1] > x[0] or np.ptp(y) == 0:
         return None
-    shares = (iterations - iterations[0]) / (iterations[-1] - iterations[0])
-    x, errors = (np.interp(shares, smoothed.u, f) for f in (smoothed.curve, smoothed.errors))
-    y = reward[1][in_reward]
-    found = fit(x, y)
-    return Frontier(REWARD, KL, after, x, y, None if found is None else found.blurred(x, errors))
+    u = (x - x[0]) / (x[-1] - x[0])
+    generator = np.random.default_rng(_SEED)
+    left, best = _best(u, y)
+    noise = _resampled(y - y.mean(), generator)
+    noise_left = [_best(u, values)[0] / np.var(values) for values in noise[: _RESAMPLES // 2]]
+    if best[1] <= 0 or left / np.var(y) >= np.quantile(noise_left, _FALSE_GAINS):
+        return None
+    fitted = saturating(u, *best)
+    residuals = (y - fitted) * np.sqrt(len(y) / (len(y) - len(best)))
+    refits = [_best(u, fitted + e, best[2:])[1] for e in _resampled(residuals, generator)]
+    knees = [knee_of(refit[2]) for refit in refits]
+    low, high = np.quantile(knees, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2], method="nearest")
+    return Fit(*best, knee_of(best[2]), (float(low), float(high)))
 
 
-def points(curves: Mapping[str, Curve], metric: str, ahead: int) -> Points:
+def _best(
+    u: Float[ndarray, " N"], y: Float[ndarray, " N"], starts: Iterable[float] = _STARTS
+) -> tuple[float, tuple[float, float, float]]:
+    """Return the mean square that the best fit leaves, and its parameters."""
+    found = [(float(np.var(y)), (float(y.mean()), 0.0, 0.0))]
+    for log_scale in starts:
+        first = (y[0], y[-1] - y[0], log_scale)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OptimizeWarning)  # no covariance is used
+            try:
+                best, _ = curve_fit(saturating, u, y, first, ftol=1e-4, xtol=1e-4)
+            except RuntimeError:  # no convergence
+                continue
+        left = float(np.mean((y - saturating(u, *best)) ** 2))
+        found.append((left, (float(best[0]), float(best[1]), float(best[2]))))
+    return min(found)
+
+
+def _resampled(
+    noise: Float[ndarray, " N"], generator: np.random.Generator
+) -> Float[ndarray, "R N"]:
+    """Return resamples with the variance of the noise and its correlation r between neighbours.
+
+    r is the sample's correlation plus (1 + 4 r) / N, which makes up for its bias.
+
+    Source: Bühlmann 1997, Sieve bootstrap for time series, Bernoulli 3(2); Kendall 1954, Note on
+        bias in the estimation of autocorrelation, Biometrika 41
+    """
+    n, power = len(noise), float(noise @ noise)
+    if power == 0:
+        return np.zeros((_RESAMPLES, n))
+    r = float(noise[1:] @ noise[:-1]) / power
+    r = float(np.clip(r + (1 + 4 * r) / n, 0.0, 0.9))
+    innovations = noise[1:] - r * noise[:-1]
+    innovations -= innovations.mean()
+    innovations *= np.sqrt(power / n * (1 - r * r) / np.mean(innovations**2))
+    drawn = generator.choice(innovations, (_RESAMPLES, n))
+    drawn[:, 0] /= np.sqrt(1 - r * r)
+    return lfilter([1.0], [1.0, -r], drawn)
+
+
+def _points(curves: Mapping[str, Curve], metric: str, ahead: int) -> Points:
     """Return the finite values of a metric and, at each, its step less `ahead`."""
     steps, values = curves.get(metric, ([], []))
     latest = dict(zip(steps, values, strict=True))
     kept = sorted(step for step, value in latest.items() if np.isfinite(value))
     after = np.array(kept, dtype=int) - ahead
     return after, np.array([latest[step] for step in kept], dtype=float)
+
+
+def find_gold_stop(gold: ByPrompt, reward: ByPrompt) -> GoldStop | None:
+    """Return the earliest evaluation that is as good as the best and as the end.
+
+        stop = min {t : high(g_t - g_b) >= 0 and mean(g_t) >= mean(g_T)}
+
+    with g_t the gold scores of the prompts in evaluation t, b the evaluation with the highest mean,
+    T the last one, and high the upper end of the 95% interval of the mean of paired differences, by
+    bootstrap over prompts. The best of many evaluations is partly so by luck, which makes the
+    differences to it larger and the stop later, not earlier.
+
+    gold, reward: scores in evaluations of the same prompts, in the same order; NaN for a prompt
+        without a gold score, which is left out.
+    Returns: None with fewer than two evaluations, or fewer than two prompts with gold in all.
+    """
+    steps = sorted(gold)
+    if len(steps) < 2:
+        return None
+    scores = np.stack([gold[step] for step in steps])
+    known = ~np.isnan(scores).any(axis=0)
+    if known.sum() < 2:
+        return None
+    scores = scores[:, known]
+    means = scores.mean(axis=1)
+    best = int(np.argmax(means))
+    _, high = mean_interval(scores - scores[best], _SEED)
+    within = np.flatnonzero(high >= 0)
+    stop = int(within[means[within] >= means[-1]][0])
+    rise = (reward[steps[-1]] - reward[steps[stop]])[known]
+    low_rise, high_rise = mean_interval(rise, _SEED)
+    return GoldStop(
+        step=steps[stop],
+        first=steps[within[0]],
+        last=steps[within[-1]],
+        best=steps[best],
+        end=steps[-1],
+        evaluations=len(steps),
+        prompts=int(known.sum()),
+        gold=float(means[stop]),
+        gold_at_best=float(means[best]),
+        gold_at_end=float(means[-1]),
+        reward_rise=float(rise.mean()),
+        reward_interval=(float(low_rise), float(high_rise)),
+    )

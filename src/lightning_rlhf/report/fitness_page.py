@@ -1,26 +1,45 @@
-"""Fitness report of a reward: report.md for people, fitness.json for programs."""
+"""Fitness report of a reward: report.md and its figures for people, fitness.json for programs."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
 from lightning_rlhf.core.wording import counted
 from lightning_rlhf.data.percent import percent
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.models.verdict import PAGE, Verdict
-from lightning_rlhf.report.checks import CHECKS, PAIR_CHECKS, Finding
-from lightning_rlhf.report.estimates import Correlation, Group, Interval
-from lightning_rlhf.report.findings import about_pairs, find, find_in_pairs, judgement
-from lightning_rlhf.report.fitness import Fitness
-from lightning_rlhf.report.fitness_figures import draw_fitness
-from lightning_rlhf.report.glossary import GLOSSARY, metrics
+from lightning_rlhf.report.checks import (
+    CHECKS,
+    MIN_COUNT,
+    MIN_PROBES,
+    PAIR_CHECKS,
+    Finding,
+    about_pairs,
+    find,
+    find_in_pairs,
+    for_ppo,
+    judgement,
+    metrics,
+)
+from lightning_rlhf.report.curves import BLUE, GREEN, PURPLE, SHARE
+from lightning_rlhf.report.estimates import Correlation, Distribution, Group, Interval
+from lightning_rlhf.report.figures import DPI, GREY, LEGEND, STYLE, head
+from lightning_rlhf.report.fitness import Fitness, ProbeResult
 from lightning_rlhf.report.markdown import plain, table
-from lightning_rlhf.report.probing import ProbeResult
-from lightning_rlhf.report.reward_advice import for_ppo
+from lightning_rlhf.report.outliers import MARGIN, mark_outside, view
+from lightning_rlhf.report.run_page import TEMPLATES
+from lightning_rlhf.report.tables import spread
 from lightning_rlhf.rewards.probes import PROBES
 
 NUMBERS, PICTURES = "fitness.json", "report"
@@ -73,28 +92,29 @@ def write_fitness(
     findings = find(fitness, probes)
     in_pairs = () if problems is None else find_in_pairs(problems)
     pairs = None if problems is None else about_pairs(in_pairs)
-    pictures = draw_fitness(folder / PICTURES, title, fitness, probes)
+    pictures = draw_fitness(folder / PICTURES, title, fitness)
     judged = judgement(findings)
-    sections = [
-        f"# Is this reward fit to be maximised? {plain(title, CHARACTERS)}",
-        f"**{plain(judged.words, 10 * CHARACTERS)}**",
-        *([] if pairs is None else [f"**{plain(pairs, 10 * CHARACTERS)}**"]),
-        "## What this means for PPO",
-        for_ppo(findings, in_pairs),
-        f"Good responses are the chosen ones of held-out pairs, and their score is the median. SFT "
-        f"samples are what the SFT model, where PPO starts, says to {sampled_from}. {scale}",
-        "## Numbers",
-        *_numbers(fitness),
-        "## Pictures",
-        *(f"![{what}]({path.relative_to(folder).as_posix()})" for what, path in pictures.items()),
-        *_checks((*findings, *in_pairs)),
-        *_probes(probes),
-        *_data(problems),
-        "## How each number is defined",
-        "\n".join(f"- **{name}**: {meaning}" for name, meaning in GLOSSARY.items()),
-    ]
+    words = [judged.words] if pairs is None else [judged.words, pairs]
+    shown = (f"![{what}]({path.relative_to(folder).as_posix()})" for what, path in pictures.items())
+    text = (TEMPLATES / "fitness.md").read_text(encoding="utf-8")
+    sections = {
+        "title": plain(title, CHARACTERS),
+        "conclusions": "\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in words),
+        "advice": for_ppo(findings, in_pairs),
+        "sampled_from": sampled_from,
+        "scale": scale,
+        "numbers": "\n\n".join(_numbers(fitness)),
+        "pictures": "\n\n".join(shown),
+        "checks": _checks((*findings, *in_pairs)),
+        "thresholds": "\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}."
+                                for check in (*CHECKS, *PAIR_CHECKS)),
+        "probes": _probes(probes),
+        "data": _data(problems),
+    }  # fmt: skip
     page, numbers = folder / PAGE, folder / NUMBERS
-    page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    page.write_text(
+        text.format(**sections, min_count=MIN_COUNT, min_probes=MIN_PROBES), encoding="utf-8"
+    )
     labels = {
         "judgement": asdict(judged),
         "title": title,
@@ -187,24 +207,18 @@ def _numbers(fitness: Fitness) -> Iterator[str]:
     yield table(heading, moments, right=range(1, 7))
 
 
-def _checks(findings: Sequence[Finding]) -> Iterator[str]:
-    yield "## Checks"
+def _checks(findings: Sequence[Finding]) -> str:
     rows = (
         (f.subject, f"**{f.outcome}**" if f.outcome == "flag" else f.outcome,
          number(f.value), f"{f.check.threshold:g}", plain(f.words, 10 * CHARACTERS))
         for f in findings
     )  # fmt: skip
-    yield table(("check", "outcome", "measured", "threshold", "in words"), rows, right=(2, 3))
-    yield "Why these thresholds:"
-    yield "\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}."
-                    for check in (*CHECKS, *PAIR_CHECKS))  # fmt: skip
+    return table(("check", "outcome", "measured", "threshold", "in words"), rows, right=(2, 3))
 
 
-def _probes(probes: Sequence[ProbeResult]) -> Iterator[str]:
-    yield "## Probes"
+def _probes(probes: Sequence[ProbeResult]) -> str:
     if not probes:
-        yield "None was scored."
-        return
+        return "None was scored."
     heading = ("probe", "prompts", "mean", "median", "median of chosen", "median of rejected",
                "beats chosen")  # fmt: skip
     rows = (
@@ -213,27 +227,27 @@ def _probes(probes: Sequence[ProbeResult]) -> Iterator[str]:
          number(p.rejected_median), percent(p.beats_chosen, 0))
         for p in probes
     )  # fmt: skip
-    yield table(heading, rows, right=range(1, 7))
-    yield "One example of each, the one whose score is nearest to the median:"
     examples = (
         (p.kind.replace("_", " "), plain(p.example.pair.prompt, CHARACTERS),
          plain(p.example.response, CHARACTERS), number(p.example.score),
          number(p.example.pair.chosen_score))
         for p in probes
     )  # fmt: skip
-    yield table(("probe", "prompt", "response", "score", "score of chosen"), examples, right=(3, 4))
+    shown = ("probe", "prompt", "response", "score", "score of chosen")
+    return (
+        f"{table(heading, rows, right=range(1, 7))}\n\nOne example of each, the one whose score is "
+        f"nearest to the median:\n\n{table(shown, examples, right=(3, 4))}"
+    )
 
 
-def _data(problems: Problems | None) -> Iterator[str]:
-    yield "## Preference data"
+def _data(problems: Problems | None) -> str:
     if problems is None:
-        yield "Not looked through."
-        return
+        return "Not looked through."
     items = []
     for problem in problems.counted:
         items.append(f"- {problem.line}")
         items += [f"  - {plain(example, CHARACTERS)}" for example in problem.examples]
-    yield "\n".join([*items, f"- {problems.length.line}"])
+    return "\n".join([*items, f"- {problems.length.line}"])
 
 
 def _group_row(name: str, group: Group) -> tuple[str, str, str]:
@@ -257,3 +271,118 @@ def number(value: float | None) -> str:
 def interval(ends: Interval | None) -> str:
     """Return both ends as text with three decimals, or a dash for None."""
     return "-" if ends is None else f"{ends[0]:z.3f} to {ends[1]:z.3f}"
+
+
+WIDTH_IN, HEIGHT_IN = 7.2, 4.0
+MOST_POINTS = 1500
+"""Maximum number of points of each kind in the scatter plot, spread evenly over the data."""
+
+
+def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
+    """Draw every figure into `folder`; return caption -> file.
+
+    title: heading of each figure, which says what was measured.
+    """
+    pictures = {
+        "Scores of chosen and rejected responses and of SFT samples": ("rewards.png", _rewards),
+        "Score against length": ("length.png", _length),
+        "Accuracy by how far apart the two responses are": ("margin.png", _margins),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in pictures.values():
+        with mpl.rc_context({**STYLE, "axes.axisbelow": True}):
+            figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
+            draw(figure, fitness)
+            head(figure, title)
+            figure.savefig(folder / name, dpi=DPI)
+    return {what: folder / name for what, (name, _) in pictures.items()}
+
+
+def _rewards(figure: Figure, fitness: Fitness) -> None:
+    axes = figure.subplots()
+    axes.set_xlabel("score")
+    kinds: list[tuple[str, str, Distribution | None]] = [
+        ("SFT samples", BLUE, fitness.sampled),
+        ("rejected", PURPLE, fitness.rejected),
+        ("chosen", GREEN, fitness.chosen),
+    ]
+    for label, color, found in kinds:
+        if found is not None:
+            shares = np.array(found.histogram) / found.count
+            axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
+            axes.stairs(
+                shares, fitness.edges, color=color, linewidth=1.6,
+                label=f"{label} ({found.count:,})",
+            )  # fmt: skip
+    low, high = fitness.edges[0], fitness.edges[-1]
+    margin = MARGIN * (high - low)
+    limits = low - margin, high + margin
+    axes.set_xlim(*limits)
+    kinds_shown = [(color, found) for _, color, found in kinds if found is not None]
+    for row, (color, found) in enumerate(kinds_shown, start=1):
+        height = 0.06 * row * axes.get_ylim()[1]
+        extremes = np.array([(found.lowest, height), (found.highest, height)])
+        mark_outside(axes, extremes, limits, None, color)
+    axes.set_ylabel("share of responses")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylim(bottom=0)
+    axes.legend(handlelength=1.4, ncols=3, **LEGEND)
+
+
+def _length(figure: Figure, fitness: Fitness) -> None:
+    axes = figure.subplots()
+    pairs, samples = fitness.pairs, fitness.samples
+    kinds = [
+        ("SFT samples", BLUE, "^", [(s.tokens, s.score) for s in samples]),
+        ("rejected", PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
+        ("chosen", GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
+    ]
+    everything = [point for *_, points in kinds for point in points]
+    x, y = view([tokens for tokens, _ in everything]), view([score for _, score in everything])
+    if x is not None:
+        axes.set_xlim(*x)
+    if y is not None:
+        axes.set_ylim(*y)
+    for label, color, marker, points in kinds:
+        if points:
+            shown = spread(points, MOST_POINTS)
+            alpha = min(0.8, max(0.2, 8 / math.sqrt(len(shown))))
+            tokens, scores = zip(*shown, strict=True)
+            axes.scatter(tokens, scores, s=16, marker=marker, color=color, alpha=alpha,
+                         linewidths=0)  # fmt: skip
+            axes.plot([], [], marker, color=color, markersize=5, label=label)  # opaque legend
+            mark_outside(axes, np.array(points, dtype=float), x, y, color)
+    axes.set_xlabel("tokens of the response")
+    axes.set_ylabel("score")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.legend(handletextpad=0.1, ncols=3, **LEGEND)
+
+
+def _margins(figure: Figure, fitness: Fitness) -> None:
+    groups = [
+        ("by |chosen - rejected|, score", fitness.by_difference),
+        ("by the margin given in the data", fitness.by_margin),
+        ("by length", fitness.length.groups),
+    ]
+    shown = [(label, group) for label, group in groups if group]
+    figure.set_figwidth(WIDTH_IN + 3.2 * (len(shown) - 2))
+    plots = figure.subplots(1, len(shown), sharey=True, squeeze=False,
+                            width_ratios=[1 + len(group) for _, group in shown]).flat  # fmt: skip
+    for axes, (label, group) in zip(plots, shown, strict=True):
+        _accuracies(axes, group)
+        axes.set_title(label, loc="left", fontsize=10)
+    figure.axes[0].set_ylabel("share ranked right (pairs)")
+
+
+def _accuracies(axes: Axes, groups: Sequence[Group]) -> None:
+    axes.axhline(0.5, color=GREY, linewidth=1, linestyle="--")
+    for x, group in enumerate(groups):
+        if group.interval is not None:
+            axes.vlines(x, *group.interval, color=BLUE, linewidth=2)
+        axes.plot(x, group.accuracy, "o", color=BLUE, markersize=7)
+    names = [f"{g.label.replace(' to ', chr(10) + 'to ')}\n({g.pairs:,})" for g in groups]
+    axes.set_xticks(range(len(groups)), [name.replace("chosen ", "chosen\n") for name in names])
+    axes.tick_params(axis="x", labelsize=8.5)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_ylim(*SHARE)
+    axes.grid(visible=False, axis="x")

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
 import numpy as np
+from scipy.special import stdtrit  # quantile of Student's t
 
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.scales import Point
@@ -45,38 +46,8 @@ def over_seeds(values: Sequence[float]) -> Mean | None:
     mean = fmean(known)
     if len(known) == 1:
         return Mean(mean, None, 1)
-    reach = t_quantile(len(known) - 1) * stdev(known) / math.sqrt(len(known))
+    reach = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / math.sqrt(len(known))
     return Mean(mean, (mean - reach, mean + reach), len(known))
-
-
-def t_quantile(df: int) -> float:
-    """Return the 97.5% quantile of Student's t distribution.
-
-    Exact for 1 and 2 degrees of freedom:
-
-        t_1 = tan(pi (p - 1/2)),   t_2 = (2p - 1) / sqrt(2 p (1 - p)),   p = 0.975
-
-    From 3 on the expansion in z, the normal quantile, and 1/df, within 0.2%:
-
-        t = z + (z^3 + z)/(4 df) + (5z^5 + 16z^3 + 3z)/(96 df^2)
-              + (3z^7 + 19z^5 + 17z^3 - 15z)/(384 df^3)
-              + (79z^9 + 776z^7 + 1482z^5 - 1920z^3 - 945z)/(92160 df^4)
-
-    Source: Abramowitz and Stegun 1964, Handbook of Mathematical Functions, 26.7.5
-    """
-    p = 0.975
-    if df == 1:
-        return math.tan(math.pi * (p - 0.5))
-    if df == 2:
-        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
-    z = NormalDist().inv_cdf(p)
-    return (
-        z
-        + (z**3 + z) / (4 * df)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * df**4)
-    )
 
 
 def common_kls(runs: Sequence[Sequence[Point]]) -> list[float]:

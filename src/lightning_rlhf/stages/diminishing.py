@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter
 
 from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.samples import SAMPLES
@@ -13,10 +17,20 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.nearest_path import nearest_path
 from lightning_rlhf.io.reading import json_lines, read_text
-from lightning_rlhf.report.diminishing import GOLD, REWARD
-from lightning_rlhf.report.diminishing_figure import NUMBERS, PICTURE, write_diminishing
-from lightning_rlhf.report.gold_stop import GoldStop, find_gold_stop
-from lightning_rlhf.report.knee import FEWEST_POINTS
+from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.report.curves import BLUE, ORANGE
+from lightning_rlhf.report.diminishing import (
+    FEWEST_POINTS,
+    FLOPS,
+    GOLD,
+    NAMES,
+    REWARD,
+    Diminishing,
+    GoldStop,
+    find_gold_stop,
+    measure,
+)
+from lightning_rlhf.report.figures import DPI, GREY, LEGEND, ROW_IN, STYLE, WIDTH_IN, head
 from lightning_rlhf.report.run_plots import HELD_OUT
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import read_config
@@ -24,6 +38,7 @@ from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.measured import by_prompt
 from lightning_rlhf.stages.run_files import damage_named
 
+NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 ALLOWED = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
 """Folders that have a point of diminishing returns, for errors."""
 
@@ -46,9 +61,48 @@ def print_diminishing(folder: Path, title: str) -> bool:
             values.append(float(cell))
     if REWARD not in curves or len(curves[REWARD][0]) < FEWEST_POINTS:
         return False
-    found = write_diminishing(folder, title, curves, paired_stop(folder))
+    found = measure(curves, paired_stop(folder))
+    with written_whole(folder / NUMBERS) as beside:
+        text = json.dumps(found.as_json(), indent=1, allow_nan=False)
+        beside.write_text(text + "\n", encoding="utf-8")
+    with written_whole(folder / PICTURE) as beside, mpl.rc_context(STYLE):
+        draw(found, title).savefig(beside, dpi=DPI, format="png")
     print_line(f"diminishing returns: {found.sentence} ({folder / PICTURE})")
     return True
+
+
+def draw(found: Diminishing, title: str) -> Figure:
+    """Return the figure: reward, and gold where there is one, against compute, with their fits."""
+    figure = Figure(figsize=(WIDTH_IN, ROW_IN + 1.4), layout=ConstrainedLayoutEngine())
+    head(figure, f"{title}. {found.sentence[:1].upper()}{found.sentence[1:]}")
+    axes = figure.subplots()
+    axes.set_ylabel("score")
+    axes.set_xlabel("iterations of training")
+    if found.reward.unit == FLOPS:
+        axes.set_xlabel("floating-point operations")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for curve, color in ((found.reward, BLUE), (found.gold, ORANGE)):
+        if curve is None:
+            continue
+        name = NAMES[curve.metric]
+        axes.plot(curve.x, curve.y, "o", color=color, markersize=4, alpha=0.45, label=name)
+        if curve.fit is None:
+            continue
+        shares, span = np.linspace(0.0, 1.0, 400), curve.x[-1] - curve.x[0]
+        axes.plot(curve.x[0] + shares * span, curve.fit.value(shares), color=color,
+                  label=f"fit of {name}")  # fmt: skip
+        if curve is found.decisive:
+            low, high = (curve.x[0] + min(end, 1.0) * span for end in curve.fit.interval)
+            label = f"knee of {name}: iteration {curve.knee}"
+            axes.axvspan(low, high, color=GREY, alpha=0.15, linewidth=0, label=label)
+            if (at := curve.at(curve.fit.knee)) is not None:
+                axes.axvline(at, color=GREY, linewidth=1, linestyle="--")
+    if (stop := found.gold_stop) is not None and found.gold is not None:
+        at = found.gold.after == stop.step
+        axes.plot(found.gold.x[at], found.gold.y[at], "o", color=GREY, markersize=9,
+                  fillstyle="none", label=f"stop: iteration {stop.step}")  # fmt: skip
+    axes.legend(ncols=6, handlelength=1.4, **LEGEND)
+    return figure
 
 
 def paired_stop(folder: Path) -> GoldStop | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import lightning as L
@@ -52,7 +53,7 @@ def check_in_memory(settings: Settings) -> None:
 def advising(settings: Settings) -> Iterator[None]:
     """Add advice to a TrainingError raised inside; errors name the keys of the stage's section."""
     try:
-        with naming_own_keys(settings.stage, settings.definition.config.__dataclass_fields__):
+        with naming_own_keys(settings.stage, {f.name for f in fields(settings.definition.config)}):
             yield
     except TrainingError as error:
         advise(error, settings.stage)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -100,7 +100,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         given = "true" if tree["resume"] is True else tree["resume"]
         raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
-    with naming_own_keys(stage, definition.config.__dataclass_fields__):
+    with naming_own_keys(stage, {f.name for f in fields(definition.config)}):
         config = _config(definition, tree[stage])
         if isinstance(config, PPOConfig):
             check_normalization(config, reward)

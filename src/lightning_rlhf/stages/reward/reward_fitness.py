@@ -27,11 +27,15 @@ from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.models.build_roles import check_positions, check_room, refuse_positions
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
-from lightning_rlhf.report.fitness import measure_fitness
+from lightning_rlhf.report.checks import metrics
+from lightning_rlhf.report.fitness import (
+    ScoredPair,
+    ScoredProbe,
+    ScoredSample,
+    measure_fitness,
+    measure_probes,
+)
 from lightning_rlhf.report.fitness_page import Written, write_fitness
-from lightning_rlhf.report.glossary import metrics
-from lightning_rlhf.report.probing import measure_probes
-from lightning_rlhf.report.scored import ScoredPair, ScoredProbe, ScoredSample
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair
 from lightning_rlhf.rewards.probes import make_probes
 from lightning_rlhf.rewards.weighted import Source
