@@ -33,8 +33,7 @@ class Tokenizer(Protocol):
 def bounded(seconds: float, memory: int) -> Iterator[None]:
     """Limit the code inside to `seconds` of processor time and `memory` bytes more than now.
 
-    Works in the main thread alone, since only it handles signals (`rewards.serve` scores in the
-    main thread for this reason); memory is limited on Linux alone.
+    Works in the main thread alone, since only it handles signals; memory is limited on Linux alone.
 
     Raises:
         TimeoutError, MemoryError: raised inside where a limit is exceeded.

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.wording import quoted
 from lightning_rlhf.io.user_code import FAULTS
-from lightning_rlhf.rewards.quote import quoted
 
 
 @dataclass(frozen=True)

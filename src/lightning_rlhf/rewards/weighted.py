@@ -13,8 +13,7 @@ from torch import Tensor
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.shaping import AS_IT_IS, Term
 from lightning_rlhf.core.types import DecodedResponses
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.rewards.quote import quoted
+from lightning_rlhf.core.wording import counted, quoted
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""

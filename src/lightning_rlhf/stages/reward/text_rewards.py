@@ -34,7 +34,7 @@ from lightning_rlhf.stages.reward_section import read_reward
 from lightning_rlhf.stages.trained import trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
-    from lightning_rlhf.rewards.protocol import Columns, Messages, Score
+    from lightning_rlhf.rewards.server import Columns, Messages, Score
 
 ASKER = "give it to the run that asks, with reward=http"
 NOT_SERVED = {
