@@ -62,42 +62,31 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
     Raises RewardError unless they are one finite number for each response.
     """
     if len(found) != len(decoded):
-        raise RewardError(
-            f"reward {name!r} gave {counted(len(found), 'number')} for "
-            f"{counted(len(decoded), 'response')}; allowed: "
-            "one for each"
-        )
+        given = f"{counted(len(found), 'number')} for {counted(len(decoded), 'response')}"
+        raise RewardError(f"reward {name!r} gave {given}; allowed: one for each")
+    if isinstance(found, Tensor) and found.dim() != 1:
+        raise not_finite(f"a tensor {list(found.shape)}", decoded, 0, name)
     if not isinstance(found, Tensor):
+        numbers = []
         for i, number in enumerate(found):
-            is_number = isinstance(number, int | float) or hasattr(number, "__float__")
-            require_finite_score(is_number, number, decoded, i, name)
-        found = torch.tensor(
-            [_as_float(number, decoded, i, name) for i, number in enumerate(found)]
-        )
-    require_finite_score(found.dim() == 1, f"a tensor {list(found.shape)}", decoded, 0, name)
+            try:
+                if not hasattr(number, "__float__"):
+                    raise TypeError
+                numbers.append(float(number))
+            except (OverflowError, TypeError, ValueError):
+                raise not_finite(quoted(number), decoded, i, name) from None
+        found = torch.tensor(numbers)
     found = found.to(decoded.rollout.tokens.device, torch.float32)
     finite = found.isfinite()
     if not finite.all():
         i = int(finite.int().argmin())
-        require_finite_score(False, found[i].item(), decoded, i, name)
+        raise not_finite(quoted(found[i].item()), decoded, i, name)
     return found
 
 
-def _as_float(number: Any, decoded: DecodedResponses, i: int, name: str) -> float:
-    try:
-        return float(number)
-    except (OverflowError, TypeError, ValueError):
-        require_finite_score(False, number, decoded, i, name)
-        raise
-
-
-def require_finite_score(
-    holds: bool, found: Any, decoded: DecodedResponses, i: int, name: str
-) -> None:
-    """Raise RewardError, naming what a component gave for the i-th response, unless `holds`."""
-    if not holds:
-        shown = found if isinstance(found, str) else quoted(found)
-        raise RewardError(
-            f"reward {name!r} gave {shown} for the response {quoted(decoded.responses[i])} to the "
-            f"prompt {quoted(decoded.rows[i]['prompt'])}; allowed: a finite number"
-        )
+def not_finite(shown: str, decoded: DecodedResponses, i: int, name: str) -> RewardError:
+    """Return the error that names what a component gave for the i-th response."""
+    return RewardError(
+        f"reward {name!r} gave {shown} for the response {quoted(decoded.responses[i])} to the "
+        f"prompt {quoted(decoded.rows[i]['prompt'])}; allowed: a finite number"
+    )

@@ -25,8 +25,7 @@ from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rewards.text import TextReward
+from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rollout.annotate import predict
 from lightning_rlhf.rollout.critic import Critic
 from lightning_rlhf.rollout.decoded import decode_responses

@@ -14,8 +14,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rewards.text import TextReward
+from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.preflight.check import Check
 
