@@ -130,22 +130,16 @@ class HTTPReward:
     def __call__(self, decoded: DecodedResponses) -> list[float]:
         questions = [_question(*pair) for pair in zip(decoded.rows, decoded.responses, strict=True)]
         keys = [hashlib.sha256(_json(question)).digest() for question in questions]
-        known = {key: self._cache[key] for key in keys if key in self._cache}
-        open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in known}
+        open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in self._cache}
         for start in range(0, len(open_), self._batch_size):
             asked = dict(itertools.islice(open_.items(), start, start + self._batch_size))
-            answers = dict(zip(asked, self._ask(list(asked.values())), strict=True))
-            self._remember(answers)
-            known |= answers
-        self._remember(known)
-        return [known[key] for key in keys]
-
-    def _remember(self, scores: Mapping[bytes, float]) -> None:
-        for key, score in scores.items():
-            self._cache[key] = score
+            self._cache |= zip(asked, self._ask(list(asked.values())), strict=True)
+        for key in keys:
             self._cache.move_to_end(key)
+        found = [self._cache[key] for key in keys]
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
+        return found
 
     def _ask(self, questions: Sequence[Question]) -> list[float]:
         for done in itertools.count(1):
@@ -243,9 +237,8 @@ class HTTPReward:
         if not isinstance(scores, list):
             raise self._error(f'answered "scores": {quoted(scores)}; {allowed}')
         if len(scores) != len(questions):
-            raise self._error(
-                f"gave {counted(len(scores), 'score')} for {counted(len(questions), 'response')}"
-            )
+            count = counted(len(questions), "response")
+            raise self._error(f"gave {counted(len(scores), 'score')} for {count}")
         for score, question in zip(scores, questions, strict=True):
             if not isinstance(score, float) or not math.isfinite(score):
                 raise self._error(
