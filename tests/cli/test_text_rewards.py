@@ -201,7 +201,7 @@ def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> No
         (["classifier", "reward.batch_size=0"], "reward.batch_size is 0; allowed: "),
         (["classifier", "reward.max_tokens=257"], "reward.max_tokens is 257; allowed: null, or at"),
         (["classifier", "reward.weight=2"], "reward.weight is given, but a server does not read "
-         "it; give it to the run that asks, with reward=http"),
+         "it; allowed: in the run that asks, with reward=http"),
         (["classifier", "reward.clip=1"], "reward.clip is given, but a server does not read it"),
         (["classifier", "reward.kind=http"], "reward.kind is given, but a server does not read"),
         (["classifier", "reward.name_or_path=data"], "reward.name_or_path is given, but a server"),

@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.types import DecodedResponses, Rollout
-from lightning_rlhf.rewards.limits import Limits
-from lightning_rlhf.rewards.protocol import Score
-from lightning_rlhf.rewards.server import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer, Score, listening_socket
 
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers, body."""
@@ -104,12 +102,9 @@ def running(server: ThreadingHTTPServer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(
-    score: Score, port: int = 0, token: str | None = None, **limits: Any
-) -> Iterator[RewardServer]:
+def serving(score: Score, port: int = 0, token: str | None = None) -> Iterator[RewardServer]:
     """A reward server answers in a thread."""
-    address = listening_socket("127.0.0.1", port)
-    server = RewardServer(score, address, token=token, limits=Limits(**limits))
+    server = RewardServer(score, listening_socket("127.0.0.1", port), token=token)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

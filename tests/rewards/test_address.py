@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.address import Address, redacted
+from lightning_rlhf.rewards.address import parsed, redacted, token_in
+from lightning_rlhf.rewards.http import authorization
 
 
 @pytest.mark.parametrize(
@@ -27,21 +28,15 @@ def test_no_secret_is_shown(url: str, shown: str) -> None:
     assert redacted(url) == shown
 
 
-def test_a_user_becomes_a_header() -> None:
-    # "me:w@rd" in base 64
-    address = Address.read("http://me:w%40rd@host:1/score?k=v#f", None, "reward")
-    assert address.url == "http://host:1/score?k=v"
-    assert address.headers["authorization"] == "Basic bWU6d0ByZA=="
-    assert address.hide("no me:w%40rd, no k=v, no w@rd") == "no ***, no ***, no ***"
-    assert address.hide("no Basic bWU6d0ByZA==") == "no Basic ***"
-
-
-def test_a_token_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_and_a_token_become_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The password is escaped in the address, "me:w@rd" in base 64 in the header."""
     monkeypatch.setenv("JUDGE_TOKEN", " s3cret\n")
-    address = Address.read("http://host/score", "JUDGE_TOKEN", "reward")
-    assert address.headers["authorization"] == "Bearer s3cret"
-    assert address.hide("s3cret is wrong") == "*** is wrong"
-    assert "authorization" not in Address.read("http://host/score", None, "reward").headers
+    headers, secrets = authorization("me:w%40rd", None, "reward")
+    assert headers["authorization"] == "Basic bWU6d0ByZA=="
+    assert secrets == ["me:w%40rd", "bWU6d0ByZA==", "w%40rd", "w@rd"]
+    headers, secrets = authorization(None, "JUDGE_TOKEN", "reward")
+    assert (headers["authorization"], secrets) == ("Bearer s3cret", ["s3cret"])
+    assert authorization(None, None, "reward") == ({"content-type": "application/json"}, [])
 
 
 @pytest.mark.parametrize("token", [None, "", "  ", "two words", "two\nlines", "schlüssel"])
@@ -50,7 +45,7 @@ def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, token: s
     if token is not None:
         monkeypatch.setenv("JUDGE_TOKEN", token)
     with pytest.raises(ConfigError) as found:
-        Address.read("http://host/score", "JUDGE_TOKEN", "reward.components.a")
+        token_in("JUDGE_TOKEN", "reward.components.a.token_env")
     assert str(found.value) == (
         "reward.components.a.token_env is 'JUDGE_TOKEN'; allowed: an environment variable that "
         "holds a token, or null"
@@ -62,7 +57,7 @@ def test_a_user_and_a_token_are_one_too_many(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ConfigError, match=r"reward\.url has a user and reward\.token_env is 'JUDGE"
     ):
-        Address.read("http://me:word@host/score", "JUDGE_TOKEN", "reward")
+        authorization("me:word", "JUDGE_TOKEN", "reward")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_a_user_and_a_token_are_one_too_many(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_what_is_no_address_is_named_without_its_secrets(url: str | None, shown: str) -> None:
     with pytest.raises(ConfigError) as found:
-        Address.read(url, None, "reward")  # type: ignore[arg-type]
+        parsed(url, "reward.url")  # type: ignore[arg-type]
     assert str(found.value) == (
         f"reward.url is {shown}; allowed: http://HOST:PORT/PATH or https://..."
     )

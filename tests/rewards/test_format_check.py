@@ -18,7 +18,6 @@ from lightning_rlhf.rewards.format_check import (
     first_difference,
     ranked_backwards,
     read_pairs,
-    unknown,
     write_pairs,
 )
 
@@ -72,7 +71,7 @@ def test_scores_that_were_all_alike_have_no_scale() -> None:
 )  # fmt: skip
 def test_what_fits(gap: float | None, problems: tuple[str, ...], fits: bool) -> None:
     own = None if gap is None else "<q>"
-    result = replace(unknown([1], [0], "<q>", problems, ["short"]), gap=gap, own_rendered=own)
+    result = replace(compare([], [1], [0], "<q>", problems, ["short"]), gap=gap, own_rendered=own)
     assert result.fits(0.1) == fits
 
 
@@ -82,7 +81,7 @@ def test_another_text_does_not_fit_however_little_it_moves_scores() -> None:
 
 
 def test_pairs_that_nobody_scored_before() -> None:
-    result = unknown([2, 1], [1, 2], "<q>", ["it starts twice"], ["it has no end"])
+    result = compare([], [2, 1], [1, 2], "<q>", ["it starts twice"], ["it has no end"])
     assert (result.pairs, result.accuracy, result.own_accuracy, result.gap) == (2, 0.5, None, None)
     assert result.lines("a", 0.1, shows_text=True) == [
         "reward a: 2 held-out pairs read through PPO's path, 0.50 of them ranked as labelled",
@@ -152,7 +151,7 @@ def test_no_row_of_the_data_is_among_the_lines_unless_it_is_asked_for() -> None:
     for result in (
         compare([known(1, 0)], [1], [0], "<q>a<r>b<e>", []),
         compare([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", []),
-        unknown([1], [0], "<q>a<r>b<e>", [], []),
+        compare([], [1], [0], "<q>a<r>b<e>", [], []),
     ):
         assert not any("<q>" in line for line in result.lines("a", 0.1, shows_text=False))
 

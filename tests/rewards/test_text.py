@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.rewards.text import Features, TextModel, TextReward
+from lightning_rlhf.rewards.learned import Features, TextModel, TextReward
 
 from .conftest import make_replies
 

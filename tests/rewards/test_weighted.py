@@ -49,7 +49,7 @@ def test_numbers_come_in_many_forms(numbers: Any) -> None:
         ([1.0, math.inf, 2.0], "inf"),
         ([1.0, -math.inf, math.nan], "-inf"),
         ([1.0, None, 2.0], "None"),
-        ([1.0, "2", 2.0], "2"),
+        ([1.0, "2", 2.0], "'2'"),
         (torch.tensor([1.0, math.nan, 2.0]), "nan"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -12,26 +14,32 @@ from pydantic import Field
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.core.validation import check_value
 from lightning_rlhf.rewards.address import token_in
-from lightning_rlhf.rewards.limits import Limits
 from lightning_rlhf.stages.console import print_error
 
 if TYPE_CHECKING:
-    from lightning_rlhf.rewards.protocol import Score
-    from lightning_rlhf.rewards.server import RewardServer
+    from lightning_rlhf.rewards.server import RewardServer, Score
 
 
 def serve_reward(arguments: Sequence[str]) -> None:
     """Serve until Ctrl-C or SIGTERM; an error prints one message and exits with status 1."""
     given = parser().parse_intermixed_args(arguments)
+    server = None
+    # uvicorn raises the signal that ended it once more.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server = make_server(given)
-        server.run(ready=lambda: _print_address(server, given.token_env))
+        _print_address(server, given.token_env)
+        server.run()
     except KeyboardInterrupt:
         pass
     except RLHFError as error:
         print_error(str(error))
         sys.exit(1)
-    print("stopped")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("stopped", flush=True)
+    if server is not None and server.is_scoring:
+        os._exit(0)  # Python would wait for the thread, which may never return
 
 
 def make_server(given: argparse.Namespace) -> RewardServer:
@@ -70,8 +78,7 @@ def parser() -> argparse.ArgumentParser:
         "the extra serve: pip install 'lightning-rlhf[serve]'.",
         epilog='POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": '
         '[...]} and answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a '
-        "token too. The traffic is not encrypted. What clients may use, and how it ends: "
-        + limits_told(),
+        "token too. The traffic is not encrypted.",
     )
     parser.add_argument(
         "final", help="final/ folder of stage=rm or sequence classifier, or the hub id of one"
@@ -91,18 +98,6 @@ def parser() -> argparse.ArgumentParser:
         "reward.token_env is its like in the run that asks",
     )  # fmt: skip
     return parser
-
-
-def limits_told() -> str:
-    """Return the bounds of a server as a list in words."""
-    limits = Limits()
-    return (
-        f"{limits.connections} connections at once; {limits.head_bytes // 2**10} KiB of headers "
-        f"within {limits.head_s:g} s; a body of {limits.body_bytes // 2**20} MiB within "
-        f"{limits.body_s:g} s, {limits.held_bytes // 2**20} MiB of bodies at once; one request "
-        "scored at a time; after Ctrl-C or SIGTERM, what has come in is answered for at most "
-        f"{limits.stop_s} s."
-    )
 
 
 def _print_address(server: RewardServer, token_env: str | None) -> None:

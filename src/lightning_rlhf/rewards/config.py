@@ -4,7 +4,7 @@ A component is named by its place in the configuration, so that an error can nam
 `reward` where there is one, `reward.components.NAME` where there are several.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -38,10 +38,16 @@ Checkpoint = Annotated[Text, described("a folder, a hub id")]
 class ComponentConfig:
     """Keys of every component."""
 
+    no_scale: ClassVar[str] = ""
+    """Why no scale was measured by which the component could be standardised; "" if one was."""
     kind: str
     weight: Annotated[float, Field(ge=-LARGEST_FACTOR, le=LARGEST_FACTOR)]
     normalization: Normalization
     clip: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] | None
+
+    def __post_init__(self) -> None:
+        rule(not self.no_scale or self.normalization != "stored", "normalization",
+             self.normalization, f"none, running: {self.no_scale}")  # fmt: skip
 
     def term(self, name: str) -> Term:
         """Return how the component enters the sum under `name`."""
@@ -55,8 +61,7 @@ class ComponentConfig:
 class RandomConfig(ComponentConfig):
     """A random head on the SFT model, to debug the loop."""
 
-    def __post_init__(self) -> None:
-        refuse_stored(self.normalization, "a random head has no scale that was measured")
+    no_scale = "a random head has no scale that was measured"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -112,20 +117,19 @@ def require_device(key: str, name: Any) -> None:
 class FunctionConfig(ComponentConfig):
     """A function of the texts."""
 
+    no_scale = "a function has no scale that was measured"
     path: Annotated[
         Text,
         Field(pattern=":", description="path/to/file.py:name, package.module:name"),
     ]
     arguments: Options
 
-    def __post_init__(self) -> None:
-        refuse_stored(self.normalization, "a function has no scale that was measured")
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class HTTPConfig(ComponentConfig):
     """A server that is asked for scores."""
 
+    no_scale = "a server tells no scale"
     url: Annotated[str, described(ALLOWED)]
     batch_size: PositiveInt
     timeout_s: Annotated[float, Field(gt=0, le=DAY_S)]
@@ -137,14 +141,6 @@ class HTTPConfig(ComponentConfig):
         | None
     )
 
-    def __post_init__(self) -> None:
-        refuse_stored(self.normalization, "a server tells no scale")
-
     def check(self, key: str) -> None:
         """Raise ConfigError as `ComponentConfig.check` does."""
         parsed(self.url, f"{key}.url")
-
-
-def refuse_stored(normalization: Normalization, why: str) -> None:
-    """Raise ValueError where a component is to be standardised by what nobody measured."""
-    rule(normalization != "stored", "normalization", normalization, f"none, running: {why}")

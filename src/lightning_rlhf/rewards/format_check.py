@@ -1,8 +1,6 @@
 """Check that a reward model reads the same text in PPO as in its own stage.
 
-A wrong separator, a doubled start token, a missing template or a lost end token changes every score
-a little, without an error. Pairs that the reward model scored in its own stage reveal it: the same
-text, read through PPO's code path, must get the same score.
+Pairs that the reward model scored in its own stage must get the same scores through PPO's path.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +87,8 @@ class FormatResult:
     def fits(self, tolerance: float) -> bool:
         """Return whether PPO may start.
 
-        It may if there is no problem, the text is the same as in the model's own stage, and the
-        scores differ by rounding alone: `gap` is at most `tolerance`.
+        It may if there is no problem, the text is the same as in the model's own stage, and `gap`
+        is at most `tolerance`.
         """
         if self.problems or self.gap is None:
             return not self.problems
@@ -129,45 +128,25 @@ def compare(
     rejected: Sequence[float],
     rendered: str,
     problems: Sequence[str],
+    doubts: Sequence[str] = (),
 ) -> FormatResult:
     """Return the comparison of raw scores through PPO's path with the recorded ones.
 
-    A tie counts one half in the accuracy.
+    known: pairs with their recorded scores; empty where these are unknown.
     """
-    own = [score for pair in known for score in (pair.chosen_score, pair.rejected_score)]
-    here = [score for pair in zip(chosen, rejected, strict=True) for score in pair]
-    squares = [(a - b) ** 2 for a, b in zip(own, here, strict=True)]
-    spread = statistics.pstdev(own)
+    gap = own_accuracy = own_rendered = None
+    if known:
+        own = [score for pair in known for score in (pair.chosen_score, pair.rejected_score)]
+        here = [score for pair in zip(chosen, rejected, strict=True) for score in pair]
+        squares = [(a - b) ** 2 for a, b in zip(own, here, strict=True)]
+        spread = statistics.pstdev(own)
+        gap = math.sqrt(statistics.fmean(squares)) / spread if spread > 0 else math.inf
+        own_accuracy, own_rendered = accuracy(own[::2], own[1::2]), known[0].rendered
     return FormatResult(
-        pairs=len(known),
-        accuracy=accuracy(chosen, rejected),
-        own_accuracy=accuracy([p.chosen_score for p in known], [p.rejected_score for p in known]),
-        gap=math.sqrt(statistics.fmean(squares)) / spread if spread > 0 else math.inf,
-        rendered=rendered,
-        own_rendered=known[0].rendered,
-        problems=tuple(problems),
-        doubts=(),
-    )
-
-
-def unknown(
-    chosen: Sequence[float],
-    rejected: Sequence[float],
-    rendered: str,
-    problems: Sequence[str],
-    doubts: Sequence[str],
-) -> FormatResult:
-    """Return the result for pairs whose earlier scores are unknown."""
-    return FormatResult(
-        pairs=len(chosen),
-        accuracy=accuracy(chosen, rejected),
-        own_accuracy=None,
-        gap=None,
-        rendered=rendered,
-        own_rendered=None,
-        problems=tuple(problems),
+        pairs=len(chosen), accuracy=accuracy(chosen, rejected), own_accuracy=own_accuracy, gap=gap,
+        rendered=rendered, own_rendered=own_rendered, problems=tuple(problems),
         doubts=tuple(doubts),
-    )
+    )  # fmt: skip
 
 
 def ranked_backwards(chosen: Sequence[float], rejected: Sequence[float]) -> list[str]:
@@ -180,13 +159,12 @@ def ranked_backwards(chosen: Sequence[float], rejected: Sequence[float]) -> list
     right, wrong = sum(c > r for c, r in pairs), sum(c < r for c, r in pairs)
     n = right + wrong
     chance = sum(math.comb(n, k) for k in range(right + 1)) / 2**n
-    if chance >= BACKWARDS:
-        return []
-    return [
+    words = (
         f"it ranks {right} pairs as labelled and {wrong} the other way round, which guessing does "
         f"with probability {chance:.2g}: another output (label) or chat template, or lower is "
         "better (a weight below 0)"
-    ]
+    )
+    return [words] * (chance < BACKWARDS)
 
 
 def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
@@ -198,12 +176,6 @@ def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
 
 def first_difference(there: str, here: str, characters: int = 40) -> str:
     """Return where two texts first differ, with the characters that follow in each."""
-    at = next(
-        (i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b),
-        min(len(there), len(here)),
-    )
-    start = max(0, at - 10)
-    return (
-        f"at character {at}, {there[start : at + characters]!r} there, "
-        f"{here[start : at + characters]!r} here"
-    )
+    at = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(there, here, strict=False)))
+    shown = slice(max(0, at - 10), at + characters)
+    return f"at character {at}, {there[shown]!r} there, {here[shown]!r} here"

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.wording import quoted
 from lightning_rlhf.io.user_code import FAULTS, number
-from lightning_rlhf.rewards.quote import quoted
 
 
 @dataclass(frozen=True)
@@ -140,21 +140,17 @@ class _Takes:
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
         parameters = list(signature.parameters.values())
-        positional = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        first = [p.name for p in positional[:2]]
-        rest = [p for p in parameters if p.name not in first]
-        kinds = {p.kind for p in rest}
-        room = len(first) == 2 or inspect.Parameter.VAR_POSITIONAL in kinds
-        nameless = inspect.Parameter.POSITIONAL_ONLY in kinds
-        swapped = "responses" in first[:1] or "prompts" in first[1:]
+        first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._first = [p.name for p in first[:2]]
+        rest = [p for p in parameters if p.name not in self._first]
         named = [p for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.texts = room and not nameless and not swapped
         self.named = [p.name for p in named]
         self.required = [p.name for p in named if p.default is p.empty]
-        self._first = first
+        kinds = {p.kind for p in rest}
         self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        room = len(self._first) == 2 or inspect.Parameter.VAR_POSITIONAL in kinds
+        swapped = "responses" in self._first[:1] or "prompts" in self._first[1:]
+        self.texts = room and not swapped and inspect.Parameter.POSITIONAL_ONLY not in kinds
 
     def is_taken(self, name: str) -> bool:
         """Return whether a value can be passed by this name."""

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import math
+import socket
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from http.client import HTTPException, HTTPResponse
+from typing import Any, cast
+from urllib.parse import unquote
 
 from urllib3 import Retry
-from urllib3.exceptions import InvalidHeader
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import DecodeError, HTTPError, InvalidHeader, NewConnectionError
+from urllib3.exceptions import TimeoutError as SlowError
+from urllib3.response import BaseHTTPResponse
+from urllib3.util import make_headers
 
-from lightning_rlhf.core.errors import RewardError
+from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.core.types import DecodedResponses
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.core.wording import counted, quoted
 from lightning_rlhf.io.user_code import permitted
-from lightning_rlhf.rewards.address import Address, redacted
-from lightning_rlhf.rewards.connection import Answer, Away, Connection, NoAnswer, Unusable
-from lightning_rlhf.rewards.quote import quoted
+from lightning_rlhf.rewards.address import HIDDEN, parsed, redacted, token_in
 
 Question = Mapping[str, Any]
 """Prompt (as text and as messages), response and columns of one response."""
@@ -32,6 +39,8 @@ GREETING_S = 10
 ANSWER_BYTES, SCORE_BYTES = 2**20, 2**12
 """Maximum size of an answer, decompressed, bytes: a constant part, and a part per response. A score
 takes about 25; the rest is room for anything else that a server sends."""
+PIECE_BYTES = 2**16
+"""Size of the pieces in which an answer is read, bytes."""
 AGAIN = (408, 429, *(status for status in range(500, 600) if status not in (501, 505)))
 """Statuses after which a request is sent again, since the server may then succeed."""
 NOT_OF_NOTHING = (200, 400, 422, *AGAIN)
@@ -72,7 +81,7 @@ class HTTPReward:
         Args:
             url: http:// or https:// address, with user and password if the server requires them.
             batch_size: number of responses per request.
-            timeout_s: seconds for each try, from name look-up to the last byte of the answer.
+            timeout_s: seconds for each try, from connecting to the last byte of the answer.
             retries: number of tries after the first.
             backoff_s: pause in the formula above, seconds.
             cache_size: number of scores kept; the least recently used are dropped first.
@@ -80,15 +89,21 @@ class HTTPReward:
             name: key of the reward in the configuration, which errors name.
             warn: function that receives a message for each failed try, with the pause before the
                 next.
+
+        Raises:
+            ConfigError: `url` is not an address, the token is missing, or there are both a token
+                and a user.
         """
-        self._address = Address.read(url, token_env, name)
-        permitted(self._address.shown, name)
+        permitted(redacted(url), name)
+        self._url = parsed(url, f"{name}.url")
+        self._headers, self._secrets = authorization(self._url.auth, token_env, name)
+        self._secrets += [self._url.query] if self._url.query else []
         self._batch_size, self._tries, self._cache_size = batch_size, retries + 1, cache_size
-        self._name, self._token_env, self._warn = name, token_env, warn
-        self._server = f"{name}: the server {self._address.shown}"
+        self._name, self._warn, self._server = name, warn, f"{name}: the server {redacted(url)}"
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._timeout_s, self._backoff_s = timeout_s, backoff_s
-        self._connection = Connection(self._address.url, self._address.headers)
+        kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
+        self._connection = kind(str(self._url.host).strip("[]"), self._url.port)
         self._has_answered = False
 
     def greet(self) -> None:
@@ -102,45 +117,41 @@ class HTTPReward:
         """
         timeout_s = min(self._timeout_s, GREETING_S)
         try:
-            answer = self._post([], timeout_s)
-        except Away as error:
-            raise self._not_there(error) from error
-        except NoAnswer:
+            answer, data = self._post([], timeout_s)
+        except _NoAnswer as error:
+            if error.is_away:
+                raise self._not_there(error) from error
             words = f"did not answer the greeting within {timeout_s:g} s; the run goes on"
-            self._warn(self._address.hide(f"{self._server} {words}"))
+            self._warn(f"{self._server} {words}")
             return
         if answer.status not in NOT_OF_NOTHING:
-            raise self._refused(answer)
+            raise self._refused(answer, data)
         if answer.status == 200:
-            self._scores(answer.data, [])
+            self._scores(data, [])
 
     def __call__(self, decoded: DecodedResponses) -> list[float]:
         questions = [_question(*pair) for pair in zip(decoded.rows, decoded.responses, strict=True)]
         keys = [hashlib.sha256(_json(question)).digest() for question in questions]
-        known = {key: self._cache[key] for key in keys if key in self._cache}
-        open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in known}
+        open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in self._cache}
         for start in range(0, len(open_), self._batch_size):
             asked = dict(itertools.islice(open_.items(), start, start + self._batch_size))
-            answers = dict(zip(asked, self._ask(list(asked.values())), strict=True))
-            self._remember(answers)
-            known |= answers
-        self._remember(known)
-        return [known[key] for key in keys]
-
-    def _remember(self, scores: Mapping[bytes, float]) -> None:
-        for key, score in scores.items():
-            self._cache[key] = score
+            self._cache |= zip(asked, self._ask(list(asked.values())), strict=True)
+        for key in keys:
             self._cache.move_to_end(key)
+        found = [self._cache[key] for key in keys]
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
+        return found
 
     def _ask(self, questions: Sequence[Question]) -> list[float]:
         for done in itertools.count(1):
-            answer = None
+            # No pause after the first try; an exponent of 64 is beyond the longest pause.
+            doubled = self._backoff_s * 2.0 ** min(done - 1, 64)
+            pause_s = 0.0 if done == 1 else min(doubled, LONGEST_PAUSE_S)
             try:
-                answer = self._post(questions, self._timeout_s)
-            except NoAnswer as error:
-                if isinstance(error, Away) and not self._has_answered:
+                answer, data = self._post(questions, self._timeout_s)
+            except _NoAnswer as error:
+                if error.is_away and not self._has_answered:
                     raise self._not_there(error) from error
                 if done == self._tries:
                     often = "1 try" if done == 1 else f"{done} tries"
@@ -148,24 +159,24 @@ class HTTPReward:
                 reason = str(error)
             else:
                 if answer.status == 200:
-                    return self._scores(answer.data, questions)
+                    return self._scores(data, questions)
                 if done == self._tries or answer.status not in AGAIN:
-                    raise self._refused(answer)
-                reason = f"answered {answer.status}"
-            pause_s = _asked_pause_s(answer)
-            if pause_s is None:
-                pause_s = self._pause_s(done)
-            words = f"{self._server} {reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
-            self._warn(self._address.hide(words))
+                    raise self._refused(answer, data)
+                reason, pause_s = f"answered {answer.status}", _asked_pause_s(answer, pause_s)
+            reason = f"{reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
+            self._warn(f"{self._server} {self._hide(reason)}")
             time.sleep(pause_s)
         raise AssertionError("the last try ends with an answer or an error")
 
-    def _pause_s(self, done: int) -> float:
-        """Return the pause in seconds after `done` tries if the server asks for none."""
-        doubled = self._backoff_s * 2.0 ** min(done - 1, 64)
-        return 0.0 if done == 1 else min(doubled, LONGEST_PAUSE_S)
+    def _post(
+        self, questions: Sequence[Question], timeout_s: float
+    ) -> tuple[BaseHTTPResponse, bytes]:
+        """Send one request; return the head of the answer and its whole body, decompressed.
 
-    def _post(self, questions: Sequence[Question], timeout_s: float) -> Answer:
+        Raises:
+            _NoAnswer: no whole answer came within timeout_s seconds; a try more may help.
+            RewardError: the answer cannot be used, and would not be better if asked for again.
+        """
         absent = dict.fromkeys(name for q in questions for name in q["columns"])
         columns = [{**absent, **q["columns"]} for q in questions]
         body = {
@@ -173,13 +184,48 @@ class HTTPReward:
             "responses": [q["response"] for q in questions],
             "columns": {name: [row[name] for row in columns] for name in absent},
         }
+        connection, data = self._connection, bytearray()
+        is_reached = is_whole = False
         max_bytes = ANSWER_BYTES + SCORE_BYTES * len(questions)
+        end = time.monotonic() + timeout_s
         try:
-            answer = self._connection.post(_json(body), timeout_s=timeout_s, max_bytes=max_bytes)
-        except Unusable as error:
-            raise self._error(f"cannot be used: {error}") from error
-        self._has_answered = True
-        return answer
+            connection.timeout = timeout_s
+            if not connection.is_connected:  # not opened yet, or closed by the server
+                connection.close()
+                connection.connect()
+            is_reached = True
+            connection.timeout = max(end - time.monotonic(), 1e-3)
+            connection.response_class = cast(  # a constructor is all that is used of the class
+                Any, lambda sock, **given: HTTPResponse(cast(Any, _Timed(sock, end)), **given)
+            )
+            connection.request(
+                "POST", self._url.request_uri, body=_json(body), headers=self._headers,
+                preload_content=False,
+            )  # fmt: skip
+            answer = connection.getresponse()
+            while piece := answer.read(PIECE_BYTES):
+                data += piece
+                if len(data) > max_bytes:
+                    raise self._unusable(f"its answer has more than {max_bytes} bytes")
+            is_whole = self._has_answered = True
+            return answer, bytes(data)
+        except ssl.SSLCertVerificationError as error:
+            raise self._unusable(f"its certificate is not trusted: {error}") from error
+        except DecodeError as error:
+            raise self._unusable(f"its answer cannot be unpacked: {error}") from error
+        except (OSError, HTTPException, HTTPError) as error:
+            if type(error) is ssl.SSLError:
+                raise self._unusable(f"no TLS can be spoken with it: {error}") from error
+            reason = str(error) or type(error).__name__
+            refused = isinstance(error, NewConnectionError)  # to urllib3 a slow one as well
+            if isinstance(error, TimeoutError | SlowError) and not refused:
+                awaited = "whole answer" if is_reached else "connection"
+                reason = f"no {awaited} within {timeout_s:g} s"
+            words = f"gave no answer: {reason}" if is_reached else f"is away: {reason}"
+            raise _NoAnswer(words, is_away=not is_reached) from error
+        finally:
+            if not is_whole:
+                connection.close()
 
     def _scores(self, data: bytes, questions: Sequence[Question]) -> list[float]:
         allowed = f'allowed: {{"scores": [{len(questions)} numbers]}}'
@@ -193,9 +239,8 @@ class HTTPReward:
         if not isinstance(scores, list):
             raise self._error(f'answered "scores": {quoted(scores)}; {allowed}')
         if len(scores) != len(questions):
-            raise self._error(
-                f"gave {counted(len(scores), 'score')} for {counted(len(questions), 'response')}"
-            )
+            count = counted(len(questions), "response")
+            raise self._error(f"gave {counted(len(scores), 'score')} for {count}")
         for score, question in zip(scores, questions, strict=True):
             if not isinstance(score, float) or not math.isfinite(score):
                 raise self._error(
@@ -204,16 +249,16 @@ class HTTPReward:
                 )
         return scores
 
-    def _not_there(self, error: Away) -> RewardError:
+    def _not_there(self, error: _NoAnswer) -> RewardError:
         return self._error(f"{error}; it has never answered: start it, or mend {self._name}.url")
 
-    def _refused(self, answer: Answer) -> RewardError:
+    def _refused(self, answer: BaseHTTPResponse, data: bytes) -> RewardError:
         status = answer.status
         is_last = status in AGAIN and self._tries > 1
         often = f" to the last of {self._tries} tries" if is_last else ""
         advice = ""
         if status in (401, 403):
-            sent = "a wrong" if "authorization" in self._address.headers else "no"
+            sent = "a wrong" if "authorization" in self._headers else "no"
             advice = (
                 f"; {sent} token was sent: {self._name}.token_env names the environment variable "
                 "that holds it"
@@ -221,20 +266,93 @@ class HTTPReward:
         elif 300 <= status < 400:
             where = redacted(answer.headers.get("location", "nowhere"))
             advice = f"; a redirect to {where!r} is not followed: {self._name}.url is to be it"
-        return self._error(f"answered {status}{often}: {_first_line(answer.data)}{advice}")
+        return self._error(f"answered {status}{often}: {_first_line(data)}{advice}")
+
+    def _unusable(self, why: str) -> RewardError:
+        return self._error(f"cannot be used: {why}")
 
     def _error(self, what: str) -> RewardError:
-        return RewardError(f"{self._server} {' '.join(self._address.hide(what).splitlines())}")
+        return RewardError(f"{self._server} {' '.join(self._hide(what).splitlines())}")
+
+    def _hide(self, text: str) -> str:
+        """Return a message of the server or a library without our secrets."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
 
 
-def _asked_pause_s(answer: Answer | None) -> float | None:
-    """Return the seconds of Retry-After; None if there are none, or none that can be read."""
-    if answer is None:
-        return None
+class _NoAnswer(Exception):
+    """Raised if no whole answer arrived in time; the message is a clause without a subject."""
+
+    def __init__(self, message: str, *, is_away: bool) -> None:
+        super().__init__(message)
+        self.is_away = is_away
+        """Whether no connection to the server could be made."""
+
+
+class _Timed(io.RawIOBase):
+    """Socket whose answer must end by a moment of `time.monotonic`, however it is cut in pieces.
+
+    A timeout of a socket limits each read alone, and a server can make an answer take any number.
+    """
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._sock, self._end, self._raw = sock, end, sock.makefile("rb", buffering=0)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Return the file from which http.client reads an answer."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def authorization(
+    user: str | None, token_env: str | None, name: str
+) -> tuple[dict[str, str], list[str]]:
+    """Return the headers of a request to a server, and the secrets in them.
+
+    Args:
+        user: "user:password" of the address, or None.
+        token_env: environment variable with a token, or None.
+        name: key of the reward in the configuration, which errors name.
+
+    Raises ConfigError if the token is missing, or there are both a token and a user.
+    """
+    headers = {"content-type": "application/json"}
+    if user and token_env is not None:
+        raise ConfigError(
+            f"{name}.url has a user and {name}.token_env is {token_env!r}; give one of them"
+        )
+    if user:
+        basic = make_headers(basic_auth=unquote(user))
+        password = user.partition(":")[2]
+        secrets = [user, basic["authorization"].split()[1], password, unquote(password)]
+        return headers | basic, [secret for secret in secrets if secret]
+    if token_env is not None:
+        token = token_in(token_env, f"{name}.token_env")
+        return headers | {"authorization": f"Bearer {token}"}, [token]
+    return headers, []
+
+
+def _asked_pause_s(answer: BaseHTTPResponse, otherwise: float) -> float:
+    """Return the seconds of Retry-After; `otherwise` where there are none that can be read."""
     try:
-        return Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer.response)
+        asked = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
     except (InvalidHeader, ValueError, OverflowError):
-        return None
+        return otherwise
+    return otherwise if asked is None else asked
 
 
 def _question(row: Mapping[str, Any], response: str) -> Question:

@@ -5,39 +5,91 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import logging
 import math
-import signal
 import socket
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from http import HTTPStatus
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
 
 import uvicorn
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, with_config
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.core.wording import counted, quoted
 from lightning_rlhf.io.user_code import FAULTS
 from lightning_rlhf.io.visible import visible
-from lightning_rlhf.rewards.limits import Limits
-from lightning_rlhf.rewards.protocol import Score, read_request
-from lightning_rlhf.rewards.quote import quoted
-from lightning_rlhf.rewards.server_limits import RETRY_AFTER, error_body, protocol
-from lightning_rlhf.rewards.threads import Handed, in_thread
 
-ADDRESSES = "POST /score, GET /health"
-"""Requests that the server answers, for errors."""
+MAX_RESPONSES, MAX_TURNS = 16_384, 1_024
+"""Maximum numbers of responses in a request, and of messages in a prompt."""
+MAX_BYTES = 8 * 2**20
+"""Maximum size of a request's body, bytes."""
+CONNECTIONS = 64
+"""Maximum number of open connections; the next one is answered 503."""
+IDLE_S = 10
+"""Longest time that a connection stays open without a next request, seconds."""
+STOP_S = 20
+"""Longest time from a signal to the end, in which received requests are answered, seconds."""
 
 _log = logging.getLogger(__name__)
+
+
+@with_config(ConfigDict(extra="forbid"))
+class Turn(TypedDict):
+    """One message of a prompt."""
+
+    role: str
+    content: str
+
+
+Messages = list[Turn]
+Columns = Mapping[str, list[Any]]
+Score = Callable[[list[Messages], list[str], Columns], Sequence[float]]
+"""Function from (prompts, responses, columns) to one number for each response."""
+Prompt = Annotated[Messages, Field(min_length=1, max_length=MAX_TURNS), FailFast()]
+
+
+class Asked(BaseModel):
+    """Body of POST /score: the prompt, the text and the columns of every response."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompts: Annotated[list[Prompt], Field(max_length=MAX_RESPONSES), FailFast()]
+    responses: Annotated[list[str], Field(max_length=MAX_RESPONSES), FailFast()]
+    columns: dict[str, list[Any]] = {}
+
+
+def read_request(body: bytes | bytearray) -> Asked:
+    """Return the request that a body of JSON holds.
+
+    Raises HTTPException, with a message of one line, if it holds none.
+    """
+    try:
+        asked = Asked.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = "".join(map(_step, first["loc"])).lstrip(".")
+        raise HTTPException(400, f"{place or 'the request'}: {first['msg']}") from None
+    count = counted(len(asked.responses), "response")
+    if len(asked.prompts) != len(asked.responses):
+        raise HTTPException(400, f"found {counted(len(asked.prompts), 'prompt')} for {count}")
+    for name, values in asked.columns.items():
+        if len(values) != len(asked.responses):
+            found = counted(len(values), "value")
+            raise HTTPException(400, f"columns[{quoted(name)}] has {found} for {count}")
+    return asked
+
+
+def _step(part: int | str) -> str:
+    is_name = isinstance(part, str) and part.isidentifier() and len(part) < 100
+    return f".{part}" if is_name else f"[{quoted(part)}]"
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -63,59 +115,38 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 class RewardServer:
-    """Server of POST /score and GET /health, which reads and scores one request at a time."""
+    """Server of POST /score and GET /health, which scores one request at a time."""
 
-    def __init__(
-        self,
-        score: Score,
-        bound_to: socket.socket,
-        *,
-        token: str | None = None,
-        limits: Limits | None = None,
-    ) -> None:
+    def __init__(self, score: Score, bound_to: socket.socket, *, token: str | None = None) -> None:
         """Set up the server and listen; connections are answered once `run` is called.
 
         Args:
-            score: function that scores one request at a time; called in the main thread if `run`
-                is, else in a thread of its own.
+            score: function that scores one request at a time, in a thread of its own.
             bound_to: socket from `listening_socket`.
             token: token that a request for scores must send as "Authorization: Bearer TOKEN"; None
                 requires none.
-            limits: limits on what clients may use; None for the default ones.
         """
-        self.limits = limits or Limits()
         self._score, self._socket = score, bound_to
         bound_to.listen()  # clients that connect now are answered by `run`
+        self.host: str = bound_to.getsockname()[0]
+        self.port: int = bound_to.getsockname()[1]
+        self.is_scoring = False
+        """Whether a request is being scored."""
         self._authorization = None if token is None else f"Bearer {token}".encode()
-        self._held_bytes = 0
-        self._turn = asyncio.Lock()
-        self._do: Callable[[Callable[[], list[float]]], Future[list[float]]] = in_thread
+        self._turn, self._thread = asyncio.Lock(), ThreadPoolExecutor(1)
         routes = [
             Route("/score", self._post, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
         ]
-        self.app = Starlette(
-            routes=routes, exception_handlers={HTTPException: _refused, Exception: _faulty}
-        )
-        self.app.router.redirect_slashes = False
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self.app, http=protocol(self.limits), ws="none", loop="asyncio", lifespan="off",
+                self.app, http="h11", ws="none", loop="asyncio", lifespan="off",
                 log_config=None, log_level="critical", access_log=False, proxy_headers=False,
-                server_header=False, h11_max_incomplete_event_size=self.limits.head_bytes,
-                timeout_graceful_shutdown=self.limits.stop_s,
+                server_header=False, limit_concurrency=CONNECTIONS, timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=STOP_S,
             )
         )  # fmt: skip
-
-    @property
-    def host(self) -> str:
-        """Return the address that the server listens at."""
-        return str(self._socket.getsockname()[0])
-
-    @property
-    def port(self) -> int:
-        """Return the port that the server listens at."""
-        return int(self._socket.getsockname()[1])
 
     @property
     def url(self) -> str:
@@ -128,45 +159,15 @@ class RewardServer:
         """Return whether other machines may be able to reach the server."""
         return not ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
 
-    def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Call `ready`, then answer requests until Ctrl-C, SIGTERM or `stop`.
+    def run(self) -> None:
+        """Answer requests until Ctrl-C, SIGTERM or `stop`.
 
-        Requests that were received before are still answered, for at most `limits.stop_s` seconds.
+        Requests that were received before are still answered, for at most STOP_S seconds.
         """
-        if threading.current_thread() is threading.main_thread():
-            self._run_beside(ready)
-        else:
-            ready()
+        try:
             self._server.run(sockets=[self._socket])
-
-    def _run_beside(self, ready: Callable[[], None]) -> None:
-        """Run the server in another thread, and score in this one, the main thread."""
-        work, is_over = Handed(), threading.Event()
-        self._do = work.hand
-
-        def handle(sign: int, frame: FrameType | None) -> None:
-            if is_over.is_set():
-                raise KeyboardInterrupt
-            self._server.handle_exit(sign, frame)
-
-        def serve() -> None:
-            try:
-                self._server.run(sockets=[self._socket])
-            finally:
-                work.end()
-                is_over.set()
-                # Interrupt a score that does not return.
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-        with _handling(handle):
-            ready()
-            served = in_thread(serve)
-            with suppress(KeyboardInterrupt):
-                try:
-                    work.do_all()
-                finally:
-                    served.exception()  # wait until the signal above has arrived
-        served.result()
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
         """End `run` from another thread."""
@@ -178,104 +179,55 @@ class RewardServer:
     async def _post(self, request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("latin-1")
         if self._authorization and not hmac.compare_digest(given, self._authorization):
-            raise HTTPException(
-                HTTPStatus.UNAUTHORIZED, "no token, or a wrong one", {"www-authenticate": "Bearer"}
-            )
+            raise HTTPException(401, "no token, or a wrong one", {"www-authenticate": "Bearer"})
         body = bytearray()
         try:
-            await self._read(request, body)
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BYTES:
+                    what = f"the request has more than {MAX_BYTES} bytes"
+                    raise HTTPException(413, f"{what}; ask for fewer responses at once")
             async with self._turn:
                 if await request.is_disconnected():
                     return Response()  # nobody reads it
-                scores = await asyncio.wrap_future(self._do(lambda: self._scores(body)))
+                loop = asyncio.get_running_loop()
+                scores = await loop.run_in_executor(self._thread, self._scores, body)
         except ClientDisconnect:
             return Response()
-        finally:
-            self._held_bytes -= len(body)
         return JSONResponse({"scores": scores})
-
-    async def _read(self, request: Request, body: bytearray) -> None:
-        """Append the body of a request to `body`; its bytes count as held while it grows."""
-        limits = self.limits
-        try:
-            async with asyncio.timeout(limits.body_s):
-                async for piece in request.stream():
-                    body += piece
-                    self._held_bytes += len(piece)
-                    if len(body) > limits.body_bytes:
-                        raise HTTPException(
-                            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                            f"the request has more than {limits.body_bytes} bytes; ask for fewer "
-                            "responses at once",
-                        )
-                    if self._held_bytes > limits.held_bytes:
-                        raise HTTPException(
-                            HTTPStatus.SERVICE_UNAVAILABLE,
-                            f"{limits.held_bytes} bytes of requests wait already; come again",
-                            RETRY_AFTER,
-                        )
-        except TimeoutError:
-            raise HTTPException(
-                HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {limits.body_s:g} s"
-            ) from None
 
     def _scores(self, body: bytearray) -> list[float]:
         """Return the scores of a request; raise HTTPException whatever the reward's code raises."""
+        self.is_scoring = True
         try:
             asked = read_request(body)
-        except ValueError as error:
-            raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
-        responses = asked.responses
-        try:
-            scores = [float(x) for x in self._score(asked.prompts, responses, asked.columns)]
+            scores = [float(x) for x in self._score(asked.prompts, asked.responses, asked.columns)]
+        except HTTPException:
+            raise
         except RLHFError as error:  # e.g. the template rejects a dialogue
-            raise HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from None
-        except FAULTS as error:
-            _log_fault(f"{counted(len(responses), 'response')} could not be scored", error)
-            raise _failed(f"{type(error).__name__}: {error}") from None
-        if len(scores) != len(responses):
-            raise _failed(
-                f"the reward gave {counted(len(scores), 'score')} for "
-                f"{counted(len(responses), 'response')}"
-            )
+            raise HTTPException(422, str(error)) from None
+        except FAULTS as error:  # their texts may quote those of others
+            told = "".join(["a request could not be scored\n", *traceback.format_exception(error)])
+            _log.error("%s", visible(told.rstrip()))
+            raise HTTPException(500, f"{type(error).__name__}: {error}") from None
+        finally:
+            self.is_scoring = False
+        if len(scores) != len(asked.responses):
+            found = counted(len(scores), "score")
+            count = counted(len(asked.responses), "response")
+            raise HTTPException(500, f"the reward gave {found} for {count}")
         for i, score in enumerate(scores):
             if not math.isfinite(score):
-                raise _failed(f"the reward gave {score} for responses[{i}], {quoted(responses[i])}")
+                shown = f"responses[{i}], {quoted(asked.responses[i])}"
+                raise HTTPException(500, f"the reward gave {score} for {shown}")
         return scores
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = error.detail
-    if error.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+    if error.status_code in (404, 405):
         asked = f"{request.method} {request.url.path}"[:300]
-        reason = f"there is no {asked}; allowed: {ADDRESSES}"
-    return Response(
-        error_body(reason), error.status_code, error.headers, media_type="application/json"
-    )
-
-
-async def _faulty(request: Request, error: Exception) -> Response:
-    """Return an internal server error; Starlette raises the exception again, which is not shown."""
-    _log_fault("a request could not be answered", error)
-    return await _refused(request, _failed(f"{type(error).__name__}: {error}"))
-
-
-def _log_fault(what: str, error: BaseException) -> None:
-    """Log an error with its traceback, in which texts of others may be quoted."""
-    _log.error("%s", visible("".join([what, "\n", *traceback.format_exception(error)]).rstrip()))
-
-
-def _failed(reason: str) -> HTTPException:
-    return HTTPException(HTTPStatus.INTERNAL_SERVER_ERROR, reason)
-
-
-@contextmanager
-def _handling(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM with `handle` inside the context."""
-    before = {sign: signal.signal(sign, handle) for sign in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)
+        reason = f"there is no {asked}; allowed: POST /score, GET /health"
+    body = json.dumps({"error": reason})
+    return Response(body, error.status_code, error.headers, media_type="application/json")

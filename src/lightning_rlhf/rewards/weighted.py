@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.shaping import AS_IT_IS, Term
 from lightning_rlhf.core.types import DecodedResponses
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.core.wording import counted, quoted
 from lightning_rlhf.io.user_code import number
-from lightning_rlhf.rewards.quote import quoted
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""
@@ -65,37 +64,29 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
     Raises RewardError unless they are one finite number for each response.
     """
     if len(found) != len(decoded):
-        raise RewardError(
-            f"reward {name!r} gave {counted(len(found), 'number')} for "
-            f"{counted(len(decoded), 'response')}; allowed: "
-            "one for each"
-        )
+        given = f"{counted(len(found), 'number')} for {counted(len(decoded), 'response')}"
+        raise RewardError(f"reward {name!r} gave {given}; allowed: one for each")
+    if isinstance(found, Tensor) and found.dim() != 1:
+        raise not_finite(f"a tensor {list(found.shape)}", decoded, 0, name)
     if not isinstance(found, Tensor):
-        found = torch.tensor([_as_float(one, decoded, i, name) for i, one in enumerate(found)])
-    require_finite_score(found.dim() == 1, f"a tensor {list(found.shape)}", decoded, 0, name)
+        numbers = []
+        for i, one in enumerate(found):
+            try:
+                numbers.append(number(one))
+            except (OverflowError, RuntimeError, TypeError, ValueError):
+                raise not_finite(quoted(one), decoded, i, name) from None
+        found = torch.tensor(numbers)
     found = found.to(decoded.rollout.tokens.device, torch.float32)
     finite = found.isfinite()
     if not finite.all():
         i = int(finite.int().argmin())
-        require_finite_score(False, found[i].item(), decoded, i, name)
+        raise not_finite(quoted(found[i].item()), decoded, i, name)
     return found
 
 
-def _as_float(found: Any, decoded: DecodedResponses, i: int, name: str) -> float:
-    try:
-        return number(found)
-    except (OverflowError, RuntimeError, TypeError, ValueError):
-        require_finite_score(False, found, decoded, i, name)
-        raise
-
-
-def require_finite_score(
-    holds: bool, found: Any, decoded: DecodedResponses, i: int, name: str
-) -> None:
-    """Raise RewardError, naming what a component gave for the i-th response, unless `holds`."""
-    if not holds:
-        shown = found if isinstance(found, str) else quoted(found)
-        raise RewardError(
-            f"reward {name!r} gave {shown} for the response {quoted(decoded.responses[i])} to the "
-            f"prompt {quoted(decoded.rows[i]['prompt'])}; allowed: a finite number"
-        )
+def not_finite(shown: str, decoded: DecodedResponses, i: int, name: str) -> RewardError:
+    """Return the error that names what a component gave for the i-th response."""
+    return RewardError(
+        f"reward {name!r} gave {shown} for the response {quoted(decoded.responses[i])} to the "
+        f"prompt {quoted(decoded.rows[i]['prompt'])}; allowed: a finite number"
+    )

@@ -26,7 +26,7 @@ from lightning_rlhf.rollout.native import last_hidden, position_ids
 from lightning_rlhf.stages.trained import trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
-    from lightning_rlhf.rewards.protocol import Score
+    from lightning_rlhf.rewards.server import Score
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Last character of a text that ends within a character of several tokens."""

@@ -95,7 +95,7 @@ def answered(
 ) -> list[PolicySamples]:
     """Return the scored responses of the SFT model, then of the policies, then of best-of-n.
 
-    light: sources of the reward that load no model.
+    light: checked components of the reward.
     """
     config: PolicyEvalConfig = task.ready.settings.config
     answers = {}

@@ -30,8 +30,7 @@ from lightning_rlhf.models.roles import SFT
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.report.fitness_page import Written
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
-from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rewards.text import TextReward
+from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import decode_responses
 from lightning_rlhf.stages.console import note_on_few, print_line, print_problems

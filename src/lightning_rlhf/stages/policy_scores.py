@@ -34,7 +34,7 @@ class Scorer:
     def load(cls, task: Task, light: Mapping[str, Any], judge: Judge | None) -> Scorer:
         """Load the SFT model and the reward.
 
-        light: sources of the reward that load no model, as `light_sources` returns them.
+        light: checked components of the reward, as `light_sources` returns them.
         """
         settings = task.ready.settings
         roles, _ = load_policy(task, task.ready.parents.get(SFT))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
@@ -34,15 +33,6 @@ def read_reward(node: Any) -> dict[str, ComponentConfig]:
     if kind != SUM:
         return _weighing({kind: _component(node, "reward")})
     components = node.get("components")
-    for key in set(node) - {"kind", "components"}:
-        ours = {field.name for cls in REWARDS.values() for field in dataclasses.fields(cls)}
-        names = list(components) if isinstance(components, Mapping) else []
-        meant = f"{key}.KEY" if key in names else f"NAME.{key}" if key in ours else None
-        if meant is not None:
-            raise ConfigError(
-                f"reward.{key} is not a known key of reward=sum; did you mean "
-                f"reward.components.{meant}? Its names: {', '.join(map(str, names))}"
-            )
     refuse_unknown(node, {"kind", "components"}, "reward.")
     require(isinstance(components, Mapping) and bool(components), "reward.components", components,
             "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
@@ -66,22 +56,17 @@ def check_components(tree: Any) -> None:
 
     tree: configuration; values may be missing, as after a misspelt name.
     """
-    for key in ("reward", "components"):
-        if not isinstance(tree, Mapping) or key not in tree:
-            return
-        tree = tree[key]
-    if not isinstance(tree, Mapping):
-        return
-    parts = {name: part for name, part in tree.items() if isinstance(part, Mapping)}
-    whole = [str(name) for name, part in parts.items() if {"kind", "weight"} <= part.keys()]
-    for name, part in parts.items():
-        if str(name) in whole:
-            continue
-        close = difflib.get_close_matches(str(name), whole, n=1)
-        kind = {"kind": "KIND", **part}["kind"]
-        hint = f"did you mean {close[0]!r}? " if close and "kind" not in part else ""
+    reward = tree.get("reward") if isinstance(tree, Mapping) else None
+    parts = reward.get("components") if isinstance(reward, Mapping) else None
+    parts = parts if isinstance(parts, Mapping) else {}
+    parts = {str(name): part for name, part in parts.items() if isinstance(part, Mapping)}
+    whole = [name for name, part in parts.items() if {"kind", "weight"} <= part.keys()]
+    for name in parts.keys() - set(whole):
+        kind = parts[name].get("kind", "KIND")
+        close = difflib.get_close_matches(name, whole, n=1) if kind == "KIND" else []
+        hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"there is no component {str(name)!r} in reward.components; {hint}"
+            f"there is no component {name!r} in reward.components; {hint}"
             f"+reward@reward.components.{name}={kind} puts one there, with all its keys"
         )
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import lightning_rlhf
-from lightning_rlhf.rewards.connection import Connection
+from lightning_rlhf.rewards.http import HTTPReward
 
 from ..conftest import Workplace
 from .conftest import Refusals, run
@@ -284,7 +284,7 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
     place, final = models.place, str(recorded / "final")
     (place.folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
     monkeypatch.syspath_prepend(place.folder)
-    monkeypatch.setattr(Connection, "post", lambda *args, **kwargs: marker.touch())
+    monkeypatch.setattr(HTTPReward, "_post", lambda *args, **kwargs: marker.touch())
     for file in (recorded / "config.json", recorded / "final" / "manifest.json"):
         whole = json.loads(file.read_text())
         tree = whole.get("config", whole)

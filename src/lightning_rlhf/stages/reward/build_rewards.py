@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -13,11 +13,7 @@ from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.user_code import load_function
-from lightning_rlhf.models.build_roles import (
-    attach_reward,
-    random_reward,
-    warn_of_one_head,
-)
+from lightning_rlhf.models.build_roles import attach_reward, random_reward, warn_of_one_head
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.critic_loading import add_critic
 from lightning_rlhf.models.manifest import tokenizer_hash
@@ -40,6 +36,9 @@ from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.reward.text_rewards import check_text_reward, found, text_reward
 from lightning_rlhf.stages.stage import Settings, reward_key
 
+HTTP = ("url", "batch_size", "timeout_s", "retries", "backoff_s", "cache_size", "token_env")
+"""Keys of reward=http that its client receives."""
+
 
 def hub_rewards(ready: Prepared) -> dict[str, Final]:
     """Return the reward models from the hub, by role; `light_sources` has downloaded them."""
@@ -52,47 +51,50 @@ def hub_rewards(ready: Prepared) -> dict[str, Final]:
     }
 
 
-def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Source]:
-    """Return the components that need no model, and check the others before any model loads.
+Loader = Callable[[Roles, MicrobatchSize], Source]
+"""Function that loads a checked component beside the models, with the number of responses that a
+head on the policy's base reads at once."""
+
+
+def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Loader]:
+    """Check every component of the reward before a model loads; return what loads each.
 
     columns: columns of the prompts' rows.
-    Raises ConfigError or CheckpointError where a component cannot be built as configured.
+    Raises ConfigError, CheckpointError or RewardError where one cannot be built as configured.
     """
     settings = ready.settings
     if isinstance(settings.config, PPOConfig) and settings.config.critic_init == "reward":
         critic_start(settings)
-    sources: dict[str, Source] = {}
-    for name, config in settings.reward.items():
-        key, role = reward_key(settings, name), reward_role(settings, name)
-        match config:
-            case HeadConfig():
-                check_template(ready, ready.parents[role])
-                reward_scale(ready.parents[role], config)
-            case ModelConfig():
-                check_text_reward(config, key, ready.parents.get(role))
-            case FunctionConfig():
-                function = load_function(config.path, f"{key}.path")
-                given = FunctionReward(function, config.arguments, key)
-                sources[name] = given.for_columns(columns)
-            case HTTPConfig():
-                server = HTTPReward(
-                    config.url,
-                    batch_size=config.batch_size,
-                    timeout_s=config.timeout_s,
-                    retries=config.retries,
-                    backoff_s=config.backoff_s,
-                    cache_size=config.cache_size,
-                    token_env=config.token_env,
-                    name=key,
-                    warn=partial(print_line, style="yellow"),
-                )
-                server.greet()
-                sources[name] = server
-    return sources
+    return {name: _checked(ready, name, columns) for name in settings.reward}
+
+
+def _checked(ready: Prepared, name: str, columns: Collection[str]) -> Loader:
+    settings, config = ready.settings, ready.settings.reward[name]
+    key, role = reward_key(settings, name), reward_role(settings, name)
+    source: Source
+    match config:
+        case HeadConfig():
+            check_template(ready, ready.parents[role])
+            reward_scale(ready.parents[role], config)
+            return lambda roles, size: head_source(ready, roles, name, config, size)
+        case ModelConfig():
+            final = ready.parents.get(role)
+            check_text_reward(config, key, final)
+            return lambda roles, size: text_reward(config, key, final, ready.device)
+        case FunctionConfig():
+            function = load_function(config.path, f"{key}.path")
+            source = FunctionReward(function, config.arguments, key).for_columns(columns)
+        case HTTPConfig():
+            given = {field: getattr(config, field) for field in HTTP}
+            source = HTTPReward(**given, name=key, warn=partial(print_line, style="yellow"))
+            source.greet()
+        case _:
+            return lambda roles, size: random_source(ready, roles, role, size)
+    return lambda roles, size: source
 
 
 def build_reward(
-    ready: Prepared, roles: Roles, light: Mapping[str, Source], batch_size: MicrobatchSize
+    ready: Prepared, roles: Roles, light: Mapping[str, Loader], batch_size: MicrobatchSize
 ) -> Reward:
     """Return the reward that PPO maximises: every component, in the order of the configuration.
 
@@ -103,25 +105,8 @@ def build_reward(
     with Working("loading the reward"):
         return Reward(
             tuple(component.term(name) for name, component in components.items()),
-            tuple(
-                light[name] if name in light else heavy_source(ready, roles, name, batch_size)
-                for name in components
-            ),
+            tuple(light[name](roles, batch_size) for name in components),
         )
-
-
-def heavy_source(ready: Prepared, roles: Roles, name: str, batch_size: MicrobatchSize) -> Source:
-    """Return a component that needs a model."""
-    config = ready.settings.reward[name]
-    role = reward_role(ready.settings, name)
-    match config:
-        case HeadConfig():
-            return head_source(ready, roles, name, config, batch_size)
-        case ModelConfig():
-            key = reward_key(ready.settings, name)
-            return text_reward(config, key, ready.parents.get(role), ready.device)
-        case _:
-            return random_source(ready, roles, role, batch_size)
 
 
 def random_source(ready: Prepared, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
@@ -176,22 +161,16 @@ def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
     Raises ConfigError where there is none, or its normalization or weight does not allow it.
     """
     heads = [(name, part) for name, part in settings.reward.items() if isinstance(part, HeadConfig)]
+    why = ""
     if len(heads) != 1:
-        raise ConfigError(
-            "ppo.critic_init is 'reward', which starts from the reward's component of kind "
-            f"head, but there are {len(heads)}; allowed: zero, or one such component"
-        )
-    if heads[0][1].normalization == "running":
-        raise ConfigError(
-            "ppo.critic_init is 'reward', whose scale is that of the start, but the component "
-            "of kind head has normalization=running; allowed: none, stored, or "
-            "ppo.critic_init=zero"
-        )
-    if heads[0][1].weight == 0:
-        raise ConfigError(
-            "ppo.critic_init is 'reward', but the component of kind head has weight=0; allowed: "
-            "another weight, or ppo.critic_init=zero"
-        )
+        why = f"component of kind head, but there are {len(heads)}; allowed: one such component"
+    elif heads[0][1].normalization == "running":
+        why = "scale at the start, but it has normalization=running; allowed: none, stored"
+    elif heads[0][1].weight == 0:
+        why = "component of kind head, but that has weight=0; allowed: another weight"
+    if why:
+        words = f"ppo.critic_init is 'reward', which starts from the reward's {why}"
+        raise ConfigError(f"{words}, or ppo.critic_init=zero")
     return heads[0]
 
 

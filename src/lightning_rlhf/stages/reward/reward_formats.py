@@ -18,10 +18,8 @@ from lightning_rlhf.rewards.format_check import (
     compare,
     ranked_backwards,
     read_pairs,
-    unknown,
 )
-from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rewards.text import TextReward
+from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.decoded import encode_responses, score_texts
 from lightning_rlhf.stages.console import print_line
@@ -87,12 +85,12 @@ def check_format(
         (score_texts(source, name, rows, side, ready.chat, ready.device) * source.std + source.mean)
         for side in (chosen, rejected)
     )
-    if known:
-        return compare(known, high.tolist(), low.tolist(), rendered, problems)
-    doubts = source.model.doubts(rows[0], chosen[0]) if isinstance(source, TextReward) else []
-    if ready.settings.reward[name].weight > 0:
+    doubts: list[str] = []
+    if not known and isinstance(source, TextReward):
+        doubts = source.model.doubts(rows[0], chosen[0])
+    if not known and ready.settings.reward[name].weight > 0:
         problems = [*problems, *ranked_backwards(high.tolist(), low.tolist())]
-    return unknown(high.tolist(), low.tolist(), rendered, problems, doubts)
+    return compare(known, high.tolist(), low.tolist(), rendered, problems, doubts)
 
 
 def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:

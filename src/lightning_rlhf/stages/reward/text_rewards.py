@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,26 +26,17 @@ from lightning_rlhf.models.loading import load_tokenizer, local_folder
 from lightning_rlhf.models.manifest import FROM_CONFIG
 from lightning_rlhf.models.roles import REWARD
 from lightning_rlhf.rewards.config import ModelConfig
-from lightning_rlhf.rewards.text import Features, TextModel, TextReward
+from lightning_rlhf.rewards.learned import Features, TextModel, TextReward
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.reward_section import read_reward
 from lightning_rlhf.stages.trained import trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
-    from lightning_rlhf.rewards.protocol import Columns, Messages, Score
+    from lightning_rlhf.rewards.server import Columns, Messages, Score
 
-ASKER = "give it to the run that asks, with reward=http"
-NOT_SERVED = {
-    "reward.kind": "what it serves is a model",
-    "reward.name_or_path": "give it as the folder or hub id to serve",
-    "reward.weight": ASKER,
-    "reward.clip": ASKER,
-    "reward.format_check": "stage=ppo and stage=eval_reward check the format of reward=model",
-    "reward.format_tolerance": "stage=ppo and stage=eval_reward check the format of reward=model",
-    "reward.unfit": "stage=ppo decides that of reward=model",
-}
-"""Keys of conf/reward/model.yaml that do not apply to a server -> what to do instead."""
+NOT_SERVED = ("kind", "name_or_path", "weight", "clip", "format_check", "format_tolerance", "unfit")
+"""Keys of conf/reward/model.yaml that belong to the run that asks a server."""
 
 
 def text_reward(
@@ -56,15 +48,10 @@ def text_reward(
     """
     final = final or found(config, key)
     on = torch.device(config.device) if config.device else device
-    mean, std, limit = 0.0, 1.0, config.max_tokens
-    if final.manifest is None:
-        model, there = classifier_model(config, key, on)
-    else:
-        model, there = own_model(final, config, key, on)
-    if there is not None:
-        limit = there if limit is None else min(limit, there)
-    if config.normalization == "stored":
-        mean, std = final.reward_moments()
+    load = partial(own_model, final) if final.manifest is not None else classifier_model
+    model, there = load(config, key, on)
+    limit = min((n for n in (there, config.max_tokens) if n is not None), default=None)
+    mean, std = final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
     batch_size = MicrobatchSize(f"{key}.batch_size", config.batch_size)
     return TextReward(model, mean, std, config.uncertainty_coef, batch_size, limit, key)
 
@@ -113,17 +100,9 @@ def classifier_model(
     config: ModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
     """Load a sequence classifier of any family; returns the same as `own_model`."""
-    classifier = load_classifier(config, key, device)
-    model = TextModel(
-        classifier.encode,
-        classifier.read,
-        classifier.show,
-        classifier.problems,
-        classifier.doubts,
-        classifier.starts,
-        classifier.model,
-    )
-    return model, positions(classifier.model.config)
+    found = load_classifier(config, key, device)
+    parts = (found.encode, found.read, found.show, found.problems, found.doubts, found.starts)
+    return TextModel(*parts, found.model), positions(found.model.config)
 
 
 def own_model(
@@ -171,8 +150,9 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     for word in overrides:
         require(re.match(r"reward\.\w+=", word) is not None, "an option", word, "reward.KEY=VALUE")
         key = word.partition("=")[0]
-        if key in NOT_SERVED:
-            raise ConfigError(f"{key} is given, but a server does not read it; {NOT_SERVED[key]}")
+        if key.removeprefix("reward.") in NOT_SERVED:
+            raise ConfigError(f"{key} is given, but a server does not read it; allowed: in the run "
+                              "that asks, with reward=http or reward=model")  # fmt: skip
     tree = OmegaConf.merge(
         {"reward": OmegaConf.load(CONF / "reward" / "model.yaml")},
         {"reward": {"name_or_path": str(final.path)}},
