@@ -24,7 +24,7 @@ from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import parser
 from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.data.forms import FORMS
+from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.last_batch import ROW_FACTS, TEXTS
 from lightning_rlhf.data.rollouts import PER_TOKEN
 from lightning_rlhf.replay.replayed import COLUMNS
@@ -351,14 +351,14 @@ def test_the_forms_of_data_in_the_docs_are_those_of_the_code() -> None:
         words = dict(word.split("=", 1) for word in command.strip("`").split())
         assert stages[words["stage"]] in kinds, command
         assert words.get("data.format", words["data"]) in (name.strip("`"), "files"), command
-    forms = {form.format: [f for f in FORMS if f.format == form.format] for form in FORMS}
+    forms = {form.name: [f for f in FORMATS if f.name == form.name] for form in FORMATS}
     assert list(found) == list(forms)
     (_, kinds), *_ = found["native"]
     assert kinds == set(stages.values())
     for name in set(forms) - {"native"}:
         for (columns, kinds), form in zip(found[name], forms[name], strict=True):
             assert {*form.columns} <= columns, name
-            assert kinds == {*form.parse}, name
+            assert kinds == {*form.kinds}, name
 
 
 def test_the_columns_of_a_kept_batch_in_the_docs_are_those_of_the_code() -> None:

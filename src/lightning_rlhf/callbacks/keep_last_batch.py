@@ -42,7 +42,7 @@ class KeepLastBatch(Callback):
         stage: Kind,
         rows: Rows[Any],
         tokenised: Tokenised[Any],
-        data: StageData[Any],
+        data: StageData,
         chat: ChatFormat,
     ) -> None:
         """Store the sources of the batch.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from lightning import LightningDataModule
@@ -21,18 +21,7 @@ from lightning_rlhf.core.record import Record
 from lightning_rlhf.data.schedule import Schedule
 
 
-class Example(Protocol):
-    """Protocol of an example whose length is known."""
-
-    @property
-    def length(self) -> int:
-        """Return the length in tokens."""
-
-
-E = TypeVar("E", bound=Example)
-
-
-class StageData(LightningDataModule, Generic[E]):
+class StageData(LightningDataModule):
     """Batches of tokenised examples, in an order that an interrupted run resumes exactly.
 
     The whole run is one Lightning epoch: `Trainer(max_epochs=1)`. A checkpoint stores the number of
@@ -44,10 +33,10 @@ class StageData(LightningDataModule, Generic[E]):
     def __init__(
         self,
         *,
-        train: Sequence[E],
-        val: Sequence[E],
+        train: Sequence[Any],
+        val: Sequence[Any],
         columns: Sequence[Mapping[str, Any]],
-        collate: Callable[[list[E]], Record],
+        collate: Callable[[list[Any]], Record],
         batch_size: int,
         val_batch_size: int,
         batches: int,
@@ -57,7 +46,7 @@ class StageData(LightningDataModule, Generic[E]):
         """Store the examples and set up the schedule of the training batches.
 
         Args:
-            train: examples to train on.
+            train: examples to train on, with their `length` in tokens.
             val: examples to validate on.
             columns: rows with the values that rewards and judges read besides the tokens; empty if
                 there are none.
@@ -82,7 +71,7 @@ class StageData(LightningDataModule, Generic[E]):
             pool_batches=pool_batches,
         )
 
-    def train_dataloader(self) -> DataLoader[E]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training batches from `schedule.start` on."""
         return DataLoader(
             self.train,  # type: ignore[arg-type]
@@ -91,7 +80,7 @@ class StageData(LightningDataModule, Generic[E]):
             generator=torch.Generator(),
         )
 
-    def val_dataloader(self) -> DataLoader[E]:
+    def val_dataloader(self) -> DataLoader[Any]:
         """Return the loader of all validation examples, longest first.
 
         In this order a lack of memory shows at the first batch.
@@ -129,17 +118,15 @@ class StageData(LightningDataModule, Generic[E]):
                 f"cannot resume: the checkpoint does not say which data it is of ({missing} not in "
                 "it); another version wrote it. Give overwrite=true to start over"
             )
-        if changed := differences(state_dict["order"], self._order()):
-            raise CheckpointError(
-                f"cannot resume: {'; '.join(changed)}. The order of the batches depends on it; "
-                "resume with what the run started with, or start a new run"
-            )
-        if changed := differences(state_dict["digests"], self._digests):
-            raise CheckpointError(
-                "cannot resume: the data are others now, or in another order: "
-                f"{'; '.join(changed)}. Resume with the data, the tokenizer and the template that "
-                "the run started with, or start a new run"
-            )
+        for part, now in (("order", self._order()), ("digests", self._digests)):
+            before = state_dict[part]
+            if changed := [key for key, value in now.items() if before.get(key) != value]:
+                told = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed)
+                raise CheckpointError(
+                    f"cannot resume: {told}. The batches depend on it; resume with the data, the "
+                    "tokenizer, the template and the order that the run started with, or start a "
+                    "new run"
+                )
         self.schedule.start = state_dict["batches_trained"]
 
     def _order(self) -> dict[str, int]:
@@ -157,15 +144,6 @@ class StageData(LightningDataModule, Generic[E]):
             "digest of the validation examples": digest(self.val),
             "digest of the columns that a reward reads": digest_columns(self.columns),
         }
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line for each key whose value has changed: "KEY was BEFORE, is NOW"."""
-    return [
-        f"{key} was {before.get(key)}, is {value}"
-        for key, value in now.items()
-        if before.get(key) != value
-    ]
 
 
 def digest(examples: Sequence[Any]) -> str:

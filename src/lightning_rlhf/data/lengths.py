@@ -11,10 +11,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.chat import ChatFormat
@@ -23,7 +23,6 @@ from lightning_rlhf.data.readers import Rows, counts_text
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
 from lightning_rlhf.data.turns import turn_targets
 
-R = TypeVar("R")
 E = TypeVar("E")
 
 
@@ -111,99 +110,16 @@ class _Dropped(Exception):
     """Raised for a row that does not fit; the message is the reason by which it is counted."""
 
 
-def tokenise_demonstrations(
-    rows: Rows[Demonstration], chat: ChatFormat, config: DataConfig
-) -> Tokenised[DemonstrationTokens]:
-    """Return the tokens of prompts and responses; as DialogueTokens if data.train_on is "all".
+def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised[Any]:
+    """Return the tokens of demonstrations, of preferences or of prompts.
+
+    Demonstrations become DialogueTokens if data.train_on is "all"; pairs whose two responses have
+    the same tokens are dropped; prompts keep their positions in `rows`.
 
     Raises:
         DataError: no row is left.
     """
-    fit_prompt = _prompt_fitter(chat, config)
-
-    def convert(index: int, row: Demonstration) -> tuple[DemonstrationTokens, set[str]]:
-        messages, prompt, prompt_cut = fit_prompt(row.prompt)
-        response, response_cut = _fit_response(row.response, chat, config)
-        cut = prompt_cut | response_cut
-        if config.train_on == "last":
-            return DemonstrationTokens(prompt, response), cut
-        return DialogueTokens(prompt, response, _compact(turn_targets(chat, messages))), cut
-
-    return _tokenise(rows, convert, config)
-
-
-def tokenise_preferences(
-    rows: Rows[Preference], chat: ChatFormat, config: DataConfig
-) -> Tokenised[PreferenceTokens]:
-    """Return the tokens of pairs, without pairs whose two responses have the same tokens.
-
-    Raises:
-        DataError: no row is left.
-    """
-    fit_prompt = _prompt_fitter(chat, config)
-
-    def convert(index: int, row: Preference) -> tuple[PreferenceTokens, set[str]]:
-        _, prompt, prompt_cut = fit_prompt(row.prompt)
-        chosen, chosen_cut = _fit_response(row.chosen, chat, config)
-        rejected, rejected_cut = _fit_response(row.rejected, chat, config)
-        if chosen == rejected:
-            raise _Dropped("chosen and rejected are the same tokens")
-        example = PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0)
-        return example, prompt_cut | chosen_cut | rejected_cut
-
-    return _tokenise(rows, convert, config)
-
-
-def tokenise_prompts(
-    rows: Rows[Prompt], chat: ChatFormat, config: DataConfig
-) -> Tokenised[PromptTokens]:
-    """Return the tokens of prompts, with their positions in `rows`.
-
-    Raises:
-        DataError: no row is left.
-    """
-    fit_prompt = _prompt_fitter(chat, config)
-
-    def convert(index: int, row: Prompt) -> tuple[PromptTokens, set[str]]:
-        _, prompt, prompt_cut = fit_prompt(row.prompt)
-        return PromptTokens(prompt, index), prompt_cut
-
-    return _tokenise(rows, convert, config)
-
-
-def _tokenise(
-    rows: Rows[R], convert: Callable[[int, R], tuple[E, set[str]]], config: DataConfig
-) -> Tokenised[E]:
-    examples: list[E] = []
-    dropped: Counter[str] = Counter()
-    cut: Counter[str] = Counter()
-    numbers: list[int] = []
-    for index, row in enumerate(rows.rows):
-        try:
-            example, cuts = convert(index, row)
-        except _Dropped as reason:
-            dropped[str(reason)] += 1
-        else:
-            examples.append(example)
-            numbers.append(rows.numbers[index])
-            cut.update(cuts)
-    if not examples:
-        raise DataError(
-            f"no row of {rows.source} is left: {counts_text(dropped)}; raise "
-            f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
-            f"({config.max_response_tokens}), or set data.long_prompts=cut, "
-            "data.long_responses=cut"
-        )
-    return Tokenised(tuple(examples), dropped, cut, tuple(numbers))
-
-
-def _prompt_fitter(
-    chat: ChatFormat, config: DataConfig
-) -> Callable[[Messages], tuple[Messages, array[int], set[str]]]:
-    """Return a function from a prompt to what fits of it and the tokens of that.
-
-    The third value is {"prompt cut"} or an empty set.
-    """
+    found: Tokenised[Any] = Tokenised((), Counter(), Counter(), ())
 
     @cache  # many rows often share a prompt
     def fit(prompt: Messages) -> tuple[Messages, array[int], set[str]]:
@@ -215,7 +131,47 @@ def _prompt_fitter(
         fitting = _cut_prompt(prompt, chat, config.max_prompt_tokens)
         return fitting, _compact(chat.prompt_tokens(fitting)), {"prompt cut"}
 
-    return fit
+    def response(text: str, cut: set[str]) -> array[int]:
+        tokens = chat.response_tokens(text)
+        if len(tokens) > config.max_response_tokens:
+            if config.long_responses == "drop":
+                raise _Dropped("response too long")
+            cut.add("response cut")
+        return _compact(tokens[: config.max_response_tokens])
+
+    def example(index: int, row: Demonstration | Preference | Prompt, cut: set[str]) -> Any:
+        messages, prompt, prompt_cut = fit(row.prompt)
+        cut |= prompt_cut
+        if isinstance(row, Prompt):
+            return PromptTokens(prompt, index)
+        if isinstance(row, Preference):
+            chosen, rejected = response(row.chosen, cut), response(row.rejected, cut)
+            if chosen == rejected:
+                raise _Dropped("chosen and rejected are the same tokens")
+            return PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0)
+        answer = response(row.response, cut)
+        if config.train_on == "last":
+            return DemonstrationTokens(prompt, answer)
+        return DialogueTokens(prompt, answer, _compact(turn_targets(chat, messages)))
+
+    examples, numbers = [], []
+    for index, row in enumerate(rows.rows):
+        cut: set[str] = set()
+        try:
+            examples.append(example(index, row, cut))
+        except _Dropped as reason:
+            found.dropped[str(reason)] += 1
+        else:
+            numbers.append(rows.numbers[index])
+            found.cut.update(cut)
+    if not examples:
+        raise DataError(
+            f"no row of {rows.source} is left: {counts_text(found.dropped)}; raise "
+            f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
+            f"({config.max_response_tokens}), or set data.long_prompts=cut, "
+            "data.long_responses=cut"
+        )
+    return replace(found, examples=tuple(examples), numbers=tuple(numbers))
 
 
 def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
@@ -240,15 +196,6 @@ def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
     if not fits:
         raise _Dropped("prompt too long to cut: the chat template alone exceeds the limit")
     return last_characters(fits)
-
-
-def _fit_response(text: str, chat: ChatFormat, config: DataConfig) -> tuple[array[int], set[str]]:
-    tokens = chat.response_tokens(text)
-    if len(tokens) <= config.max_response_tokens:
-        return _compact(tokens), set()
-    if config.long_responses == "drop":
-        raise _Dropped("response too long")
-    return _compact(tokens[: config.max_response_tokens]), {"response cut"}
 
 
 def _compact(tokens: Sequence[int]) -> array[int]:

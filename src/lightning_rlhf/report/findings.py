@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.data.percent import percent
+from lightning_rlhf.core.wording import counted, percent
 from lightning_rlhf.data.problems import LengthShare, Problem, Problems
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.checks import (

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.data.percent import percent
+from lightning_rlhf.core.wording import counted, percent
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.models.verdict import PAGE, Verdict
 from lightning_rlhf.report.checks import CHECKS, PAIR_CHECKS, Finding

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import nn
@@ -108,7 +107,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    module: Planned, data: StageData[Any], device: torch.device, *,
+    module: Planned, data: StageData, device: torch.device, *,
     processes: int | None = None, sharing: int = 1,
 ) -> MemoryPlan:  # fmt: skip
     """Return the plan of one process of a run, whose models are on `device`.

@@ -64,7 +64,7 @@ class Report:
 
 
 def preflight(
-    ready: Prepared, module: L.LightningModule, data: StageData[Any], *, resumed: bool = False
+    ready: Prepared, module: L.LightningModule, data: StageData, *, resumed: bool = False
 ) -> None:
     """Check a run before its first update as the key `preflight` says; print what was found.
 
@@ -98,7 +98,7 @@ def stated(check: Check) -> str:
 
 @torch.no_grad()
 def examine(
-    ready: Prepared, module: L.LightningModule, data: StageData[Any], *, resumed: bool
+    ready: Prepared, module: L.LightningModule, data: StageData, *, resumed: bool
 ) -> Report:
     """Return all checks that apply to a stage; arguments as for `preflight`."""
     started, device = time.perf_counter(), ready.device
@@ -129,7 +129,7 @@ def computing_as(settings: Settings, device: torch.device) -> AbstractContextMan
     return nullcontext()
 
 
-def of_inputs(ready: Prepared, module: L.LightningModule, data: StageData[Any]) -> Iterator[Check]:
+def of_inputs(ready: Prepared, module: L.LightningModule, data: StageData) -> Iterator[Check]:
     """Yield the checks of the tokenizer and of the longest sequence against the model."""
     roles, tokens = roles_of(module), len(ready.tokenizer)
     fits: Verdict = "passed" if tokens <= roles.vocab_size else "failed"
@@ -155,9 +155,7 @@ def of_fingerprints(ready: Prepared, roles: Roles) -> Iterator[Check]:
         yield at_most(f"fingerprint: {role}", off, tolerance(roles, final))
 
 
-def of_models(
-    module: L.LightningModule, data: StageData[Any], device: torch.device
-) -> Iterator[Check]:
+def of_models(module: L.LightningModule, data: StageData, device: torch.device) -> Iterator[Check]:
     """Yield the checks that compute with the models of a stage, on a few short rows."""
     limit = LIMITS[min(4, bytes_of_number(roles_of(module)))]
     rows = sorted(data.train[:LOOKED_AT], key=lambda example: example.length)[: 2 * ROWS : 2]
