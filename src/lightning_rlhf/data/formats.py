@@ -429,6 +429,7 @@ def hint(columns: Collection[str], kind: Kind) -> str:
                 f"{found}; its rows are of {form.title}, which holds {' and '.join(form.kinds)}, "
                 f"no {kind}; {kind} are in data.format={', '.join(serving(kind))}"
             )
-    forms = {form.columns: form for form in reversed(formats_of(AUTO, kind))}
-    listed = "; or ".join(f"{f.name} ({', '.join(f.needed(kind))})" for f in forms.values())
+    small = {name.lower() for name in columns}
+    forms = sorted(formats_of(AUTO, kind), key=lambda form: -len({*form.needed(kind)} & small))
+    listed = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
     return f"{found}; {kind} have {listed}; data.columns.COLUMN=NAME reads one of another name"

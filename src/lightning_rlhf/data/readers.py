@@ -253,8 +253,7 @@ def _begin(
 
     The format is found by the columns of a table, else by those with a value in the first rows.
 
-    Raises DataError if `columns` replaces a column of the source by one that it does not have, and
-    if the columns of a table fit no format.
+    Raises DataError if `columns` replaces a column of the source by one that it does not have.
     """
     own = load_function(format, "data.format") if ":" in format else None
     reading = _Reading(columns, own, formats_of(format, kind)[0])
@@ -274,8 +273,6 @@ def _begin(
             break  # the rest of the line may be of any length
     reading.check_names(source, [*reading.seen])
     found = fitting(present, format, kind)
-    if found is None and names:
-        raise DataError(f"{source} holds no {kind}{hint(present, kind)}")
     if found is None:
         return replace(reading, hint=hint(present, kind) if present else ""), chain(head, rows)
     if names and kind != "prompts":

@@ -247,7 +247,7 @@ def test_rows_to_validate_on_are_counted_after_those_that_are_dropped(refused: R
     command = [*SFT, "data.demonstrations.val=data/x.jsonl"]
     outcome = run(refused.place, "data.max_val_rows", 3, *command)
     assert (
-        "3 demonstrations to validate on, 2 left out (over data.max_val_rows), "
+        "3 demonstrations to validate on, from data/x.jsonl, 2 left out (over data.max_val_rows), "
         "4 left out (prompt too long), too few to measure with ("
     ) in outcome.out
     assert "a model was loaded" in outcome.err
