@@ -2,7 +2,7 @@
 
 sources -> formats -> readers             rows of files to records; needs no model or tokenizer
 chat -> lengths -> collate                rendering and tokenisation, truncation, padding
-schedule -> datamodule                    examples of batch k, and the start of a resumed run
+datamodule                                examples of batch k, and the start of a resumed run
 problems                                  checks of preference pairs
 tables -> rollouts, last_batch            Parquet files that a run writes
 """
