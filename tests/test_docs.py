@@ -24,6 +24,7 @@ from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
 from lightning_rlhf.cli.replay import COLUMNS, parser
 from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
 from lightning_rlhf.rewards import functions
@@ -319,6 +320,32 @@ def test_the_columns_in_the_docs_are_those_of_the_code() -> None:
     table = REPLAY.split("## The files")[1].split("```")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted([*TYPES, "parts"])
+
+
+def test_the_forms_of_data_in_the_docs_are_those_of_the_code() -> None:
+    """In their order: the format, its columns, the stages that it serves, and a command of one."""
+    table = DATA.split("<!-- forms: begin -->")[1].split("<!-- forms: end -->")[0]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("| `")
+    ]
+    stages = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts"}
+    found: dict[str, list[tuple[set[str], set[str]]]] = {}
+    for name, columns, serves, command in rows:
+        kinds = {stages[stage] for stage in serves.split(", ")}
+        found.setdefault(name.strip("`"), []).append((set(re.findall(r"`(\w+)`", columns)), kinds))
+        words = dict(word.split("=", 1) for word in command.strip("`").split())
+        assert stages[words["stage"]] in kinds, command
+        assert words.get("data.format", words["data"]) in (name.strip("`"), "files"), command
+    forms = {form.name: [f for f in FORMATS if f.name == form.name] for form in FORMATS}
+    assert list(found) == list(forms)
+    (_, kinds), *_ = found["native"]
+    assert kinds == set(stages.values())
+    for name in set(forms) - {"native"}:
+        for (columns, kinds), form in zip(found[name], forms[name], strict=True):
+            assert {*form.columns} <= columns, name
+            assert kinds == {*form.kinds}, name
 
 
 def test_the_columns_in_the_picture_are_those_of_the_code() -> None:

@@ -26,7 +26,7 @@ from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, RMConfig, S
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
-from lightning_rlhf.data.forms import Kind, forms_of
+from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.rewards.config import HTTPConfig
 from lightning_rlhf.stages import paths
@@ -223,7 +223,7 @@ def test_every_form_of_data_composes_and_names_what_it_holds(
     assert settings.data.format == data
     for kind in get_args(Kind):
         split = getattr(settings.data, kind)
-        assert split.train is None or forms_of(settings.data.format, kind), kind
+        assert split.train is None or formats_of(settings.data.format, kind), kind
     own = {"format", "on_bad_row", *get_args(Kind)}
     keys = names(DataConfig) - own
     assert [getattr(settings.data, key) for key in keys] == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data.forms import FORMS
-from lightning_rlhf.data.readers import (
-    Rows,
-    read_demonstrations,
-    read_preferences,
-    read_prompts,
-)
-from lightning_rlhf.data.reading import Columns
+from lightning_rlhf.data.formats import FORMATS
+from lightning_rlhf.data.readers import Rows, read
+
+read_demonstrations: Any = partial(read, "demonstrations")
+read_preferences: Any = partial(read, "preferences")
+read_prompts: Any = partial(read, "prompts")
 
 READERS: dict[str, Any] = {
     "demonstrations": read_demonstrations,
@@ -111,17 +110,14 @@ FORM_VALUES = VALUES | st.lists(st.fixed_dictionaries({"from": TEXTS, "value": T
 @given(data=st.data(), kind=st.sampled_from(sorted(READERS)))
 def test_any_values_of_any_form(tmp_path: Path, data: st.DataObject, kind: Any) -> None:
     """In rows that have all columns of a form, and so are read as it."""
-    form = data.draw(st.sampled_from([form for form in FORMS if kind in form.parse]))
-    columns = (*form.columns, *form.also)
+    form = data.draw(st.sampled_from([form for form in FORMATS if kind in form.kinds]))
+    columns = form.reads
     rows = st.fixed_dictionaries(dict.fromkeys(columns, FORM_VALUES))
     file = tmp_path / "x.jsonl"
     lines = data.draw(st.lists(rows, min_size=1, max_size=2))
     file.write_text("".join(json.dumps(row) + "\n" for row in lines))
 
-    def read(source: str, on_bad_row: Any) -> Rows[Any]:
-        return READERS[kind](source, on_bad_row, Columns(form.format))
-
-    rows_or_error(read, file)
+    rows_or_error(partial(READERS[kind], format=form.name), file)
 
 
 @settings(QUICK, max_examples=60)
@@ -139,7 +135,7 @@ def test_good_rows_are_read(tmp_path: Path) -> None:
     """The search above is no search for errors alone."""
     file = tmp_path / "x.jsonl"
     file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    for read in (read_demonstrations, read_preferences, read_prompts):
-        assert rows_or_error(read, file) == 1
+    for reader in READERS.values():
+        assert rows_or_error(reader, file) == 1
     with pytest.raises(DataError):
         read_prompts(str(tmp_path / "none.jsonl"), "skip")

@@ -19,9 +19,7 @@ from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import (
     DemonstrationTokens,
     DialogueTokens,
-    tokenise_demonstrations,
-    tokenise_preferences,
-    tokenise_prompts,
+    tokenise,
 )
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
@@ -51,7 +49,7 @@ def test_demonstrations_within_the_limits(
     chat: ChatFormat, make_config: MakeConfig, ids: Ids
 ) -> None:
     config = make_config(max_prompt_tokens=21, max_response_tokens=6)
-    result = tokenise_demonstrations(rows(Demonstration(user("Hi"), "Hello")), chat, config)
+    result = tokenise(rows(Demonstration(user("Hi"), "Hello")), chat, config)
     (example,) = result.examples
     assert list(example.prompt) == ids(
         chat.tokenizer, "<|bos|>", "[user]Hi", "<|eot|>", "[assistant]"
@@ -64,7 +62,7 @@ def test_demonstrations_within_the_limits(
 
 def test_long_demonstrations_are_dropped(chat: ChatFormat, make_config: MakeConfig) -> None:
     config = make_config(max_prompt_tokens=21, max_response_tokens=6)
-    result = tokenise_demonstrations(
+    result = tokenise(
         rows(
             Demonstration(user("Hi!"), "Hello"),
             Demonstration(user("Ho"), "Hello"),
@@ -84,7 +82,7 @@ def test_a_cut_response_has_no_end_token(
     chat: ChatFormat, make_config: MakeConfig, ids: Ids
 ) -> None:
     config = make_config(max_response_tokens=5, long_responses="cut")
-    result = tokenise_demonstrations(
+    result = tokenise(
         rows(Demonstration(user("Hi"), "Hello"), Demonstration(user("Hi"), "Hell")), chat, config
     )
     assert [list(e.response) for e in result.examples] == [
@@ -125,7 +123,7 @@ def test_cutting_keeps_the_system_turn_the_latest_turns_and_the_template(
     limit: int, left: str, chat: ChatFormat, make_config: MakeConfig
 ) -> None:
     config = make_config(max_prompt_tokens=limit, long_prompts="cut")
-    result = tokenise_prompts(rows(Prompt(LONG, {})), chat, config)
+    result = tokenise(rows(Prompt(LONG, {})), chat, config)
     (example,) = result.examples
     assert text(chat, example.prompt) == f"<|bos|>{left}[assistant]"
     assert len(example.prompt) <= limit
@@ -138,17 +136,17 @@ def test_a_prompt_shorter_than_its_template_cannot_be_cut(
     # 19 tokens of template: 20 leave one character, 19 none.
     prompts = rows(Prompt(user("Hi"), {}))
     config = make_config(max_prompt_tokens=20, long_prompts="cut")
-    (example,) = tokenise_prompts(prompts, chat, config).examples
+    (example,) = tokenise(prompts, chat, config).examples
     assert text(chat, example.prompt) == "<|bos|>[user]i<|eot|>[assistant]"
     config = make_config(max_prompt_tokens=19, long_prompts="cut")
     with pytest.raises(DataError, match="the chat template alone"):
-        tokenise_prompts(prompts, chat, config)
+        tokenise(prompts, chat, config)
 
 
 def test_prompts_keep_their_positions(chat: ChatFormat, make_config: MakeConfig) -> None:
     config = make_config(max_prompt_tokens=20)
     prompts = rows(*(Prompt(user(t), {}) for t in ("a", "bb", "c", "dd", "e")))
-    result = tokenise_prompts(prompts, chat, config)
+    result = tokenise(prompts, chat, config)
     assert [(text(chat, e.prompt[7:8]), e.index) for e in result.examples] == [
         ("a", 0),
         ("c", 2),
@@ -159,7 +157,7 @@ def test_prompts_keep_their_positions(chat: ChatFormat, make_config: MakeConfig)
 
 def test_preferences(chat: ChatFormat, make_config: MakeConfig, ids: Ids) -> None:
     config = make_config(max_response_tokens=5)
-    result = tokenise_preferences(
+    result = tokenise(
         rows(
             Preference(user("Hi"), "Yes", "No"),
             Preference(user("Hi"), "Maybe", "No"),
@@ -179,7 +177,7 @@ def test_pairs_that_cutting_makes_identical_are_dropped(
     chat: ChatFormat, make_config: MakeConfig
 ) -> None:
     config = make_config(max_response_tokens=3, long_responses="cut")
-    result = tokenise_preferences(
+    result = tokenise(
         rows(
             Preference(user("Hi"), "Maybe", "Mayday"),
             Preference(user("Hi"), "Maybe", "Made"),
@@ -207,9 +205,7 @@ def test_nothing_left_names_what_to_change(
     changes: dict[str, int], reason: str, chat: ChatFormat, make_config: MakeConfig
 ) -> None:
     with pytest.raises(DataError) as error:
-        tokenise_demonstrations(
-            rows(Demonstration(user("Hi"), "Hello")), chat, make_config(**changes)
-        )
+        tokenise(rows(Demonstration(user("Hi"), "Hello")), chat, make_config(**changes))
     message = str(error.value)
     assert "mine.jsonl" in message
     assert reason in message

@@ -3,12 +3,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
 from lightning_rlhf.data.problems import find_problems, length_share
-from lightning_rlhf.data.readers import Rows, read_preferences
+from lightning_rlhf.data.readers import Rows, read
 from lightning_rlhf.data.rows import Message, Preference
+
+read_preferences: Any = partial(read, "preferences")
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> Preference:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.data.ranked import RankedRows, rank
-from lightning_rlhf.data.readers import read_demonstrations, read_preferences
+from lightning_rlhf.data.readers import read
 from lightning_rlhf.data.rows import Demonstration, Message, Preference
+
+read_demonstrations: Any = partial(read, "demonstrations")
+read_preferences: Any = partial(read, "preferences")
 
 SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 

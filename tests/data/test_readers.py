@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import datasets
 import pytest
 
 from lightning_rlhf.core.errors import DataError, HubError
-from lightning_rlhf.data.readers import read_demonstrations, read_preferences, read_prompts
+from lightning_rlhf.data.readers import read
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference
+
+read_demonstrations: Any = partial(read, "demonstrations")
+read_preferences: Any = partial(read, "preferences")
+read_prompts: Any = partial(read, "prompts")
 
 Jsonl = Callable[..., str]
 
@@ -332,10 +337,14 @@ def test_a_bad_row_stops_with_file_line_and_reason(
 @pytest.mark.parametrize(
     ("read", "row", "said"),
     [
-        (read_demonstrations, {}, "'response' is missing (found none; a demonstration is {"),
+        (read_demonstrations, {}, "'response' is missing (found none; stage=sft"),
         (read_demonstrations, {"response": "A"}, "(found 'response'; 'response' is a text, which"),
-        (read_preferences, {"prompt": "A", "Rejected": "B"}, "(found 'prompt', 'Rejected'; a pref"),
-        (read_prompts, {"body": "A", "prompt": None}, "(found 'body'; a prompt is {"),
+        (
+            read_preferences,
+            {"prompt": "A", "Rejected": "B"},
+            "'prompt', 'Rejected'; stage=rm",
+        ),
+        (read_prompts, {"body": "A", "prompt": None}, "(found 'body'; stage=ppo"),
     ],
 )
 def test_a_missing_field_is_told_with_those_that_are_there(
@@ -412,7 +421,7 @@ def test_an_empty_file(content: str, tmp_path: Path) -> None:
 
 
 def test_nothing_left(jsonl: Jsonl) -> None:
-    said = r"can be used: 2 field 'prompt' is missing; its columns are 'a'; the nearest is "
+    said = r"can be used: 2 field 'prompt' is missing; its columns are 'a'; prompts have "
     with pytest.raises(DataError, match=said):
         read_prompts(jsonl({"a": 1}, {"a": 2}), "skip")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from omegaconf import OmegaConf
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.config import DataConfig, Split
-from lightning_rlhf.data.splits import (
-    load_demonstrations,
-    load_preferences,
-    load_prompts,
-    sample,
-)
+from lightning_rlhf.data.readers import load, sample
+
+load_demonstrations: Any = partial(load, "demonstrations")
+load_preferences: Any = partial(load, "preferences")
+load_prompts: Any = partial(load, "prompts")
 
 MakeConfig = Callable[..., DataConfig]
 Jsonl = Callable[..., str]

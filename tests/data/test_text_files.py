@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data import text_files
-from lightning_rlhf.data.readers import read_demonstrations, read_prompts
+from lightning_rlhf.data import sources
+from lightning_rlhf.data.readers import read
+
+read_demonstrations: Any = partial(read, "demonstrations")
+read_prompts: Any = partial(read, "prompts")
 
 BOM = b"\xef\xbb\xbf"
 ARRAY = b"""[
   {"prompt": "a",
    "response": "b"},
 
-  {"prompt": "c"}, 5, {"prompt": "d", "prompt": "e", "response": "f"},
+  {"prompt": "c"}, 5,
   {"prompt": "\xc3\xa9", "response": "g"}
 ]
 """
@@ -33,17 +37,15 @@ def numbered(path: Path, read: Any = read_demonstrations) -> list[tuple[int, str
 def test_a_json_array(start: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(start + ARRAY)
-    blank = start.count(b"\n")
-    assert numbered(file) == [(2 + blank, "a"), (6 + blank, "é")]
+    assert numbered(file) == [(1, "a"), (4, "é")]
     left_out = read_demonstrations(str(file), "skip").left_out
     assert left_out == Counter(
         {
             "field 'response' is missing": 1,
             "not a JSON object": 1,
-            "a field stands twice in one object": 1,
         }
     )
-    with pytest.raises(DataError, match=rf"x\.json, line {5 + blank}: field 'response' is missing"):
+    with pytest.raises(DataError, match=r"x\.json, row 2: field 'response' is missing"):
         read_demonstrations(str(file), "stop")
 
 
@@ -57,12 +59,13 @@ def test_json_lines_in_a_file_that_is_called_json(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b'[{"prompt": "a"},\n{"prompt": }]', "line 2: broken JSON (Expecting value)"),
-        (b'[{"prompt": "a"}\n\n{"prompt": "b"}]', 'line 3: broken JSON (an element is followed by'),
+        (b'[{"prompt": "a"}\n\n{"prompt": "b"}]', 'line 3: broken JSON (Expecting'),
         (b'[{"prompt": "a"},\n]', "line 2: broken JSON (Expecting value)"),
-        (b'[{"prompt": "a"}]\n[]', "line 1: broken JSON (found '[]' after the array)"),
-        (b'[{"prompt": "a"}', "line 1: broken JSON (an element is followed by neither"),
+        (b'[{"prompt": "a"}]\n[]', "line 2: broken JSON (Extra data)"),
+        (b'[{"prompt": "a"}', "line 1: broken JSON (Expecting"),
         (b'[{"prompt": "\xff"}]', "line 1: not UTF-8"),
-        (b"[" * 100_000, "line 1: broken JSON"),
+        (b"[" * 100_000, "broken JSON"),
+        (b'[{"prompt": "a", "prompt": "b"}]', "broken JSON (a field stands twice"),
         (b"[]", "holds no row that can be used, it is empty"),
         (b"", "holds no row that can be used, it is empty"),
         ('[{"prompt": "a"}]'.encode("utf-16"), "is in UTF-16"),
@@ -135,7 +138,7 @@ def test_a_byte_that_is_not_utf_8_spoils_its_own_record_of_csv_alone(
 def test_a_quote_that_is_never_closed_is_not_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 50)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 50)
     file = tmp_path / "x.csv"
     file.write_text('prompt\na\n"' + "b\n" * 100)
     with pytest.raises(DataError, match=r"x\.csv, line 3: broken CSV \(field larger than"):

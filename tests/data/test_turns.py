@@ -15,10 +15,9 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.collate import collate_demonstrations
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, tokenise_demonstrations
+from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, tokenise, turn_targets
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Message, Messages
-from lightning_rlhf.data.turns import turn_targets
 from lightning_rlhf.stages.paths import HOME
 
 from .conftest import CHATML, LLAMA
@@ -182,7 +181,7 @@ def examples(train_on: str, make_config: MakeConfig, chat: ChatFormat, **limits:
     row = Demonstration(DIALOGUE, "So long")
     rows: Rows[Demonstration] = Rows("x.jsonl", (row,), Counter(), "line", (1,))
     config = make_config(**{"max_prompt_tokens": 500, "train_on": train_on, **limits})
-    return tokenise_demonstrations(rows, chat, config).examples
+    return tokenise(rows, chat, config).examples
 
 
 def test_the_targets_of_a_batch(make_config: MakeConfig, chatml: PreTrainedTokenizerFast) -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from lightning_rlhf.callbacks.evaluation import load_judge
-from lightning_rlhf.data.native import parse_preference
+from lightning_rlhf.data.formats import native
 from lightning_rlhf.data.rows import Messages, prompt_row
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -32,7 +32,7 @@ def rows(split: str) -> list[dict[str, str]]:
 
 
 def prompts(split: str) -> list[Messages]:
-    return [parse_preference(row).prompt for row in rows(split)]
+    return [native(row, "preferences").prompt for row in rows(split)]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_the_judge_reads_the_last_question() -> None:
     asked = "\n\nHuman: What is the capital of France?\n\nAssistant: Paris."
     start = f"{asked}\n\nHuman: What color is coal?\n\nAssistant: "
     pair = {"chosen": f"{start}Black.", "rejected": f"{start}White."}
-    row = prompt_row(parse_preference(pair).prompt)
+    row = prompt_row(native(pair, "preferences").prompt)
     # Right (+1) and curt (-0.3); an answer to the first question alone is wrong.
     assert judge(row, "Black.", True)["gold"] == pytest.approx(0.7)
     assert judge(row, "Paris.", True)["correct"] == 0

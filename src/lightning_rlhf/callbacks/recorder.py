@@ -105,7 +105,7 @@ class KeepLastBatch(Callback):
     """
 
     def __init__(
-        self, run_dir: Path, rows: Rows[Any], tokenised: Tokenised[Any], data: StageData[Any],
+        self, run_dir: Path, rows: Rows[Any], tokenised: Tokenised[Any], data: StageData,
         chat: ChatFormat,
     ) -> None:  # fmt: skip
         """Store the sources; rows, tokenised, data: the training data as rows, tokens, batches."""

@@ -25,7 +25,7 @@ from lightning_rlhf.cli.overrides import check_stage, search_path
 from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides, step_source
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
-from lightning_rlhf.data.splits import LOAD
+from lightning_rlhf.data.readers import load
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.manifest import MANIFEST
 from lightning_rlhf.models.verdict import Verdict
@@ -131,7 +131,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         for settings in stages.values():
             is_due = cfg.overwrite or not is_finished(settings)
             if is_due and step_source(settings, folder) is None:
-                LOAD[settings.definition.data](settings.data, settings.seed)
+                load(settings.definition.data, settings.data, settings.seed)
     with held(first, folder):
         ran = run_stages(stages, commands, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.

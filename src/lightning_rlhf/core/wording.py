@@ -20,3 +20,8 @@ def quoted(value: Any) -> str:
         return _REPR.repr(value)
     except Exception:  # an integer of more than 4300 digits, or a foreign object's own error
         return f"a {type(value).__name__} that cannot be shown"
+
+
+def percent(share: float, decimals: int = 1) -> str:
+    """Return the fraction `share` as a percentage; zero has no sign: -1e-9 -> 0.0%."""
+    return f"{share:z.{decimals}%}"

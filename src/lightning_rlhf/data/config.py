@@ -1,5 +1,6 @@
 """The validated configuration of the data. The values live in conf/data/*.yaml."""
 
+import difflib
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,9 +15,15 @@ from lightning_rlhf.core.validation import (
     rule,
     section,
 )
-from lightning_rlhf.data.forms import Format, columns_of
-from lightning_rlhf.data.nearest import closest
+from lightning_rlhf.data.formats import AUTO, NAMES, columns_of
 
+FormatName = Annotated[
+    str,
+    Field(
+        pattern=rf"^({'|'.join((AUTO, *NAMES))})$|.:.",
+        description=f"{', '.join((AUTO, *NAMES))}, path.py:function",
+    ),
+]
 TooLong = Literal["drop", "cut"]
 Source = Annotated[Text, described("a file, a hub data set")]
 ColumnNames = Annotated[dict[str, str], described("a mapping of columns to columns of the source")]
@@ -40,8 +47,9 @@ class DataConfig:
     demonstrations: Annotated[Split, section(Split)]
     preferences: Annotated[Split, section(Split)]
     prompts: Annotated[Split, section(Split)]
-    format: Format
-    """Form of the rows, see `data.forms`; "auto" finds it by their columns."""
+    format: FormatName
+    """Form of the rows, see `data.formats`; "auto" finds it by their columns. A function turns a
+    row into the package's own form, see `data.readers.own_row`."""
     columns: ColumnNames
     """Column that the form reads -> column of the source that is read as it."""
     train_on: Literal["last", "all"]
@@ -69,7 +77,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         known = columns_of(self.format)
         for name, column in self.columns.items():
-            near = closest(name, known)
-            meant = "" if near is None else f"; did you mean data.columns.{near}?"
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"; did you mean data.columns.{near[0]}?" if near else ""
             words = f"one that data.format={self.format} reads: {', '.join(sorted(known))}{meant}"
-            rule(name in known, f"columns.{name}", column, words)
+            rule(name in known or ":" in self.format, f"columns.{name}", column, words)

@@ -1,4 +1,4 @@
-"""LightningDataModule that yields the batches of one stage."""
+"""Batches of one stage: which examples are in which, and the LightningDataModule of them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,106 @@ import hashlib
 import json
 import marshal
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 from lightning import LightningDataModule
-from torch.utils.data import DataLoader
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.record import Record
-from lightning_rlhf.data.schedule import Schedule
+
+_EPOCH, _POOL = 0, 1  # two independent streams of random numbers
 
 
-class Example(Protocol):
-    """Protocol of an example whose length is known."""
+class Schedule(Sampler[list[int]]):
+    """Batch sampler for a whole run; batch k is a pure function of (seed, k).
 
-    @property
-    def length(self) -> int:
-        """Return the length in tokens."""
+    An endless sequence of epochs, each with all examples once in an order of its own, is cut into
+    batches: batch k holds the positions k * batch_size to (k + 1) * batch_size. So every batch is
+    full, no example is dropped, and a batch may span two epochs, or many if it is larger than the
+    data.
+
+    With `pool_batches` > 1, that many consecutive batches of an epoch pool their examples, which
+    are sorted by length and divided into batches again; then all batches of the epoch are shuffled.
+    A batch of similar lengths needs less padding than one of mixed lengths. 1 leaves the examples
+    where they are. Batches that span two epochs are not pooled.
+    """
+
+    def __init__(
+        self,
+        *,
+        lengths: Sequence[int],
+        batch_size: int,
+        batches: int,
+        seed: int,
+        pool_batches: int,
+    ) -> None:
+        """Set up the schedule to start with batch 0.
+
+        Args:
+            lengths: length of each example, tokens.
+            batch_size: number of examples in a batch.
+            batches: number of batches in the whole run.
+            seed: seed of the orders, >= 0.
+            pool_batches: number of consecutive batches in a pool, >= 1.
+        """
+        self.lengths = np.asarray(lengths)
+        self.batch_size = batch_size
+        self.batches = batches
+        self.seed = seed
+        self.pool_batches = pool_batches
+        self.start = 0
+        """Index of the first batch to yield: 0, or the one after the last that was trained on."""
+        self._latest: tuple[int, NDArray[np.int64]] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches in the whole run, including those before `start`.
+
+        Lightning counts the batches of a resumed run from the beginning.
+        """
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.batch(k) for k in range(self.start, self.batches))
+
+    def batch(self, k: int) -> list[int]:
+        """Return the positions of the examples in batch k."""
+        size = len(self.lengths)
+        first, end = k * self.batch_size, (k + 1) * self.batch_size
+        found: list[int] = []
+        for epoch in range(first // size, -(-end // size)):
+            if self._latest is None or self._latest[0] != epoch:
+                self._latest = epoch, self._order(epoch)
+            order = self._latest[1]
+            found += order[max(0, first - epoch * size) : end - epoch * size].tolist()
+        return found
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the positions of all examples in the order of this epoch."""
+        order = self._random(_EPOCH, epoch).permutation(len(self.lengths))
+        start = -epoch * len(order) % self.batch_size  # after the previous epoch's last batch
+        whole = (len(order) - start) // self.batch_size
+        if self.pool_batches == 1 or whole < 1:
+            return order
+        inner = slice(start, start + whole * self.batch_size)
+        pool = np.arange(whole * self.batch_size) // (self.pool_batches * self.batch_size)
+        by_length = np.lexsort((self.lengths[order[inner]], pool))
+        batches = order[inner][by_length].reshape(whole, self.batch_size)
+        order[inner] = self._random(_POOL, epoch).permutation(batches).ravel()
+        return order
+
+    def _random(self, stream: int, index: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, stream, index))
 
 
-E = TypeVar("E", bound=Example)
-
-
-class StageData(LightningDataModule, Generic[E]):
+class StageData(LightningDataModule):
     """Batches of tokenised examples, in an order that an interrupted run resumes exactly.
 
     The whole run is one Lightning epoch: `Trainer(max_epochs=1)`. A checkpoint stores the number of
@@ -44,10 +117,10 @@ class StageData(LightningDataModule, Generic[E]):
     def __init__(
         self,
         *,
-        train: Sequence[E],
-        val: Sequence[E],
+        train: Sequence[Any],
+        val: Sequence[Any],
         columns: Sequence[Mapping[str, Any]],
-        collate: Callable[[list[E]], Record],
+        collate: Callable[[list[Any]], Record],
         batch_size: int,
         val_batch_size: int,
         batches: int,
@@ -57,7 +130,7 @@ class StageData(LightningDataModule, Generic[E]):
         """Store the examples and set up the schedule of the training batches.
 
         Args:
-            train: examples to train on.
+            train: examples to train on, with their `length` in tokens.
             val: examples to validate on.
             columns: rows with the values that rewards and judges read besides the tokens; empty if
                 there are none.
@@ -82,7 +155,7 @@ class StageData(LightningDataModule, Generic[E]):
             pool_batches=pool_batches,
         )
 
-    def train_dataloader(self) -> DataLoader[E]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training batches from `schedule.start` on."""
         return DataLoader(
             self.train,  # type: ignore[arg-type]
@@ -91,7 +164,7 @@ class StageData(LightningDataModule, Generic[E]):
             generator=torch.Generator(),
         )
 
-    def val_dataloader(self) -> DataLoader[E]:
+    def val_dataloader(self) -> DataLoader[Any]:
         """Return the loader of all validation examples, longest first.
 
         In this order a lack of memory shows at the first batch.
@@ -129,17 +202,15 @@ class StageData(LightningDataModule, Generic[E]):
                 f"cannot resume: the checkpoint does not say which data it is of ({missing} not in "
                 "it); another version wrote it. Give overwrite=true to start over"
             )
-        if changed := differences(state_dict["order"], self._order()):
-            raise CheckpointError(
-                f"cannot resume: {'; '.join(changed)}. The order of the batches depends on it; "
-                "resume with what the run started with, or start a new run"
-            )
-        if changed := differences(state_dict["digests"], self._digests):
-            raise CheckpointError(
-                "cannot resume: the data are others now, or in another order: "
-                f"{'; '.join(changed)}. Resume with the data, the tokenizer and the template that "
-                "the run started with, or start a new run"
-            )
+        for part, now in (("order", self._order()), ("digests", self._digests)):
+            before = state_dict[part]
+            if changed := [key for key, value in now.items() if before.get(key) != value]:
+                told = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed)
+                raise CheckpointError(
+                    f"cannot resume: {told}. The batches depend on it; resume with the data, the "
+                    "tokenizer, the template and the order that the run started with, or start a "
+                    "new run"
+                )
         self.schedule.start = state_dict["batches_trained"]
 
     def _order(self) -> dict[str, int]:
@@ -157,15 +228,6 @@ class StageData(LightningDataModule, Generic[E]):
             "digest of the validation examples": digest(self.val),
             "digest of the columns that a reward reads": digest_columns(self.columns),
         }
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line for each key whose value has changed: "KEY was BEFORE, is NOW"."""
-    return [
-        f"{key} was {before.get(key)}, is {value}"
-        for key, value in now.items()
-        if before.get(key) != value
-    ]
 
 
 def digest(examples: Sequence[Any]) -> str:

@@ -8,23 +8,27 @@ end where it did not.
 
 from __future__ import annotations
 
+import re
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.errors import DataError, require
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.readers import Rows, counts_text
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
-from lightning_rlhf.data.turns import turn_targets
 
-R = TypeVar("R")
 E = TypeVar("E")
+_OTHER_TEXT = "\ue000"
+"""Text of a turn that begins and ends with a character of which no other text is made; it shows
+where the template writes the turn's own."""
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+"""Start of a block by which a template marks what the assistant wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,99 +120,16 @@ class _Dropped(Exception):
     """Raised for a row that does not fit; the message is the reason by which it is counted."""
 
 
-def tokenise_demonstrations(
-    rows: Rows[Demonstration], chat: ChatFormat, config: DataConfig
-) -> Tokenised[DemonstrationTokens]:
-    """Return the tokens of prompts and responses; as DialogueTokens if data.train_on is "all".
+def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised[Any]:
+    """Return the tokens of demonstrations, of preferences or of prompts.
+
+    Demonstrations become DialogueTokens if data.train_on is "all"; pairs whose two responses have
+    the same tokens are dropped; prompts keep their positions in `rows`.
 
     Raises:
         DataError: no row is left.
     """
-    fit_prompt = _prompt_fitter(chat, config)
-
-    def convert(index: int, row: Demonstration) -> tuple[DemonstrationTokens, set[str]]:
-        messages, prompt, prompt_cut = fit_prompt(row.prompt)
-        response, response_cut = _fit_response(row.response, chat, config)
-        cut = prompt_cut | response_cut
-        if config.train_on == "last":
-            return DemonstrationTokens(prompt, response), cut
-        return DialogueTokens(prompt, response, _compact(turn_targets(chat, messages))), cut
-
-    return _tokenise(rows, convert, config)
-
-
-def tokenise_preferences(
-    rows: Rows[Preference], chat: ChatFormat, config: DataConfig
-) -> Tokenised[PreferenceTokens]:
-    """Return the tokens of pairs, without pairs whose two responses have the same tokens.
-
-    Raises:
-        DataError: no row is left.
-    """
-    fit_prompt = _prompt_fitter(chat, config)
-
-    def convert(index: int, row: Preference) -> tuple[PreferenceTokens, set[str]]:
-        _, prompt, prompt_cut = fit_prompt(row.prompt)
-        chosen, chosen_cut = _fit_response(row.chosen, chat, config)
-        rejected, rejected_cut = _fit_response(row.rejected, chat, config)
-        if chosen == rejected:
-            raise _Dropped("chosen and rejected are the same tokens")
-        example = PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0)
-        return example, prompt_cut | chosen_cut | rejected_cut
-
-    return _tokenise(rows, convert, config)
-
-
-def tokenise_prompts(
-    rows: Rows[Prompt], chat: ChatFormat, config: DataConfig
-) -> Tokenised[PromptTokens]:
-    """Return the tokens of prompts, with their positions in `rows`.
-
-    Raises:
-        DataError: no row is left.
-    """
-    fit_prompt = _prompt_fitter(chat, config)
-
-    def convert(index: int, row: Prompt) -> tuple[PromptTokens, set[str]]:
-        _, prompt, prompt_cut = fit_prompt(row.prompt)
-        return PromptTokens(prompt, index), prompt_cut
-
-    return _tokenise(rows, convert, config)
-
-
-def _tokenise(
-    rows: Rows[R], convert: Callable[[int, R], tuple[E, set[str]]], config: DataConfig
-) -> Tokenised[E]:
-    examples: list[E] = []
-    dropped: Counter[str] = Counter()
-    cut: Counter[str] = Counter()
-    numbers: list[int] = []
-    for index, row in enumerate(rows.rows):
-        try:
-            example, cuts = convert(index, row)
-        except _Dropped as reason:
-            dropped[str(reason)] += 1
-        else:
-            examples.append(example)
-            numbers.append(rows.numbers[index])
-            cut.update(cuts)
-    if not examples:
-        raise DataError(
-            f"no row of {rows.source} is left: {counts_text(dropped)}; raise "
-            f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
-            f"({config.max_response_tokens}), or set data.long_prompts=cut, "
-            "data.long_responses=cut"
-        )
-    return Tokenised(tuple(examples), dropped, cut, tuple(numbers))
-
-
-def _prompt_fitter(
-    chat: ChatFormat, config: DataConfig
-) -> Callable[[Messages], tuple[Messages, array[int], set[str]]]:
-    """Return a function from a prompt to what fits of it and the tokens of that.
-
-    The third value is {"prompt cut"} or an empty set.
-    """
+    found: Tokenised[Any] = Tokenised((), Counter(), Counter(), ())
 
     @cache  # many rows often share a prompt
     def fit(prompt: Messages) -> tuple[Messages, array[int], set[str]]:
@@ -220,7 +141,47 @@ def _prompt_fitter(
         fitting = _cut_prompt(prompt, chat, config.max_prompt_tokens)
         return fitting, _compact(chat.prompt_tokens(fitting)), {"prompt cut"}
 
-    return fit
+    def response(text: str, cut: set[str]) -> array[int]:
+        tokens = chat.response_tokens(text)
+        if len(tokens) > config.max_response_tokens:
+            if config.long_responses == "drop":
+                raise _Dropped("response too long")
+            cut.add("response cut")
+        return _compact(tokens[: config.max_response_tokens])
+
+    def example(index: int, row: Demonstration | Preference | Prompt, cut: set[str]) -> Any:
+        messages, prompt, prompt_cut = fit(row.prompt)
+        cut |= prompt_cut
+        if isinstance(row, Prompt):
+            return PromptTokens(prompt, index)
+        if isinstance(row, Preference):
+            chosen, rejected = response(row.chosen, cut), response(row.rejected, cut)
+            if chosen == rejected:
+                raise _Dropped("chosen and rejected are the same tokens")
+            return PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0)
+        answer = response(row.response, cut)
+        if config.train_on == "last":
+            return DemonstrationTokens(prompt, answer)
+        return DialogueTokens(prompt, answer, _compact(turn_targets(chat, messages)))
+
+    examples, numbers = [], []
+    for index, row in enumerate(rows.rows):
+        cut: set[str] = set()
+        try:
+            examples.append(example(index, row, cut))
+        except _Dropped as reason:
+            found.dropped[str(reason)] += 1
+        else:
+            numbers.append(rows.numbers[index])
+            found.cut.update(cut)
+    if not examples:
+        raise DataError(
+            f"no row of {rows.source} is left: {counts_text(found.dropped)}; raise "
+            f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
+            f"({config.max_response_tokens}), or set data.long_prompts=cut, "
+            "data.long_responses=cut"
+        )
+    return replace(found, examples=tuple(examples), numbers=tuple(numbers))
 
 
 def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
@@ -247,15 +208,69 @@ def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
     return last_characters(fits)
 
 
-def _fit_response(text: str, chat: ChatFormat, config: DataConfig) -> tuple[array[int], set[str]]:
-    tokens = chat.response_tokens(text)
-    if len(tokens) <= config.max_response_tokens:
-        return _compact(tokens), set()
-    if config.long_responses == "drop":
-        raise _Dropped("response too long")
-    return _compact(tokens[: config.max_response_tokens]), {"response cut"}
-
-
 def _compact(tokens: Sequence[int]) -> array[int]:
     """Return the tokens at four bytes each; a list of Python integers takes forty."""
     return array("i", tokens)
+
+
+def turn_targets(chat: ChatFormat, prompt: Messages) -> list[int]:
+    """Return the positions in `chat.prompt_tokens(prompt)` of what the assistant wrote.
+
+    A template with `{% generation %}` marks it. Of any other it is the text of each turn of the
+    assistant as the template writes it, its calls of tools, and the end token after them, as in
+    `chat.response_tokens`.
+
+    Raises:
+        ConfigError: the tokenizer does not know which characters its tokens stand for.
+    """
+    turns = [i for i, turn in enumerate(prompt) if turn.role == "assistant"]
+    if not turns:
+        return []
+    tokenizer = chat.tokenizer
+    require(tokenizer.is_fast, "data.train_on", "all",
+            f"last, as tokenizer {tokenizer.name_or_path!r} does not know the characters of its "
+            "tokens")  # fmt: skip
+    if _GENERATION.search(tokenizer.get_chat_template()):
+        rows = [turn.as_dict() for turn in prompt]
+        encoded = tokenizer.apply_chat_template(
+            rows, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=True,
+            **chat.template_kwargs,
+        )  # fmt: skip
+        return [i for i, is_marked in enumerate(encoded["assistant_masks"]) if is_marked]
+    text = chat.opened(prompt)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets: list[tuple[int, int]] = encoded.offset_mapping
+    found: list[int] = []
+    for i in turns:
+        start, end, marker = _span(chat, text, prompt, i)
+        written = [k for k, (a, b) in enumerate(offsets) if b > start and a < end]
+        if marker is not None:
+            last = next(k for k, (_, b) in enumerate(offsets) if b > marker)
+            # A space before the marker may be a token without characters of its own.
+            written = [*range(written[0], last), last] if marker == end else [*written, last]
+        found += written
+    return found
+
+
+def _span(chat: ChatFormat, text: str, prompt: Messages, i: int) -> tuple[int, int, int | None]:
+    """Return where turn i starts and ends in the rendered prompt, and where its end marker is.
+
+    It is what changes when the turn has another text, up to the end marker if it calls tools.
+    """
+    other = (*prompt[:i], replace(prompt[i], content=_OTHER_TEXT), *prompt[i + 1 :])
+    changed = chat.opened(other)
+    start = _common(text, changed)
+    end = len(text) - _common(text[start:][::-1], changed[start:][::-1])
+    if chat.end_marker is None:
+        return start, end, None
+    if prompt[i].tool_calls:
+        end = max(end, text.find(chat.end_marker, end))
+    marker = end + len(text[end:]) - len(text[end:].lstrip())
+    is_written = start < end and text.startswith(chat.end_marker, marker)
+    return start, end, marker if is_written else None
+
+
+def _common(one: str, other: str) -> int:
+    """Return the number of characters that two texts have in common at their start."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_rlhf.data.parsing import IDENTICAL
-from lightning_rlhf.data.percent import percent
+from lightning_rlhf.core.wording import percent
 from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Messages, Preference, prompt_text
+from lightning_rlhf.data.rows import IDENTICAL, Messages, Preference, prompt_text
 
 EXAMPLES = 3
 """Maximum number of examples of each problem."""

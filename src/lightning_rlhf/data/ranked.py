@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any, Literal
 
-from lightning_rlhf.data.native import parse_demonstration, parse_preference
-from lightning_rlhf.data.parsing import BadRow
+from lightning_rlhf.data.formats import native
+from lightning_rlhf.data.rows import BadRow
 
 Row = dict[str, Any]
 Pairs = Literal["best_worst", "all"]
@@ -61,7 +61,7 @@ def rank(
             if margin > 0 and margin >= min_margin:
                 row = _preference(better, worse, margin)
                 try:
-                    parse_preference(row)
+                    native(row, "preferences")
                 except BadRow as bad:  # they differ in white space alone
                     rows.left_out[bad.reason] += 1
                 else:
@@ -82,7 +82,7 @@ def _usable(
         else:
             seen.add(sample["response"])
             try:
-                parse_demonstration(_demonstration(sample))
+                native(_demonstration(sample), "demonstrations")
             except BadRow as bad:
                 left_out[bad.reason] += 1
             else:

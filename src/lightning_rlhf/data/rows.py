@@ -1,11 +1,41 @@
-"""Records parsed from the rows of a file: a demonstration, a preference or a prompt."""
+"""Records parsed from the rows of a file, and the checks of the texts and turns in them.
+
+Text that starts with "\\n\\nHuman:" is a dialogue in the HH format, with the turns inside the text:
+https://huggingface.co/datasets/Anthropic/hh-rlhf.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
+
+Row = Mapping[str, Any]
+"""Columns of one row of a source; a null counts as absent, as Parquet fills absent columns."""
+MAX_CHARACTERS = 1_000_000
+"""Maximum length of one text (a message, a prompt or a response) in characters."""
+IDENTICAL = "chosen and rejected are identical"
+"""Reason for leaving out a pair whose two responses are the same."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_HH_START = "\n\nHuman:"
+_HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+class BadRow(Exception):
+    """Raised for a row that cannot be used."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason} ({detail})" if detail else reason)
+        self.reason = reason
+        """Reason without the row's own content, so that rows can be counted by it."""
+
+
+class UnusedRow(BadRow):
+    """Raised for a sound row that holds nothing for the stage: it is always left out."""
+
 
 Role = Literal["system", "user", "assistant", "tool"]
 _FURTHER = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
@@ -100,3 +130,160 @@ def prompt_text(messages: Messages) -> str:
     if len(messages) == 1:
         return messages[0].content
     return "\n\n".join(f"{turn.role.capitalize()}: {turn.content}" for turn in messages)
+
+
+def has(row: Row, field: str) -> bool:
+    """Return whether the row has a value in the field."""
+    return row.get(field) is not None
+
+
+def missing(field: str, row: Row, needed: str) -> BadRow:
+    """Return the error for a field that the row lacks; needed: description of what is allowed."""
+    found = ", ".join(repr(name) for name in row if has(row, name)) or "none"
+    return BadRow(f"field {field!r} is missing", f"found {found[:200]}; {needed}")
+
+
+def checked_text(text: str, field: str, place: str = "") -> str:
+    """Return the text if it can be used; raise BadRow otherwise.
+
+    place: position of the text within the field, if the field holds more than one text.
+    """
+    if not text.strip():
+        raise BadRow(f"field '{field}' is empty or blank", place)
+    if len(text) > MAX_CHARACTERS:
+        size = f"{len(text):,} characters; allowed: {MAX_CHARACTERS:,}"
+        raise BadRow(f"field '{field}' is too long", f"{place}, {size}" if place else size)
+    if "\x00" in text:
+        raise BadRow(f"field '{field}' holds a null byte", place)
+    if _SURROGATE.search(text):
+        raise BadRow(
+            f"field '{field}' holds half a surrogate pair, which UTF-8 cannot express", place
+        )
+    return text
+
+
+def text_in(row: Row, field: str) -> str:
+    """Return the text in a field. Raises BadRow if it is missing, of another type or unusable."""
+    if not has(row, field):
+        raise missing(field, row, f"{field!r} is a text")
+    if not isinstance(row[field], str):
+        raise BadRow(f"field '{field}' is not text", f"found {type(row[field]).__name__}")
+    return checked_text(row[field], field)
+
+
+def user_turn(text: str) -> Messages:
+    """Return a text as a prompt of one turn."""
+    return (Message("user", text),)
+
+
+def dialogue(row: Row, field: str) -> Messages:
+    """Return the turns in `field`, after the row's prompt if it has one."""
+    value = row[field]
+    prompt = prompt_messages(row) if has(row, "prompt") else ()
+    if isinstance(value, str) and not value.startswith(_HH_START):
+        if not prompt:
+            raise missing("prompt", row, f"{field!r} is a text, which answers one")
+        return (*prompt, Message("assistant", checked_text(value, field)))
+    turns = messages_in(value, field)
+    return turns if turns[: len(prompt)] == prompt else (*prompt, *turns)
+
+
+def split_last(dialogue: Messages, field: str) -> Demonstration:
+    """Return the turns before the last, and the text of the last, which must be the assistant's."""
+    *turns, last = dialogue
+    if last.role != "assistant":
+        raise BadRow(f"the last turn of '{field}' is not the assistant's", f"found {last.role}")
+    return Demonstration(checked_prompt(tuple(turns)), last.content)
+
+
+def checked_prompt(prompt: Messages) -> Messages:
+    """Return the turns if they can be responded to; raise BadRow otherwise."""
+    if not prompt or prompt[-1].role not in ("user", "tool"):
+        raise BadRow("the prompt does not end with a user turn")
+    if any(turn.role == "system" for turn in prompt[1:]):
+        raise BadRow("a system turn stands after the first turn")
+    return prompt
+
+
+def prompt_messages(row: Row) -> Messages:
+    """Return the turns of the field "prompt"; a text is one user turn."""
+    value = row["prompt"]
+    if isinstance(value, str):
+        if not value.startswith(_HH_START):
+            return user_turn(checked_text(value, "prompt"))
+        # Some copies of the HH data end the prompt with the marker of the next turn.
+        value = value.rstrip().removesuffix("\n\nAssistant:")
+    return messages_in(value, "prompt")
+
+
+def messages_in(value: Any, field: str) -> Messages:
+    """Return the turns of a list of messages, or of a text in the HH format."""
+    if isinstance(value, str):
+        if not value.startswith(_HH_START):
+            raise BadRow(f"field '{field}' is text but not a dialogue")
+        _, *pieces = _HH_TURN.split(value)
+        return tuple(
+            Message("user" if speaker == "Human" else "assistant",
+                    checked_text(content, field, f"turn {number}").strip())
+            for number, (speaker, content) in enumerate(
+                zip(pieces[::2], pieces[1::2], strict=True), start=1)
+        )  # fmt: skip
+    if not isinstance(value, list):
+        raise BadRow(f"field '{field}' is neither text nor a list of messages",
+                     f"found {type(value).__name__}")  # fmt: skip
+    if not value:
+        raise BadRow(f"field '{field}' is empty or blank")
+    return tuple(
+        _message(turn, field, f"{field}[{i}]", is_last=i == len(value) - 1)
+        for i, turn in enumerate(value)
+    )
+
+
+def _message(turn: Any, field: str, place: str, *, is_last: bool) -> Message:
+    """Return a turn; only before the last may calls of tools stand for the text."""
+    calls = isinstance(turn, dict) and turn.get("role") == "assistant" and turn.get("tool_calls")
+    if calls:
+        calls = _tool_calls(calls, field, f"{place}.tool_calls")
+        content = turn.get("content") or (None if is_last else "")
+        turn = turn | {"content": content, "tool_calls": calls}
+    if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+        names = ", ".join(map(repr, turn)) or "nothing" if isinstance(turn, dict) else ""
+        found = f"has {names[:200]}" if names else f"is {type(turn).__name__}"
+        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
+    role, content = turn["role"], turn["content"]
+    if role not in get_args(Role):
+        known = f"known are {', '.join(get_args(Role))}"
+        raise BadRow(f"unknown role in '{field}'", f"found {role!r} in {place}.role; {known}")
+    if not isinstance(content, str):
+        found = f"{place}.content is {type(content).__name__}"
+        if isinstance(content, list):
+            found = f"{place}.content is a list of parts; allowed: one text"
+        elif calls:
+            found += f", and {place}.tool_calls stands for it; a response is a text"
+        raise BadRow(f"field '{field}' is not text", found)
+    if content or not calls:
+        checked_text(content, field, f"{place}.content")
+    try:
+        message = Message.of(turn)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"a turn of '{field}' is not JSON", f"{place}: {error}") from error
+    if message.further:
+        checked_text(message.further, field, place)
+    return message
+
+
+def _tool_calls(value: Any, field: str, place: str) -> list[dict[str, Any]]:
+    """Return calls of tools with their arguments as objects, as chat templates read them."""
+    calls: list[dict[str, Any]] = []
+    for i, call in enumerate(value if isinstance(value, list) else [value]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(
+                f"a call of a tool in '{field}' has no name",
+                f'{place}[{i}] is not {{"function": {{"name", "arguments"}}}}',
+            )
+        if isinstance(function.get("arguments"), str):
+            with suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+                function = function | {"arguments": json.loads(function["arguments"])}
+        calls.append(call | {"function": function})
+    return calls

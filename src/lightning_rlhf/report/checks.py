@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.data.percent import percent
+from lightning_rlhf.core.wording import counted, percent
 from lightning_rlhf.data.problems import LONGER_SHARE, LengthShare, Problem, Problems
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.fitness import LONGER, SHORTER, Fitness, ProbeResult

@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.data.percent import percent
+from lightning_rlhf.core.wording import counted, percent
 from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.models.verdict import PAGE, Verdict
 from lightning_rlhf.report.checks import (

@@ -15,10 +15,8 @@ from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.best_of import best_of_kl_bound
 from lightning_rlhf.core.config import PolicyEvalConfig
-from lightning_rlhf.data.lengths import tokenise_demonstrations, tokenise_prompts
-from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.data.rows import Demonstration
-from lightning_rlhf.data.splits import load_demonstrations, load_prompts
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.roles import REFERENCE, SFT
 from lightning_rlhf.report.comparison import (
@@ -59,7 +57,7 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
     policies = find_policies(settings)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
-        rows = load_prompts(settings.data, settings.seed).val
+        rows = load("prompts", settings.data, settings.seed).val
         demonstrations = held_out_demonstrations(settings)
     ready = make_ready(settings, parents)
     light = light_sources(ready, {name for row in rows.rows for name in row.columns})
@@ -67,11 +65,9 @@ def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
     task = Task(
         ready=ready,
         config=config,
-        prompts=fitting(ready, rows, tokenise_prompts, limit),
+        prompts=fitting(ready, rows, limit),
         rows=[row.columns for row in rows.rows],
-        references=()
-        if demonstrations is None
-        else fitting(ready, demonstrations, tokenise_demonstrations, limit),
+        references=() if demonstrations is None else fitting(ready, demonstrations, limit),
         sources={name: str(policy.path) for name, policy in policies.items()},
         verdicts=told_verdicts(ready),
     )
@@ -151,7 +147,7 @@ def held_out_demonstrations(settings: Settings) -> Rows[Demonstration] | None:
     """Return the held-out demonstrations; None where the data name none."""
     if settings.data.demonstrations.train is None:
         return None
-    return load_demonstrations(settings.data, settings.seed).val
+    return load("demonstrations", settings.data, settings.seed).val
 
 
 def report(task: Task, policies: Sequence[PolicySamples]) -> PolicyReport:

@@ -21,9 +21,8 @@ from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
 from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.readers import Rows, load, sample
 from lightning_rlhf.data.rows import Preference, prompt_row
-from lightning_rlhf.data.splits import load_preferences, sample
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
 from lightning_rlhf.models.roles import SFT
@@ -54,7 +53,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
     parents = find_parents(settings)
     with Working("reading the data"):
-        rows = load_preferences(settings.data, settings.seed)
+        rows = load("preferences", settings.data, settings.seed)
     with Working("looking through the pairs"):
         problems = find_problems(rows.val, rows.train)
     print_problems(problems)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, ProgressBar
@@ -68,7 +67,7 @@ class KernelsLine(Callback):
 def fit(
     ready: Prepared,
     module: L.LightningModule,
-    data: StageData[Any],
+    data: StageData,
     callbacks: list[Callback],
     at_end: AtEnd | None = None,
 ) -> dict[str, float]:
@@ -197,7 +196,7 @@ def train(
     ready: Prepared,
     trainer: L.Trainer,
     module: L.LightningModule,
-    data: StageData[Any],
+    data: StageData,
     saver: Checkpoints,
     resume_from: Path | None,
 ) -> None:
@@ -231,7 +230,7 @@ def identity(settings: Settings) -> RunIdentity:
     )
 
 
-def check_state(checkpoint: Path, module: L.LightningModule, data: StageData[Any]) -> None:
+def check_state(checkpoint: Path, module: L.LightningModule, data: StageData) -> None:
     """Raise CheckpointError unless the checkpoint belongs to these parameters and data.
 
     Called before anything in the run's folder is written or removed; Lightning reads it again.

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCardData, metadata_load
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.splits import Kind
+from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.models.manifest import FROM_CONFIG, Manifest
 from lightning_rlhf.models.weights import is_folder, json_object

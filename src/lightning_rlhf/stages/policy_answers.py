@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -19,10 +19,9 @@ from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.core.types import Prompts, Rollout
 from lightning_rlhf.data.collate import collate_prompts
-from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, Tokenised
-from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
+from lightning_rlhf.data.readers import Rows, sample
 from lightning_rlhf.data.rows import Demonstration, Prompt
-from lightning_rlhf.data.splits import sample
 from lightning_rlhf.models.build_roles import (
     check_positions,
     check_room,
@@ -119,9 +118,7 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
     return roles.to(ready.device), POLICY if isinstance(policy, Kept) else REFERENCE
 
 
-def fitting(
-    ready: Prepared, rows: Rows[R], tokenise: Callable[..., Tokenised[E]], limit: int | None
-) -> Sequence[E]:
+def fitting(ready: Prepared, rows: Rows[Any], limit: int | None) -> Sequence[Any]:
     """Return at most `limit` of the rows that fit, drawn with the seed, as tokens.
 
     Raises DataError where none fits.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,15 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.lengths import (
-    Tokenised,
-    tokenise_demonstrations,
-    tokenise_preferences,
-    tokenise_prompts,
-)
-from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.formats import Kind
+from lightning_rlhf.data.lengths import Tokenised, tokenise
+from lightning_rlhf.data.readers import Rows, TrainVal, sample
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
-from lightning_rlhf.data.splits import Kind, TrainVal, sample
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import SFT, Roles
@@ -85,7 +80,7 @@ class Training(ABC):
     roles: Roles
     """Models that the module trains and reads."""
     module: L.LightningModule
-    data: StageData[Any]
+    data: StageData
 
     @abstractmethod
     def save(self, metrics: Mapping[str, float]) -> Path:
@@ -119,12 +114,12 @@ def make_ready(settings: Settings, parents: Mapping[str, Final] | None = None) -
     )
 
 
-TOKENISE: Mapping[Kind, tuple[Callable[..., Tokenised[Any]], str]] = {
-    "demonstrations": (tokenise_demonstrations, "demonstration"),
-    "preferences": (tokenise_preferences, "preference pair"),
-    "prompts": (tokenise_prompts, "prompt"),
+NOUNS: Mapping[Kind, str] = {
+    "demonstrations": "demonstration",
+    "preferences": "preference pair",
+    "prompts": "prompt",
 }
-"""Kind of data -> (function: rows, ChatFormat, DataConfig -> tokens; noun for a row)."""
+"""Kind of data -> noun for a row."""
 
 
 def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[Any], Tokenised[Any]]:
@@ -134,7 +129,7 @@ def tokenised(ready: Prepared, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[An
     rows: the data that the stage reads.
     """
     data = ready.settings.data
-    tokenise, what = TOKENISE[ready.settings.definition.data]
+    what = NOUNS[ready.settings.definition.data]
     with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
         train = tokenise(rows.train, ready.chat, data)
         val = tokenise(rows.val, ready.chat, data)

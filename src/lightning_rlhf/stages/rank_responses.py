@@ -17,10 +17,8 @@ from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.wording import counted
-from lightning_rlhf.data.lengths import tokenise_prompts
 from lightning_rlhf.data.ranked import RankedRows, rank
-from lightning_rlhf.data.readers import counts_text
-from lightning_rlhf.data.splits import load_prompts
+from lightning_rlhf.data.readers import counts_text, load
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.visible import json_line
 from lightning_rlhf.models.config import SFT
@@ -53,7 +51,7 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
     policy = responder(settings)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
-        split = load_prompts(settings.data, settings.seed)
+        split = load("prompts", settings.data, settings.seed)
     rows = split.train if config.prompts == "train" else split.val
     ready = make_ready(settings, parents)
     light = light_sources(ready, {name for row in rows.rows for name in row.columns})
@@ -61,7 +59,7 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
     task = Task(
         ready=ready,
         config=config,
-        prompts=fitting(ready, rows, tokenise_prompts, config.max_prompts),
+        prompts=fitting(ready, rows, config.max_prompts),
         rows=[row.columns for row in rows.rows],
         references=(),
         sources={name: str(policy.path) if policy is not None else _path_of(parents.get(SFT))},

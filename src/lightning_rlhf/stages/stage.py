@@ -23,7 +23,7 @@ from lightning_rlhf.rewards.config import ComponentConfig
 from lightning_rlhf.stages.reward_section import SUM
 
 if TYPE_CHECKING:
-    from lightning_rlhf.data.splits import Kind
+    from lightning_rlhf.data.formats import Kind
     from lightning_rlhf.models.checkpoint import Final
     from lightning_rlhf.report.curves import Panel
 

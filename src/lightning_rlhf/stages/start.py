@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.data.splits import check_sources
+from lightning_rlhf.data.readers import check_sources
 from lightning_rlhf.io.user_code import check_file
 from lightning_rlhf.models.config import BASE, SFT
 from lightning_rlhf.models.weights import refuse_missing_folder

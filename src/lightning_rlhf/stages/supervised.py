@@ -18,8 +18,7 @@ from lightning_rlhf.core.record import Record
 from lightning_rlhf.data.collate import collate_demonstrations, collate_preferences
 from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import Tokenised
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.splits import LOAD
+from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.stages.launch import AtEnd, Prepared, Training, fit, tokenised
 
 COLLATE: Mapping[str, Callable[..., Record]] = {
@@ -29,14 +28,14 @@ COLLATE: Mapping[str, Callable[..., Record]] = {
 """Kind of data -> (examples, id of the padding token) -> batch."""
 
 
-def read_batches(ready: Prepared) -> StageData[Any]:
+def read_batches(ready: Prepared) -> StageData:
     """Return the batches for a stage whose section is a SupervisedConfig.
 
     Raises ConfigError or DataError where the data cannot be read.
     """
     settings = ready.settings
     with Working("reading the data"):
-        rows = LOAD[settings.definition.data](settings.data, settings.seed)
+        rows = load(settings.definition.data, settings.data, settings.seed)
     _, train, val = tokenised(ready, rows)
     return supervised_data(ready, settings.config, train, val)
 
@@ -46,7 +45,7 @@ def supervised_data(
     config: SupervisedConfig,
     train: Tokenised[Any],
     val: Tokenised[Any],
-) -> StageData[Any]:
+) -> StageData:
     """Return batches of rows of similar length, over `config.epochs` passes."""
     return StageData(
         train=train.examples,

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_rlhf.callbacks.metrics import DPOMetrics
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import DPOConfig
-from lightning_rlhf.data.splits import load_preferences
+from lightning_rlhf.data.readers import load
 from lightning_rlhf.models.build_roles import (
     add_policy,
     check_positions,
@@ -50,7 +50,7 @@ def run_dpo(settings: Settings, config: DPOConfig) -> Path:
 def prepare_dpo(settings: Settings, config: DPOConfig) -> DPOTraining:
     """Read the pairs and load the SFT model, which is the reference."""
     with Working("reading the data"):
-        rows = load_preferences(settings.data, settings.seed)
+        rows = load("preferences", settings.data, settings.seed)
     ready = make_ready(settings)
     _, train, val = tokenised(ready, rows)
     data = supervised_data(ready, config, train, val)

@@ -21,8 +21,7 @@ from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.datamodule import StageData
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.splits import load_prompts
+from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.models.build_roles import (
     add_policy,
     check_positions,
@@ -128,7 +127,7 @@ def prepare_ppo(
     parents = find_parents(settings)
     check_sampler(config.rollout, f"{settings.stage}.rollout")
     with Working("reading the data"):
-        rows = load_prompts(settings.data, settings.seed)
+        rows = load("prompts", settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
     ready = make_ready(settings, parents)
     light = light_sources(ready, columns)

@@ -19,9 +19,8 @@ from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.types import SampledResponses
 from lightning_rlhf.data.problems import Problems, find_problems
-from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.data.rows import Preference
-from lightning_rlhf.data.splits import load_preferences
 from lightning_rlhf.models.build_roles import check_positions, check_vocabulary, start_from
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
@@ -97,7 +96,7 @@ def prepare_rm(settings: Settings, config: RMConfig) -> RMTraining:
     """Read the pairs, load the SFT model and sample the responses that give the scale."""
     parents = find_parents(settings)
     with Working("reading the data"):
-        rows = load_preferences(settings.data, settings.seed)
+        rows = load("preferences", settings.data, settings.seed)
     if config.margin_coef > 0:
         require_margins(rows.train)
     with Working("looking through the pairs"):

@@ -16,7 +16,7 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.text_metrics import unigram_perplexity
 from lightning_rlhf.data.collate import collate_prompts
 from lightning_rlhf.data.lengths import PromptTokens
-from lightning_rlhf.data.splits import load_demonstrations
+from lightning_rlhf.data.readers import load
 from lightning_rlhf.io.storage import make_folder, written_whole
 from lightning_rlhf.io.visible import json_line, visible_line
 from lightning_rlhf.models.build_roles import check_positions, check_vocabulary, start_from
@@ -68,7 +68,7 @@ def run_sft(settings: Settings, config: SFTConfig) -> Path:
 def prepare_sft(settings: Settings, config: SFTConfig) -> SFTTraining:
     """Read the data and load the model."""
     with Working("reading the data"):
-        rows = load_demonstrations(settings.data, settings.seed)
+        rows = load("demonstrations", settings.data, settings.seed)
     ready = make_ready(settings, {})
     _, train, val = tokenised(ready, rows)
     data = supervised_data(ready, config, train, val)

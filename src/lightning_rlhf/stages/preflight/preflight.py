@@ -83,7 +83,7 @@ class Check:
 
 
 def preflight(
-    ready: Prepared, module: L.LightningModule, data: StageData[Any], *, resumed: bool = False
+    ready: Prepared, module: L.LightningModule, data: StageData, *, resumed: bool = False
 ) -> None:
     """Check a run before its first update as the key `preflight` says; print what was found.
 
@@ -128,7 +128,7 @@ def checks_shown(checks: list[Check]) -> Table:
 
 @torch.no_grad()
 def examine(
-    ready: Prepared, module: L.LightningModule, data: StageData[Any], *, resumed: bool
+    ready: Prepared, module: L.LightningModule, data: StageData, *, resumed: bool
 ) -> tuple[list[Check], MemoryPlan | None]:
     """Return all checks that apply to a stage, and its memory plan; arguments as for `preflight`.
 
@@ -186,7 +186,7 @@ def trainable(module: Any) -> Iterator[Check]:
         yield Check("trainable: any role", "none", "some", "failed")
 
 
-def of_models(module: Any, data: StageData[Any], device: torch.device) -> Iterator[Check]:
+def of_models(module: Any, data: StageData, device: torch.device) -> Iterator[Check]:
     """Yield the checks that compute with the models of a stage, on a few short rows."""
     limit = LIMITS[min(4, computing_dtype(module.roles.causal_lm).itemsize)]
     rows = sorted(data.train[:LOOKED_AT], key=lambda example: example.length)[: 2 * ROWS : 2]

@@ -9,8 +9,8 @@ from typing import Any
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.data.readers import load, sample
 from lightning_rlhf.data.rows import prompt_row
-from lightning_rlhf.data.splits import load_preferences, sample
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.format_check import (
     COUNT,
@@ -99,7 +99,7 @@ def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
     if data.preferences.train is None:
         return []
     try:
-        held_out = load_preferences(data, ready.settings.seed).val
+        held_out = load("preferences", data, ready.settings.seed).val
     except (DataError, HubError) as error:  # PPO does not need the pairs
         print_line(f"data.preferences, to check the format of rewards with: {error}")
         return []

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,14 @@ import pytest
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.config import DataConfig, Split
-from lightning_rlhf.data.readers import (
-    UNPAIRED,
-    read_demonstrations,
-    read_preferences,
-    read_prompts,
-)
-from lightning_rlhf.data.reading import Columns
+from lightning_rlhf.data.readers import UNPAIRED, check_sources, load, read
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference
-from lightning_rlhf.data.splits import check_sources, load_demonstrations
+from lightning_rlhf.io.user_code import code_of_command
+
+read_demonstrations: Any = partial(read, "demonstrations")
+read_preferences: Any = partial(read, "preferences")
+read_prompts: Any = partial(read, "prompts")
+load_demonstrations: Any = partial(load, "demonstrations")
 
 Jsonl = Callable[..., str]
 MakeConfig = Callable[..., DataConfig]
@@ -131,7 +131,7 @@ def test_demonstrations(format: Any, row: dict[str, Any], expected: Any, jsonl: 
     """By the name of the form, and by the columns alone."""
     source = jsonl(row)
     for by in (format, "auto"):
-        assert read_demonstrations(source, "stop", Columns(by)).rows == (Demonstration(*expected),)
+        assert read_demonstrations(source, "stop", by).rows == (Demonstration(*expected),)
 
 
 def compared(choice: int) -> dict[str, Any]:
@@ -168,7 +168,7 @@ ULTRA = {"prompt": "a", "prompt_id": "f", "chosen": chat("a", "b"), "rejected": 
 def test_preferences(format: Any, row: dict[str, Any], expected: Any, jsonl: Jsonl) -> None:
     prompt, chosen, rejected, margin = expected
     pair = Preference(turns(prompt), chosen, rejected, margin)
-    assert read_preferences(jsonl(row), "stop", Columns(format)).rows == (pair,)
+    assert read_preferences(jsonl(row), "stop", format).rows == (pair,)
 
 
 def test_scored_responses_to_a_prompt_are_paired(jsonl: Jsonl) -> None:
@@ -193,7 +193,7 @@ def test_labels_are_paired_and_bad_completions_are_not_imitated(jsonl: Jsonl) ->
     demonstrations = read_demonstrations(source, "stop")
     assert [row.response for row in demonstrations.rows] == ["good", "fine"]
     assert demonstrations.left_out == Counter({"its label is false": 1})
-    prompts = read_prompts(source, "stop", Columns("kto"))
+    prompts = read_prompts(source, "stop", "kto")
     assert [row.prompt for row in prompts.rows] == [turns("p"), turns("q")]
 
 
@@ -206,7 +206,7 @@ def test_labels_without_a_pair(jsonl: Jsonl) -> None:
 def test_ties_are_left_out_and_do_not_stop(jsonl: Jsonl) -> None:
     scores = {"score_chosen": 7.0, "score_rejected": 7.0}
     source = jsonl(ULTRA | scores, ULTRA | scores | {"score_rejected": 6.5})
-    read = read_preferences(source, "stop", Columns("ultrafeedback"))
+    read = read_preferences(source, "stop", "ultrafeedback")
     assert (read.numbers, read.left_out.total()) == ((2,), 1)
     assert read_preferences(source, "stop") == read  # by its columns alone
     # With a margin it is a file of ours.
@@ -246,7 +246,7 @@ def test_one_file_has_one_form_for_all_stages(jsonl: Jsonl) -> None:
 )
 def test_prompts(format: Any, row: dict[str, Any], prompt: Messages, jsonl: Jsonl) -> None:
     source = jsonl(row, row)
-    read = read_prompts(source, "stop", Columns(format))
+    read = read_prompts(source, "stop", format)
     assert {found.prompt for found in read.rows} == {prompt}
     assert read.rows[0].columns["messages"] == [turn.as_dict() for turn in prompt]
     is_alone = set(row) <= {"instruction", "input", "subreddit", "title", "post", "prompt", "text"}
@@ -336,12 +336,12 @@ def test_bad_rows(read: Any, format: Any, row: Any, said: str, tmp_path: Path) -
     file = tmp_path / "mine.json"
     file.write_text("[" + ",\n".join(map(json.dumps, rows)) + "]")
     with pytest.raises(DataError) as error:
-        read(str(file), "stop", Columns(format))
-    assert str(error.value).startswith(f"{file}, line 2: ")
+        read(str(file), "stop", format)
+    assert str(error.value).startswith(f"{file}, row 2: ")
     assert said in str(error.value)
     assert "data.on_bad_row=skip" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
-    assert read(str(file), "skip", Columns(format)).left_out.total() == 1
+    assert read(str(file), "skip", format).left_out.total() == 1
 
 
 def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
@@ -360,7 +360,7 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
 
 
 @pytest.mark.parametrize(
-    ("read", "row", "said"),
+    ("reader", "row", "said"),
     [
         (
             read_preferences,
@@ -369,79 +369,23 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
             "and prompts, no preferences; preferences are in data.format=native, hh, ultrafeedback",
         ),
         (
-            read_demonstrations,
-            {"Instruction": "a", "result": "b"},
-            "field 'response' is missing (found 'Instruction', 'result'; a demonstration is {",
-        ),
-        (
-            read_demonstrations,
-            {"Instruction": "a", "outputs": "b"},
-            "the nearest is data.format=alpaca (instruction, output): "
-            "data.columns.instruction=Instruction data.columns.output=outputs reads it as such",
-        ),
-        (
-            read_demonstrations,
-            {"question": "a", "answer": "b"},
-            "the nearest is data.format=native (prompt, response): "
-            "data.columns.prompt=question data.columns.response=answer reads it as such",
-        ),
-        (
             read_preferences,
             {"prompt": "a", "response": "b"},
             "its rows are of data.format=native (prompt, response), which holds demonstrations and "
             "prompts, no preferences; ",
         ),
-        (
-            read_prompts,
-            {"prompts": "a"},
-            "the nearest is data.format=native (prompt): data.columns.prompt=prompts reads",
-        ),
-        (
-            read_preferences,
-            {"prompt": "a", "chosen": "b", "reject": "c"},
-            "the nearest is data.format=native (chosen, rejected): data.columns.rejected=reject r",
-        ),
-        (
-            read_preferences,
-            {"question": "a", "Good one": "b", "worse": "c"},
-            "the nearest is data.format=native (chosen, rejected): data.columns.rejected=worse "
-            "data.columns.prompt=question data.columns.chosen=COLUMN reads",
-        ),
-        (
-            read_demonstrations,
-            {"q": "a", "a": "b"},
-            "the nearest is data.format=native (prompt, response): data.columns.prompt=COLUMN "
-            "data.columns.response=COLUMN reads",
-        ),
-        (
-            read_prompts,
-            {"q": "a"},
-            "the nearest is data.format=native (prompt): data.columns.prompt=COLUMN reads",
-        ),
-        (
-            read_preferences,
-            {"Prompt": "a", "chosen ": "b", "Rejected": "c"},
-            "'data.columns.chosen=\"chosen \"' data.columns.rejected=Rejected "
-            "data.columns.prompt=Prompt reads it as such",
-        ),
-        (
-            read_preferences,
-            {"question": "a", "answer": "b"},
-            "its rows are like data.format=native (prompt, response), which holds demonstrations a",
-        ),
-        (
-            read_demonstrations,
-            {"xyz": "a"},
-            ": data.columns.",
-        ),
+        (read_demonstrations, {"Instruction": "a", "result": "b"}, "alpaca (instruction, output)"),
+        (read_preferences, {"prompt": "a", "chosen": "b", "r": "c"}, "native (chosen, rejected)"),
+        (read_prompts, {"prompts": "a"}, "native (prompt); "),
+        (read_demonstrations, {"xyz": "a"}, "; data.columns.COLUMN=NAME reads"),
     ],
 )
 @pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
 def test_a_file_that_no_form_fits(
-    read: Any, row: dict[str, str], said: str, on_bad_row: Any, ending: str, tmp_path: Path
+    reader: Any, row: dict[str, str], said: str, on_bad_row: Any, ending: str, tmp_path: Path
 ) -> None:
-    """One message with the columns found and the form that comes nearest."""
+    """One message with the columns found and those that are allowed."""
     file = tmp_path / f"mine{ending}"
     with file.open("w", newline="") as opened:
         if ending == ".csv":
@@ -451,26 +395,28 @@ def test_a_file_that_no_form_fits(
         else:
             opened.write(json.dumps(row) + "\n")
     with pytest.raises(DataError) as error:
-        read(str(file), on_bad_row)
+        reader(str(file), on_bad_row)
     message = str(error.value)
     assert message.startswith(str(file))
     assert all(repr(name) in message for name in row)
-    assert said in message or (on_bad_row == "skip" and "found" in said)
+    assert said in message
     assert len(message.splitlines()) == 1
 
 
 def test_other_names_of_columns(jsonl: Jsonl) -> None:
     source = jsonl({"question": "a", "answer": "b", "prompt": "x", "id": 3})
     names = {"prompt": "question", "response": "answer"}
-    read = read_demonstrations(source, "stop", Columns("auto", names))
+    read = read_demonstrations(source, "stop", "auto", names)
     assert read.rows == (Demonstration(turns("a"), "b"),)
-    (prompt,) = read_prompts(source, "stop", Columns("auto", names)).rows
+    (prompt,) = read_prompts(source, "stop", "auto", names).rows
     assert prompt.columns == {
         "question": "a", "answer": "b", "response": "b", "id": 3, "prompt": "a",
         "messages": chat("a"),
     }  # fmt: skip
-    alpaca = Columns("alpaca", {"instruction": "question", "output": "answer"})
-    assert read_demonstrations(source, "stop", alpaca).rows == (Demonstration(turns("a"), "b"),)
+    alpaca = {"instruction": "question", "output": "answer"}
+    assert read_demonstrations(source, "stop", "alpaca", alpaca).rows == (
+        Demonstration(turns("a"), "b"),
+    )
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv"])
@@ -481,13 +427,13 @@ def test_a_column_of_another_name_always_replaces_ours(ending: str, tmp_path: Pa
     cells = "prompt,response,question\nx,b,\nx,b,a\n"
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     file.write_text(cells if ending == "csv" else lines)
-    read = read_demonstrations(str(file), "skip", Columns("auto", {"prompt": "question"}))
+    read = read_demonstrations(str(file), "skip", "auto", {"prompt": "question"})
     assert read.rows == (Demonstration(turns("a"), "b"),)
     assert read.left_out.total() == 1
     with pytest.raises(DataError) as error:
-        read_demonstrations(str(file), "skip", Columns("auto", {"prompt": "quesiton"}))
+        read_demonstrations(str(file), "skip", "auto", {"prompt": "quesiton"})
     assert str(error.value) == (
-        f"{file}: data.columns.prompt is 'quesiton', which it does not have; its columns are "
+        f"{file}: data.columns.prompt is 'quesiton', which no row has; its columns are "
         "'prompt', 'response', 'question'"
     )
 
@@ -496,7 +442,7 @@ def test_other_names_of_a_table_s_columns(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("question,answer\r\na,b\r\n", newline="")
     names = {"instruction": "question", "output": "answer"}
-    read = read_demonstrations(str(file), "stop", Columns("auto", names))
+    read = read_demonstrations(str(file), "stop", "auto", names)
     assert read.rows == (Demonstration(turns("a"), "b"),)
 
 
@@ -506,18 +452,19 @@ def test_a_name_for_an_optional_column_that_no_row_has(ending: str, tmp_path: Pa
     rows = [PAIR, PAIR | {"strength": 2}]  # not in the first row of the file of lines
     cells = "prompt,chosen,rejected,strength\np,b,c,\np,b,c,2\n"
     file.write_text(cells if ending == "csv" else "".join(json.dumps(row) + "\n" for row in rows))
-    read = read_preferences(str(file), "stop", Columns("auto", {"margin": "strength"}))
+    read = read_preferences(str(file), "stop", "auto", {"margin": "strength"})
     assert [pair.margin for pair in read.rows] == [None, 2.0]
     with pytest.raises(DataError) as error:
-        read_preferences(str(file), "stop", Columns("auto", {"margin": "strenght"}))
+        read_preferences(str(file), "stop", "auto", {"margin": "strenght"})
     assert str(error.value) == (
-        f"{file}: data.columns.margin is 'strenght', which no row has; did you mean 'strength'?"
+        f"{file}: data.columns.margin is 'strenght', which no row has; its columns are 'prompt', "
+        "'chosen', 'rejected', 'strength'"
     )
     # A name that demonstrations alone need is of no concern to pairs.
     formats: tuple[Any, ...] = ("auto", "tldr")
     for format in formats:
-        columns = Columns(format, {"response": "answer"})
-        assert len(read_preferences(str(file), "stop", columns)) == 2
+        columns = {"response": "answer"}
+        assert len(read_preferences(str(file), "stop", format, columns)) == 2
 
 
 @pytest.mark.parametrize("read", [read_demonstrations, read_preferences, read_prompts])
@@ -527,7 +474,7 @@ def test_a_null_score_does_not_hide_the_form(read: Any, jsonl: Jsonl) -> None:
     with pytest.raises(DataError, match=r"line 1: field 'helpfulness' is missing"):
         read_preferences(source, "stop")
     assert read_preferences(source, "skip").rows == (Preference(turns("Hi"), "2", "1", 1.0),)
-    assert read(source, "skip") == read(source, "skip", Columns("helpsteer"))
+    assert read(source, "skip") == read(source, "skip", "helpsteer")
     # Where no row has a score, it is no form of scored responses.
     rows = jsonl(*(row | {"helpfulness": None} for row in scored))
     assert len(read_demonstrations(rows, "stop")) == 3
@@ -552,7 +499,7 @@ def test_a_column_that_the_form_does_not_read(make_config: MakeConfig) -> None:
         make_config(format="alpaca", columns={"prompt": "question"})
     assert str(error.value) == (
         "data.columns.prompt is 'question'; allowed: one that data.format=alpaca reads: input, "
-        "instruction, output; did you mean data.columns.instruction?"
+        "instruction, output"
     )
     with pytest.raises(ConfigError, match=r"text, title; did you mean data.columns.conversations"):
         make_config(columns={"conversation": "turns"})
@@ -566,6 +513,61 @@ def test_our_own_form_goes_before_all_others(jsonl: Jsonl) -> None:
     assert read_demonstrations(jsonl(both), "stop").rows == (Demonstration(turns("p"), "r"),)
     source = jsonl({"text": "t"}, both)
     assert read_demonstrations(source, "skip").rows == (Demonstration(turns("p"), "r"),)
+
+
+OWN = """
+def turns(row):
+    if row["skip"]:
+        return None
+    return [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]
+
+def pair(row):
+    return {"prompt": row["q"], "chosen": row["a"], "rejected": "007", "margin": row["n"]}
+
+def broken(row):
+    return row["nothing"]
+
+def number(row):
+    return 5
+"""
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_a_format_of_one_s_own(ending: str, tmp_path: Path, make_config: MakeConfig) -> None:
+    """A function turns each row into turns or into columns of the package's own."""
+    (tmp_path / "own.py").write_text(OWN)
+    file, own = tmp_path / f"mine.{ending}", f"{tmp_path / 'own.py'}:"
+    rows = [{"q": "NA", "a": "1e5", "skip": None, "n": 2}, {"q": "q", "a": "b", "skip": "yes",
+             "n": 0.5}]  # fmt: skip
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(lines if ending == "jsonl" else "q,a,skip,n\nNA,1e5,,2\nq,b,yes,0.5\n")
+    found = read_demonstrations(str(file), "stop", f"{own}turns")
+    assert found.rows == (Demonstration(turns("NA"), "1e5"),)
+    assert found.left_out == {"the function of data.format returns None": 1}
+    (prompt,) = read_prompts(str(file), "stop", f"{own}turns").rows
+    assert (prompt.columns["prompt"], prompt.columns["a"]) == ("NA", "1e5")
+    pairs = read_preferences(str(file), "stop", f"{own}pair").rows
+    assert pairs == (Preference(turns("NA"), "1e5", "007", 2.0),
+                     Preference(turns("q"), "b", "007", 0.5))  # fmt: skip
+    config = make_config(format=f"{own}pair", preferences=Split(train=str(file), val=None))
+    assert len(load("preferences", config, 0).train) == 1
+    number = 1 if ending == "jsonl" else 2
+    where = rf"mine\.{ending}, line {number}: the function of data\.format "
+    with pytest.raises(DataError, match=where + r"fails \(KeyError\('nothing'\)\)"):
+        read_demonstrations(str(file), "stop", f"{own}broken")
+    with pytest.raises(DataError, match=where + r"returns no row \(found int; allowed: a list"):
+        read_demonstrations(str(file), "stop", f"{own}number")
+    with pytest.raises(ConfigError, match=r"data\.format is .* has no function 'missing'"):
+        read_demonstrations(str(file), "stop", f"{own}missing")
+    config = make_config(format="gone.py:f", preferences=Split(train=str(file), val=None))
+    with pytest.raises(ConfigError, match=r"data\.format is 'gone\.py:f'; there is no file"):
+        check_sources(config, "preferences")
+
+
+def test_a_function_that_a_folder_names_is_not_run(tmp_path: Path, jsonl: Jsonl) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit(3)")
+    with code_of_command(), pytest.raises(ConfigError, match=r"data\.format is .*a folder names"):
+        read_prompts(jsonl({"prompt": "a"}), "stop", f"{tmp_path / 'own.py'}:turns")
 
 
 def test_texts_are_held_out_one_by_one(make_config: MakeConfig, tmp_path: Path) -> None:

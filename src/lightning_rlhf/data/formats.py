@@ -1,0 +1,435 @@
+"""Formats of rows: the columns of each, the function that reads it, and how one is found.
+
+A function reads a row for any kind of data. It returns the turns of the prompt where prompts are
+read, and else a demonstration, a preference, whose chosen side is a demonstration too, or a scored
+response. It raises BadRow for a row that cannot be used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal, get_args
+
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.data.rows import (
+    IDENTICAL,
+    BadRow,
+    Demonstration,
+    Messages,
+    Preference,
+    Prompt,
+    Role,
+    Row,
+    Scored,
+    UnusedRow,
+    checked_prompt,
+    checked_text,
+    dialogue,
+    has,
+    messages_in,
+    missing,
+    prompt_messages,
+    prompt_row,
+    split_last,
+    text_in,
+    user_turn,
+)
+
+Kind = Literal["demonstrations", "preferences", "prompts"]
+Found = Messages | Demonstration | Preference | Scored
+AUTO = "auto"
+"""The format of the rows is found by their columns."""
+NEEDS = {
+    "demonstrations": (
+        'stage=sft, and stage=ppo with ptx_coef > 0, need demonstrations {"prompt", "response"}'
+    ),
+    "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
+    "prompts": 'stage=ppo and stage=rank need prompts {"prompt"}',
+}
+"""Description of the data that each kind's stage needs, for errors."""
+NATIVE = ("prompt", "response", "messages", "chosen", "rejected", "margin")
+"""Columns of the package's own forms."""
+_ORDER: Mapping[Kind, tuple[str, ...]] = {
+    "demonstrations": ("response", "chosen", "messages"),
+    "preferences": ("chosen", "rejected"),
+    "prompts": ("prompt", "messages", "chosen"),
+}
+"""Columns of the package's own forms that hold data of a kind, in the order of preference."""
+TIE = "the two responses have the same score"
+"""Reason for leaving out a pair without a preference."""
+_STEER_TURN = re.compile(r"\n*<extra_id_1>(User|Assistant)\n")
+"""Start of a turn after the first in a prompt of HelpSteer2."""
+_SHAREGPT_ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
+    ("gpt", "chatgpt", "bing", "bard", "model"), "assistant"
+)
+"""Names of ShareGPT for the roles of a dialogue, besides the roles themselves."""
+
+
+def number_in(row: Row, field: str) -> float:
+    """Return the finite number in a field, also of a text such as "3.5", which a CSV file holds."""
+    value = row.get(field)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadRow(f"field '{field}' is not a number", f"found {str(value)[:40]!r}")
+    return number
+
+
+def flag_in(row: Row, field: str) -> bool:
+    """Return the value of a field that is true or false, 1 or 0, also as text."""
+    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    text = str(row.get(field))
+    if text.lower() not in known:
+        allowed = "allowed: true, false, 1, 0"
+        raise BadRow(f"field '{field}' is no label", f"found {text[:40]!r}; {allowed}")
+    return known[text.lower()]
+
+
+def pair(prompt: Messages, chosen: str, rejected: str, margin: float | None) -> Preference:
+    """Return the pair. Raises BadRow if its responses are the same."""
+    if chosen.strip() == rejected.strip():
+        raise BadRow(IDENTICAL)
+    return Preference(prompt, chosen, rejected, margin)
+
+
+def native(row: Row, kind: Kind) -> Found:
+    """Read {"prompt"}, with "response" or with "chosen" and "rejected", whole dialogues {"chosen",
+    "rejected"}, or {"messages"}.
+    """
+    order = _ORDER[kind]
+    fields = [field for field in order if has(row, field)]
+    if not fields or (kind == "preferences" and len(fields) < 2):
+        lacking = next(field for field in order if field not in fields)
+        raise missing(lacking, row, NEEDS[kind])
+    if kind == "preferences":
+        chosen, rejected = (split_last(dialogue(row, side), side) for side in order)
+        turns = enumerate(zip_longest(chosen.prompt, rejected.prompt), start=1)
+        if differing := [number for number, (one, other) in turns if one != other]:
+            where = f"turn {differing[0]} is not the same"
+            raise BadRow("chosen and rejected differ before the last turn", where)
+        margin = None
+        with suppress(BadRow):
+            margin = number_in(row, "margin")
+        strength = None if margin is None or margin < 0 else margin
+        return pair(chosen.prompt, chosen.response, rejected.response, strength)
+    if fields[0] == "prompt":
+        return prompt_messages(row)
+    if fields[0] != "messages":
+        return split_last(dialogue(row, fields[0]), fields[0])
+    return _messages(row, kind)
+
+
+def _alpaca(row: Row, kind: Kind) -> Found:
+    """Read {"instruction", "input", "output"}; an empty input is none."""
+    given = row.get("input")
+    if given is not None and not isinstance(given, str):
+        raise BadRow("field 'input' is not text", f"found {type(given).__name__}")
+    text = text_in(row, "instruction")
+    if given is not None and given.strip():
+        text = f"{text}\n\n{checked_text(given, 'input')}"
+    prompt = user_turn(text)
+    return prompt if kind == "prompts" else Demonstration(prompt, text_in(row, "output"))
+
+
+def _sharegpt(row: Row, kind: Kind) -> Found:
+    """Read {"conversations": [{"from", "value"}, ...]} from the first turn of the user on, and for
+    demonstrations to the last of the assistant.
+    """
+
+    value, turns = row["conversations"], []
+    if not isinstance(value, list):
+        raise BadRow("field 'conversations' is no list of turns", f"found {type(value).__name__}")
+    for i, turn in enumerate(value):
+        if isinstance(turn, dict) and {"from", "value"} <= turn.keys():
+            name = str(turn["from"]).lower()
+            role = _SHAREGPT_ROLES.get(name, name)
+            if role not in get_args(Role):
+                known = ", ".join((*get_args(Role), *_SHAREGPT_ROLES))
+                where = f"found {turn['from']!r} in conversations[{i}].from"
+                raise BadRow("unknown role in 'conversations'", f"{where}; known are {known}")
+            turn = {"role": role, "content": turn["value"]}
+        turns.append(turn)
+    found = messages_in(turns, "conversations")
+    users = [i for i, turn in enumerate(found) if turn.role == "user"]
+    system = found[:1] if found[0].role == "system" else ()
+    found = (*system, *(found[users[0] :] if users else ()))
+    if kind == "prompts":
+        return found
+    while found and found[-1].role != "assistant":
+        found = found[:-1]
+    if not found:
+        raise BadRow("no turn of the assistant answers one of the user")
+    return split_last(found, "conversations")
+
+
+def _messages(row: Row, kind: Kind) -> Found:
+    """Read OpenAI's {"messages": [{"role", "content"}, ...]}."""
+    turns = messages_in(row["messages"], "messages")
+    return turns if kind == "prompts" else split_last(turns, "messages")
+
+
+def _ultrafeedback(row: Row, kind: Kind) -> Found:
+    """Read {"prompt", "chosen", "rejected", "score_chosen", "score_rejected"}; the margin is the
+    difference of the scores.
+    """
+    if kind == "prompts":
+        return native(row, kind)
+    if all(isinstance(row[side], list) and len(row[side]) > 1 for side in ("chosen", "rejected")):
+        row = {key: value for key, value in row.items() if key != "prompt"}  # in the dialogues too
+    if kind == "demonstrations":
+        return split_last(dialogue(row, "chosen"), "chosen")
+    margin = number_in(row, "score_chosen") - number_in(row, "score_rejected")
+    if margin < 0:
+        raise BadRow("score_chosen is below score_rejected")
+    if margin == 0:
+        raise UnusedRow(TIE)
+    return native({**row, "margin": margin}, kind)
+
+
+def _shp(row: Row, kind: Kind) -> Found:
+    """Read {"history", "human_ref_A", "human_ref_B", "labels", "score_ratio"}; labels 1: A is
+    preferred; the margin is the logarithm of the ratio of the scores.
+    """
+    prompt = user_turn(text_in(row, "history"))
+    if kind == "prompts":
+        return prompt
+    sides = (text_in(row, "human_ref_A"), text_in(row, "human_ref_B"))
+    chosen, rejected = sides if flag_in(row, "labels") else sides[::-1]
+    ratio = number_in(row, "score_ratio") if has(row, "score_ratio") else 0.0
+    return pair(prompt, chosen, rejected, math.log(ratio) if ratio >= 1 else None)
+
+
+def _tldr(row: Row, kind: Kind) -> Found:
+    """Read {"subreddit", "title", "post", "summary"}; or {"info": {the first three}, "summaries":
+    [{"text"}, {"text"}], "choice"}; choice: position of the preferred summary.
+
+    Source: the request of Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix B
+    """
+    is_compared = has(row, "summaries")
+    post = row["info"] if is_compared else row
+    if not isinstance(post, dict):
+        raise BadRow("field 'info' is no object", f"found {type(post).__name__}")
+    subreddit, title, text = (text_in(post, name) for name in ("subreddit", "title", "post"))
+    name = f"r/{subreddit.removeprefix('r/')}"
+    prompt = user_turn(f"SUBREDDIT: {name}\n\nTITLE: {title}\n\nPOST: {text}\n\nTL;DR:")
+    if kind == "prompts":
+        return prompt
+    if not is_compared:
+        return Demonstration(prompt, text_in(row, "summary").strip())
+    summaries, choice = row["summaries"], flag_in(row, "choice")
+    is_two = isinstance(summaries, list) and len(summaries) == 2
+    if not is_two or not all(isinstance(summary, dict) for summary in summaries):
+        raise BadRow("field 'summaries' is not two objects {\"text\"}")
+    chosen, rejected = (text_in(summaries[i], "text") for i in (choice, not choice))
+    return pair(prompt, chosen, rejected, None)
+
+
+def _helpsteer(row: Row, kind: Kind) -> Found:
+    """Read {"prompt", "response", "helpfulness"}, or two responses and a preference, below 0 where
+    the first is better.
+    """
+    if has(row, "response1"):
+        prompt = messages_in(row["context"], "context")
+        sides, strength = ("response1", "response2"), "overall_preference"
+    else:
+        first, *rest = _STEER_TURN.split(text_in(row, "prompt"))
+        turns = [("user", first), *zip(map(str.lower, rest[::2]), rest[1::2], strict=True)]
+        prompt = messages_in([{"role": role, "content": text} for role, text in turns], "prompt")
+        sides, strength = ("response_1", "response_2"), "preference_strength"
+    if kind == "prompts":
+        return checked_prompt(prompt)
+    if has(row, "response"):
+        response = text_in(row, "response")
+        if kind == "demonstrations":
+            return Demonstration(prompt, response)
+        return Scored(prompt, response, number_in(row, "helpfulness"), is_graded=True)
+    margin = number_in(row, strength)
+    if margin == 0:
+        raise UnusedRow(TIE)
+    chosen, rejected = (text_in(row, side) for side in (sides if margin < 0 else sides[::-1]))
+    return pair(checked_prompt(prompt), chosen, rejected, abs(margin))
+
+
+def _completion(row: Row, kind: Kind) -> Found:
+    """Read {"prompt", "completion"}, each a text or a list of messages."""
+    if kind == "prompts":
+        return native(row, kind)
+    return split_last(dialogue(row, "completion"), "completion")
+
+
+def _kto(row: Row, kind: Kind) -> Found:
+    """Read {"prompt", "completion", "label"}; only true ones are demonstrations."""
+    if kind != "prompts" and not (label := flag_in(row, "label")) and kind == "demonstrations":
+        raise UnusedRow("its label is false")
+    found = _completion(row, kind)
+    if isinstance(found, Demonstration) and kind == "preferences":
+        return Scored(found.prompt, found.response, float(label), is_graded=False)
+    return found
+
+
+def _text(row: Row, kind: Kind) -> Found:
+    """Read {"text"}: for demonstrations a text without a prompt, for prompts what the user asks."""
+    text = text_in(row, "text")
+    return user_turn(text) if kind == "prompts" else Demonstration((), text)
+
+
+_ALL: tuple[Kind, ...] = get_args(Kind)
+_SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
+_RM: tuple[Kind, ...] = ("preferences", "prompts")
+
+
+@dataclass(frozen=True)
+class Format:
+    """Columns of a row, and the function that reads it; a name may have several."""
+
+    name: str
+    columns: tuple[str, ...]
+    """Columns that a row must have."""
+    function: Callable[[Row, Kind], Found]
+    kinds: tuple[Kind, ...] = _ALL
+    """Kinds of data that the rows hold."""
+    also: tuple[str, ...] = ()
+    """Columns that are read where they are present."""
+    prompt_columns: tuple[str, ...] = ()
+    """Columns that prompts are read from where the others are missing; empty: `columns`."""
+
+    @property
+    def title(self) -> str:
+        """Return the format and its columns, for errors."""
+        return f"data.format={self.name} ({', '.join(self.columns)})"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return all columns that may be read."""
+        return (*self.columns, *self.also, *(NATIVE if self.function is native else ()))
+
+    def needed(self, kind: Kind) -> tuple[str, ...]:
+        """Return the columns that a row must have for a kind of data."""
+        return self.prompt_columns or self.columns if kind == "prompts" else self.columns
+
+    def read(self, row: Row, kind: Kind) -> Any:
+        """Return the record that a row holds. Raises BadRow if it holds none."""
+        if self.function is not native:  # which names the columns of all its forms
+            for column in self.needed(kind):
+                if not has(row, column):
+                    raise missing(column, row, f"{self.title} is read")
+        found = self.function(row, kind)
+        if kind == "demonstrations" and isinstance(found, Preference):
+            return Demonstration(found.prompt, found.chosen)
+        if kind != "prompts":
+            return found
+        turns = found.prompt if isinstance(found, Demonstration) else found
+        assert isinstance(turns, tuple)
+        if turns and turns[-1].role == "assistant":
+            turns = turns[:-1]
+        others = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
+        return Prompt(checked_prompt(turns), others | prompt_row(turns))
+
+    def is_answered(self, row: Row) -> bool:
+        """Return whether a row holds more than a prompt; several rows may then share the prompt."""
+        own = {"response", "completion", "chosen", "messages"}
+        is_own = self.function is native or self.prompt_columns == ("prompt",)
+        names = own if is_own else {*self.columns} - {*self.prompt_columns}
+        return any(has(row, name) for name in names)
+
+
+FORMATS: tuple[Format, ...] = (
+    Format("native", ("prompt", "response"), native, _SFT),
+    Format("native", ("messages",), native, _SFT),
+    Format("native", ("chosen", "rejected"), native, also=("margin",)),
+    Format("native", ("chosen",), native, _SFT),
+    Format("native", ("prompt",), native, ("prompts",)),
+    Format("alpaca", ("instruction", "output"), _alpaca, _SFT, ("input",), ("instruction",)),
+    Format("sharegpt", ("conversations",), _sharegpt, _SFT),
+    Format("messages", ("messages",), _messages, _SFT),
+    Format("hh", ("chosen", "rejected"), native, also=("margin",)),
+    Format("ultrafeedback", ("chosen", "rejected", "score_chosen", "score_rejected"),
+           _ultrafeedback, also=("prompt",), prompt_columns=("prompt",)),
+    Format("shp", ("history", "human_ref_A", "human_ref_B", "labels"), _shp, also=("score_ratio",)),
+    Format("tldr", ("prompt", "completion"), _completion, _SFT, prompt_columns=("prompt",)),
+    Format("tldr", ("prompt", "chosen", "rejected"), native, also=("margin",)),
+    Format("tldr", ("info", "summaries", "choice"), _tldr, _RM),
+    Format("tldr", ("subreddit", "title", "post", "summary"), _tldr, _SFT,
+           prompt_columns=("subreddit", "title", "post")),
+    Format("helpsteer", ("prompt", "response", "helpfulness"), _helpsteer,
+           prompt_columns=("prompt",)),
+    Format("helpsteer", ("prompt", "response_1", "response_2", "preference_strength"), _helpsteer,
+           _RM),
+    Format("helpsteer", ("context", "response1", "response2", "overall_preference"), _helpsteer,
+           _RM),
+    Format("kto", ("prompt", "completion", "label"), _kto, prompt_columns=("prompt",)),
+    Format("prompt_completion", ("prompt", "completion"), _completion, _SFT,
+           prompt_columns=("prompt",)),
+    Format("text", ("text",), _text, _SFT, prompt_columns=("text",)),
+)  # fmt: skip
+"""All formats. Where a row has the columns of several, the package's own come first, then those
+with the most columns; but before the package's own those that have its columns and further ones,
+unless the row has a `margin`, which is the package's own."""
+NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
+"""Names of the formats, in their order."""
+
+
+def formats_of(name: str, kind: Kind) -> list[Format]:
+    """Return the formats of a name that hold data of a kind; a function's are the package's own."""
+    name = "native" if ":" in name else name
+    return [form for form in FORMATS if name in (AUTO, form.name) and kind in form.kinds]
+
+
+def columns_of(name: str) -> list[str]:
+    """Return the columns that a format reads."""
+    forms = [form for form in FORMATS if name in (AUTO, form.name)]
+    return list(dict.fromkeys(column for form in forms for column in form.reads))
+
+
+def serving(kind: Kind) -> list[str]:
+    """Return the formats that hold data of a kind."""
+    return [name for name in NAMES if formats_of(name, kind)]
+
+
+def check_serves(name: str, kind: Kind, key: str) -> None:
+    """Raise DataError unless the format holds data of the kind.
+
+    key: key of the configuration that names the source.
+    """
+    if not formats_of(name, kind):
+        held = dict.fromkeys(k for form in FORMATS if form.name == name for k in form.kinds)
+        raise DataError(
+            f"data.format={name} holds {' and '.join(held)}, no {kind}, which {key} needs; "
+            f"{NEEDS[kind]}; allowed: {', '.join(serving(kind))}"
+        )
+
+
+def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:
+    """Return the format of a row with these columns; None if none fits."""
+    fit = [form for form in formats_of(name, kind) if {*form.needed(kind)} <= {*columns}]
+    best = max(fit, key=lambda form: (form.name == "native", len(form.columns)), default=None)
+    if best is None or best.name != "native" or "margin" in columns:
+        return best
+    more = [f for f in fit if {*best.columns} < {*f.columns} <= {*columns}]
+    further = [form for form in more if form.function is not native]
+    return max(further, key=lambda form: len(form.columns), default=best)
+
+
+def hint(columns: Collection[str], kind: Kind) -> str:
+    """Return what columns were found and what is allowed, for a source that fits no format."""
+    found = f"; its columns are {', '.join(map(repr, columns))[:200]}"
+    if form := fitting(columns, AUTO, kind):
+        return f"{found}; its rows are of {form.title}"
+    for other in _ALL:
+        form = fitting(columns, AUTO, other)
+        if form and not (len(columns) > 1 and {*form.columns} <= {"prompt", "chosen"}):
+            return (
+                f"{found}; its rows are of {form.title}, which holds {' and '.join(form.kinds)}, "
+                f"no {kind}; {kind} are in data.format={', '.join(serving(kind))}"
+            )
+    small = {name.lower() for name in columns}
+    forms = sorted(formats_of(AUTO, kind), key=lambda form: -len({*form.needed(kind)} & small))
+    listed = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
+    return f"{found}; {kind} have {listed}; data.columns.COLUMN=NAME reads one of another name"
