@@ -26,20 +26,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint
+from lightning_rlhf.cli.execute import execute, given_overrides, refuse_processes, resume_hint
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     COMMANDS,
     WITHOUT_RUN,
     check_choices,
+    check_plugins,
     completed_stages,
+    is_sweep,
     options_last,
     parse_arguments,
     refuse_group_stage,
     refuse_mistyped,
     refuse_several_checks,
 )
-from lightning_rlhf.cli.plugins import check_plugins, is_sweep
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
@@ -167,12 +168,14 @@ def compose(cfg: DictConfig) -> str | None:
     register_resolvers()  # a launcher may have started this process
     from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     in_sweep = from_sweep or is_job()
-    is_apart = from_sweep and SweepHook.is_apart  # the sweep prints how its job ended
+    hook = SweepHook.current if from_sweep else None
+    is_apart = hook is not None and hook.is_apart  # the sweep prints how its job ended
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
 
         if from_sweep:
-            sweep.adapt(cfg, HydraConfig.get().overrides.task, SweepHook.varied)
+            varied = hook.varied if hook is not None else ()
+            sweep.adapt(cfg, HydraConfig.get().overrides.task, varied)
         sweep.set_group(cfg)
     secrets = secrets_of(OmegaConf.to_container(cfg), resolved(cfg))
 
@@ -182,18 +185,16 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         check_choices(HydraConfig.get().runtime.choices)
         if is_apart:
-            from lightning_rlhf.cli.sweep_process import run_checked
-
-            return run_checked(cfg)
+            return sweep.run_job(cfg, given_overrides())
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
         if IN_RECIPE not in os.environ and not is_apart:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
-        if is_apart and SweepHook.results is not None:
-            if SweepHook.results.process == os.getpid():  # a signal to another ends its job alone
-                SweepHook.results.end_early(signum)
+        if hook is not None and is_apart:
+            if hook.process == os.getpid():  # a signal to another ends its job alone
+                hook.end_early(signum)
             return STOPPED
         sys.exit(128 + signum)
     except RLHFError as error:

@@ -7,7 +7,9 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any, NoReturn
 
 from hydra import compose
@@ -22,6 +24,7 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.cli.secrecy import without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.paths import CONF
 
 GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
@@ -44,6 +47,13 @@ WITHOUT_RUN = {"check": "only", "plan": "plan"}
 `preflight` that does the same."""
 ALIKE = 0.7
 """Likeness, from 0 to 1, from which a word is taken for a mistyped command."""
+PLUGINS = {
+    "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
+    "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
+    "hydra/launcher=submitit_slurm": "hydra_plugins.hydra_submitit_launcher",
+    "hydra/sweeper=optuna": "optuna",
+}
+"""Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
 
@@ -60,6 +70,34 @@ def refuse_mistyped(first: Sequence[str], commands: Collection[str]) -> None:
         close = difflib.get_close_matches(word, commands, n=1, cutoff=ALIKE)
         if close and "=" not in word:
             raise ConfigError(f"{word} is no command; did you mean {close[0]}?")
+
+
+def is_sweep(given: Namespace) -> bool:
+    """Return whether a command runs several jobs: with -m, or by Hydra's own key for it."""
+    return given.multirun or "hydra.mode=MULTIRUN" in given.overrides
+
+
+def check_plugins(given: Namespace) -> None:
+    """Raise ConfigError where a sweep needs a package or a program that is not there.
+
+    Prints a warning where a launcher or a sweeper is chosen and no sweep is run.
+    """
+    is_printed = given.cfg or given.info or given.help or given.hydra_help
+    for word in given.overrides:
+        if word in PLUGINS and find_spec(PLUGINS[word]) is None:
+            raise ConfigError(
+                f"{word} needs {PLUGINS[word]}, which is not installed; "
+                "pip install 'lightning-rlhf[sweeps]'"
+            )
+        if key_of(word) not in ("hydra/launcher", "hydra/sweeper") or is_printed:
+            continue
+        if not is_sweep(given):
+            print_line(f"warning: {word} is for sweeps and is not used without -m", "yellow")
+        elif word == "hydra/launcher=submitit_slurm" and which("srun") is None:
+            raise ConfigError(
+                f"{word} needs Slurm, and there is no srun on this machine; allowed: a machine of "
+                "the cluster, or hydra/launcher=joblib, submitit_local or basic"
+            )
 
 
 def parse_arguments(words: Sequence[str]) -> Namespace:
