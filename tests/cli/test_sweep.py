@@ -24,8 +24,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.messages import VisibleFormatter
-from lightning_rlhf.cli.sweep import adapt, is_own_run, job_name, job_place, jobs_table, result_of
-from lightning_rlhf.cli.sweep_hook import JobResult, SweepHook
+from lightning_rlhf.cli.sweep import (
+    JobResult,
+    adapt,
+    job_name,
+    job_place,
+    jobs_table,
+    result_of,
+)
+from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages import compare
 from lightning_rlhf.stages.eval_reward import STAGE
@@ -483,10 +490,19 @@ def test_the_jobs_on_the_page_name_the_best_one() -> None:
     assert jobs_table([done], goal).heading == ["job", "status"]
 
 
-def test_a_finished_run_in_the_folder_of_a_failed_job_is_another_one(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    failed = JobResult(overrides=[], status="failed")
-    assert is_own_run(failed, tmp_path)
-    (tmp_path / "final").mkdir()
-    assert not is_own_run(failed, tmp_path)
-    assert is_own_run(JobResult(overrides=[], status="done"), tmp_path)
+def test_a_finished_run_in_the_folder_of_a_failed_job_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not compared with the others."""
+    compared: list[Path] = []
+    monkeypatch.setattr(compare, "compare_runs", lambda runs, *_, **__: compared.extend(runs))
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "b" / "final").mkdir()
+    hook(tmp_path, *(
+        JobResult(overrides=[], status=status, folder=str(tmp_path / name), stage="ppo")
+        for name, status in (("a", "failed"), ("b", "failed"), ("c", "done"))
+    ))  # fmt: skip
+    end()
+    assert compared == [tmp_path / "a", tmp_path / "c"]

@@ -21,14 +21,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-    check_distribution_compatibility,
-)
-from optuna.storages import BaseStorage, JournalStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from pydantic import Field
@@ -40,8 +32,8 @@ from lightning_rlhf.callbacks.goal import require_metrics
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.cli.sweep import NEUTRAL, ODD, folder_name
-from lightning_rlhf.cli.sweep_hook import JobResult, SweepHook
+from lightning_rlhf.cli.sweep import NEUTRAL, ODD, JobResult, folder_name
+from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
@@ -129,7 +121,7 @@ def direction_of(name: str, cfg: DictConfig) -> Mode | None:
     return dict(stage.goal).get(name, better)
 
 
-def space_of(override: Override) -> BaseDistribution:
+def space_of(override: Override) -> optuna.distributions.BaseDistribution:
     """Return the values among which a sweep of the command line chooses.
 
     interval(a,b) is a range of numbers, of whole ones as int(interval(a,b)), and by their logarithm
@@ -145,7 +137,7 @@ def space_of(override: Override) -> BaseDistribution:
     if not isinstance(value, IntervalSweep):
         choices = list(override.sweep_string_iterator())
         require(bool(choices), "a sweep", line, "one of a value or more")
-        return CategoricalDistribution(choices)
+        return optuna.distributions.CategoricalDistribution(choices)
     low, high, is_log = value.start, value.end, "log" in value.tags
     assert low is not None
     assert high is not None
@@ -156,8 +148,8 @@ def space_of(override: Override) -> BaseDistribution:
             "and whole numbers in int(...)"
         )
     if isinstance(low, int) and isinstance(high, int):
-        return IntDistribution(low, high, log=is_log)
-    return FloatDistribution(low, high, log=is_log)
+        return optuna.distributions.IntDistribution(low, high, log=is_log)
+    return optuna.distributions.FloatDistribution(low, high, log=is_log)
 
 
 class Trials:
@@ -208,7 +200,9 @@ class Trials:
         for trial in self.study.trials:
             for key in trial.distributions.keys() & self.space.keys():
                 try:
-                    check_distribution_compatibility(trial.distributions[key], self.space[key])
+                    optuna.distributions.check_distribution_compatibility(
+                        trial.distributions[key], self.space[key]
+                    )
                 except ValueError:
                     pairs.append((f"{key} from {trial.distributions[key]}", str(self.space[key])))
         for old, new in pairs:
@@ -404,14 +398,16 @@ class TrialReport(Callback):
             trainer.should_stop = True
 
 
-def open_storage(place: str) -> BaseStorage:
+def open_storage(place: str) -> optuna.storages.BaseStorage:
     """Return the storage of a study: a database's by its address, else a file's."""
     if "://" in place:
-        return get_storage(place)
-    return JournalStorage(JournalFileBackend(place))
+        return optuna.storages.get_storage(place)
+    return optuna.storages.JournalStorage(JournalFileBackend(place))
 
 
-def trial_of(study: optuna.Study, storage: BaseStorage, number: int) -> optuna.trial.Trial:
+def trial_of(
+    study: optuna.Study, storage: optuna.storages.BaseStorage, number: int
+) -> optuna.trial.Trial:
     """Return a trial that has not ended, also one that another process began."""
     study_id = storage.get_study_id_from_name(study.study_name)
     trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, number)

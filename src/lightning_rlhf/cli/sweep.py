@@ -10,12 +10,11 @@ import signal
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hydra.core.utils import JobReturn
@@ -28,10 +27,8 @@ from lightning_rlhf.callbacks.goal import signed
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, stage_of
-from lightning_rlhf.cli.recipe import own_configs, read_recipe, recipe_folder
-from lightning_rlhf.cli.recipe_steps import split_step
+from lightning_rlhf.cli.recipe import own_configs, read_recipe, recipe_folder, split_step
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.cli.sweep_hook import JobResult, SweepHook
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.io.storage import full_disk_told, written_whole
@@ -62,6 +59,30 @@ LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
 """Patterns of the characters that are not allowed in the name of a job's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """A job of a sweep: what is known of it before, and after it has ended."""
+
+    overrides: Sequence[str]
+    status: str = "ended"
+    """"running", "done", "pruned", "stopped", "failed", or "ended" for one that was killed."""
+    failure: str | None = None
+    """Why it has no result; None for a finished job."""
+    folder: str | None = None
+    """Folder of the run; None where the job ended before it was known."""
+    stage: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """All metrics at the end of the run."""
+    summary: Sequence[str] = ()
+    """Names of the metrics that the table shows."""
+    command: Sequence[str] = ()
+    """Arguments of the command that runs the job alone; none where that refuses the configuration
+    of the job, or where it is not known."""
+    host: str = ""
+    process: int = 0
+    """Number of the process in which the job runs, on `host`; 0 for a job of an earlier command."""
 
 
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
@@ -180,13 +201,11 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
 def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     """Run the job of a sweep in a process of its own, which may crash without ending the others.
 
-    Return why it failed, else None. After a signal to the sweep it does not begin. Its output goes
-    to `<stage>.log` beside its folder, as jobs may run at the same time.
+    Return why it failed, else None. Its output goes to `<stage>.log` beside its folder, as jobs may
+    run at the same time.
 
     Raises Stopped after a signal, when the job has written its checkpoint.
     """
-    if SweepHook.current is not None and SweepHook.current.stopped_by is not None:
-        return STOPPED
     _, folder = job_place(cfg)
     refuse_foreign_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -212,14 +231,16 @@ def checkpoint_before_requeue() -> Iterator[None]:
     The signal becomes a SIGTERM to this process, which `run_command` passes on to the job.
     """
     requeue: Any = signal.getsignal(signal.SIGUSR2)
+    if not callable(requeue):
+        yield
+        return
     came: list[int] = []
 
-    def end_job(signum: int, frame: FrameType | None) -> None:
-        came.append(signum)
+    def end_job(*received: Any) -> None:
+        came.append(received[0])
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if callable(requeue):
-        signal.signal(signal.SIGUSR2, end_job)
+    signal.signal(signal.SIGUSR2, end_job)
     try:
         yield
     except Stopped:
@@ -282,21 +303,39 @@ def command_line(result: JobResult) -> str:
     return f"{program_name()} {shlex.join(result.command)}"
 
 
-def show(sweep: SweepHook, results: list[JobResult], problem: str | None) -> None:
-    """Print the table and the failed jobs, and write the page.
+def show(
+    results: list[JobResult],
+    *,
+    folder: Path,
+    words: Sequence[str],
+    name: str | None,
+    goal: tuple[str, Mode] | None,
+    stopped: int | None,
+    problem: str | None,
+) -> None:
+    """Print the table and the failed jobs, and write the page with a copy for this sweep.
 
     Exits with a status other than 0 where a job failed, the page was not written or the sweep was
     stopped.
 
+    folder: folder of all sweeps of the run; name: name of this one among them.
+    words: overrides of the sweep.
+    goal: metric of a study, by which the jobs are sorted, with its direction.
+    stopped: signal that has ended the sweep.
     problem: why the launcher gave up, if it did; the caller prints it.
     """
     from lightning_rlhf.report.tables import WIDEST, SweepRow, sweep_table  # which imports torch
 
-    stopped = sweep.stopped_by
+    results = [
+        replace(r, status="ended", failure=problem or "it ended without a result")
+        if r.status == "running"
+        else r
+        for r in results
+    ]
     if stopped is None and any(r.status == STOPPED for r in results):  # a signal to that job alone
         stopped = signal.SIGTERM
-    if sweep.goal is not None:
-        results.sort(key=partial(rank, sweep.goal), reverse=True)
+    if goal is not None:
+        results.sort(key=partial(rank, goal), reverse=True)
     if results:
         console = get_console()
         if not console.is_terminal:
@@ -309,7 +348,8 @@ def show(sweep: SweepHook, results: list[JobResult], problem: str | None) -> Non
             for r in results
         ]  # fmt: skip
         console.print(sweep_table(rows, console.width), crop=False)
-    is_compared = compare(sweep, results)
+    pages = [folder / f"{page}.html" for page in ("compare", name and f"compare_{name}") if page]
+    is_compared = compare(results, pages, " ".join([f"Sweep {folder}:", *words]), goal)
     failed = [result for result in results if result.status in ("failed", "ended")]
     for result in failed:
         print_line(f"failed: {' '.join(without_trial(result.overrides))}: {result.failure}")
@@ -325,14 +365,17 @@ def show(sweep: SweepHook, results: list[JobResult], problem: str | None) -> Non
         sys.exit(1)
 
 
-def compare(sweep: SweepHook, results: Sequence[JobResult]) -> bool:
-    """Write the page that compares the jobs, and a copy that no other sweep of the run replaces.
-
-    Return False where an error prevents it.
-    """
-    begun = [r for r in results if r.folder is not None and is_own_run(r, Path(r.folder))]
-    page = sweep.sweep / "compare.html"
-    pages = [page, *([] if sweep.name is None else [page.with_stem(f"compare_{sweep.name}")])]
+def compare(
+    results: Sequence[JobResult], pages: Sequence[Path], title: str, goal: tuple[str, Mode] | None
+) -> bool:
+    """Write the page that compares the jobs. Return False where an error prevents it."""
+    # A finished run in the folder of a failed job is another one, with which it was tried alone.
+    others = [
+        r.folder
+        for r in results
+        if r.status == "failed" and (Path(r.folder or "") / FINAL).is_dir()
+    ]
+    begun = [r for r in results if r.folder and r.folder not in others and is_used(Path(r.folder))]
     try:
         if begun:
             from lightning_rlhf.stages.compare import compare_runs  # which imports torch
@@ -340,25 +383,16 @@ def compare(sweep: SweepHook, results: Sequence[JobResult]) -> bool:
             stage = "ppo" if "ppo" in [r.stage for r in begun] else str(begun[0].stage)
             found = compare_runs([Path(str(r.folder)) for r in begun], stage, fewest=1)
             known = STAGES[stage].goal if stage in STAGES else ()
-            table = jobs_table(results, sweep.goal or next(iter(known), None))
+            table = jobs_table(results, goal or next(iter(known), None))
             for path in pages:
                 with full_disk_told(), written_whole(path, kind="page") as beside:
-                    found.write(beside, " ".join([f"Sweep {sweep.sweep}:", *sweep.words]), table)
-            print_line(f"comparison: {page}")
+                    found.write(beside, title, table)
+            print_line(f"comparison: {pages[0]}")
     except Exception as error:  # the failed jobs are still to be listed
         kind = "" if isinstance(error, RLHFError) else f"{type(error).__name__}: "
         print_error(f"no comparison: {without_secrets(f'{kind}{error}')}")
         return False
     return True
-
-
-def is_own_run(result: JobResult, folder: Path) -> bool:
-    """Return whether a job has begun to train in its folder.
-
-    A finished run in the folder of a failed job is another one, as that with which it was tried
-    alone with another value.
-    """
-    return is_used(folder) and not (result.status == "failed" and (folder / FINAL).is_dir())
 
 
 def rank(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:

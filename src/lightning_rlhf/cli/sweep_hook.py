@@ -9,12 +9,12 @@ import signal
 import socket
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
@@ -23,6 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.io.storage import written_whole
+
+if TYPE_CHECKING:  # its imports take seconds, which no other command is to wait for
+    from lightning_rlhf.cli.sweep import JobResult
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 """Hydra's own launcher, which runs the jobs one after another in the process of the command."""
@@ -33,30 +36,6 @@ PREFIX = f".sweep-{socket.gethostname()}-"
 def ignore_presets() -> None:
     """Ignore Hydra's warning that a file of conf/hydra/launcher has the name of a plugin's own."""
     warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """A job of a sweep: what is known of it before, and after it has ended."""
-
-    overrides: Sequence[str]
-    status: str = "ended"
-    """"running", "done", "pruned", "stopped", "failed", or "ended" for one that was killed."""
-    failure: str | None = None
-    """Why it has no result; None for a finished job."""
-    folder: str | None = None
-    """Folder of the run; None where the job ended before it was known."""
-    stage: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """All metrics at the end of the run."""
-    summary: Sequence[str] = ()
-    """Names of the metrics that the table shows."""
-    command: Sequence[str] = ()
-    """Arguments of the command that runs the job alone; none where that refuses the configuration
-    of the job, or where it is not known."""
-    host: str = ""
-    process: int = 0
-    """Number of the process in which the job runs, on `host`; 0 for a job of an earlier command."""
 
 
 class SweepHook(Callback):
@@ -85,7 +64,7 @@ class SweepHook(Callback):
         ignore_presets()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        from lightning_rlhf.cli.sweep import varied_keys, whole_name  # which takes seconds
+        from lightning_rlhf.cli.sweep import varied_keys, whole_name
 
         words: Any = OmegaConf.to_container(config.hydra.overrides.task)  # as typed
         try:
@@ -123,6 +102,8 @@ class SweepHook(Callback):
         SweepHook.current = self
         if self.process != os.getpid():  # Ctrl-C is for that one, which passes it on
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        from lightning_rlhf.cli.sweep import JobResult
+
         words: Any = OmegaConf.to_container(config.hydra.overrides.task)  # as typed
         own = JobResult(
             overrides=words, status="running", host=socket.gethostname(), process=os.getpid()
@@ -142,6 +123,8 @@ class SweepHook(Callback):
 
     def read(self) -> dict[int, JobResult]:
         """Return the results by the number of the job."""
+        from lightning_rlhf.cli.sweep import JobResult
+
         files = sorted(self.folder.glob("*.json"))
         return {int(file.stem): JobResult(**json.loads(file.read_text())) for file in files}
 
@@ -178,13 +161,11 @@ class SweepHook(Callback):
             return
         from lightning_rlhf.cli.sweep import show
 
-        ended = [
-            replace(found, status="ended", failure=problem or "it ended without a result")
-            if found.status == "running"
-            else found
-            for found in cls.current.read().values()
-        ]
-        show(cls.current, ended, problem)
+        self = cls.current
+        show(
+            list(self.read().values()), folder=self.sweep, words=self.words, name=self.name,
+            goal=self.goal, stopped=self.stopped_by, problem=problem,
+        )  # fmt: skip
 
     @classmethod
     def finish(cls) -> None:
