@@ -243,7 +243,7 @@ def test_a_sweep_of_evaluations_shows_what_their_reports_say(finished: Workplace
     shown = table(outcome.succeeded.out)
     assert shown.count(" done ") == 2
     assert "fitness/flags" in shown
-    files = sorted(finished.outputs.rglob("eval/final/fitness.json"))
+    files = sorted(finished.outputs.rglob("eval_reward/final/fitness.json"))
     metrics = [json.loads(file.read_text())["metrics"] for file in files]
     found = [numbers["fitness/accuracy"] for numbers in metrics]
     assert len(found) == len(set(found)) == 2

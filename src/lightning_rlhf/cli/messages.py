@@ -15,7 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lightning_rlhf.cli.overrides import COMMANDS, TRIAL, WITHOUT_RUN, parse_overrides
+from lightning_rlhf.cli.overrides import COMMANDS, GROUPS, TRIAL, WITHOUT_RUN, parse_overrides
 from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
 from lightning_rlhf.core.errors import unknown_key
 from lightning_rlhf.io.visible import visible
@@ -71,7 +71,13 @@ def _reason(error: Exception, given: Namespace) -> str:
         if given.config_name is not None:
             return f"--config-name {file}: no folder of configurations has it; allowed: {OWN_FILE}"
     for override in typed:
-        line = str(override.input_line)
+        line, group = str(override.input_line), override.key_or_group
+        is_group = group in GROUPS and override.package is None
+        if is_group and (override.is_delete() or not isinstance(override.value(), str | dict)):
+            return (
+                f"{without_address(line)} is no choice; allowed: {group}=NAME, one name of a file "
+                f"in conf/{group}"
+            )
         if override.is_sweep_override() and not given.multirun:
             if address_at(line) is not None:
                 return _unquoted(line)
