@@ -6,7 +6,7 @@ PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test soak malformed parity bench gpu-check gpu-driver browser lint types lock clean
+.PHONY: help quickstart test golden faults soak malformed parity bench gpu-check gpu-driver browser lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -17,10 +17,16 @@ quickstart: $(BIN)/.installed  ## SFT -> reward model -> PPO on the embedded mod
 test: $(BIN)/.installed-dev  ## all tests
 	$(BIN)/python -m pytest $(ARGS)
 
+golden: $(BIN)/.installed  ## compare the metrics of all recipes in every digit: BEFORE=COMMIT [AFTER=COMMIT] [ARGS="--only quickstart --seeds 0"]; an hour a commit
+	$(BIN)/python benchmarks/golden.py $(BEFORE) $(AFTER) $(ARGS)
+
+faults: $(BIN)/.installed-dev  ## plant faults in copies of the code and count those that the tests catch: benchmarks/README.md; hours, or ARGS="--slice 0/6"
+	$(BIN)/python benchmarks/faults.py $(ARGS)
+
 soak: $(BIN)/.installed  ## kill runs at random moments, go on, and compare with runs never stopped: docs/reliability.md; a quarter of an hour
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-malformed: $(BIN)/.installed  ## give every command malformed input and count how it answers: docs/reliability.md; a quarter of an hour
+malformed: $(BIN)/.installed  ## give commands input that is malformed at random and count how they answer: docs/reliability.md; a quarter of an hour
 	$(BIN)/python benchmarks/malformed.py $(ARGS)
 
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own

@@ -1,14 +1,15 @@
-"""Run every command on malformed inputs, about a thousand in total, and count the outcomes.
+"""Run commands on inputs that are malformed at random, and count the outcomes.
 
-python benchmarks/malformed.py [--count 1200] [--seed 0] [--jobs 2] [--out benchmarks/results]
+python benchmarks/malformed.py [--count 1200] [--seed 0] [--jobs 2]
 python benchmarks/malformed.py --only ID       shows one input and its outcome
 python benchmarks/malformed.py --kind KIND     counts one kind, as rows-and-files; writes no result
 
-Half of the inputs are from tables (malformed_cases.py, malformed_http.py), half are valid inputs
-with a random change (mutations.py). The real command is run on each in a separate process. Correct
-outcomes are a single line that begins with "error: " and exit status 1, or, where the change is
-harmless, acceptance. Failures are a traceback, another exit, no answer within the time limit, and
-a command that refuses to resume a run but has changed its files.
+The inputs are valid ones with a random change (malformed_cases.py, mutations.py) and malformed
+answers of a server (malformed_http.py); inputs whose answer is known are in
+tests/cli/refusals.yaml. The real command is run on each in a separate process. Correct outcomes are
+a single line that begins with "error: " and exit status 1, or, where the change is harmless,
+acceptance. Failures are a traceback, another exit, no answer within the time limit, and a command
+that refuses to resume a run but changes its files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import datetime
 import hashlib
 import json
 import os
-import platform
 import random
 import re
 import resource
@@ -43,14 +43,12 @@ import torch
 
 import malformed_http as over_http
 from common import ROOT, commit, markdown_table, processor
-from lightning_rlhf.cli import serve
 from lightning_rlhf.cli.main import main as command_line
-from lightning_rlhf.replay import run_updates as replay_run
 from lightning_rlhf.stages import rank_responses, run, train_dpo, train_ppo, train_rm, train_sft
 from lightning_rlhf.stages.reward import text_rewards
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
-LOADED = (replay_run, run, serve, text_rewards)
+LOADED = (run, text_rewards)
 """Modules that commands import on demand, imported once here for all forked commands."""
 MEMORY_BYTES = 6 * 2**30
 """Bytes of address space that a command may use in addition to the loaded modules."""
@@ -58,10 +56,6 @@ Answer = Literal["refused", "accepted", "traceback", "another end", "no answer"]
 """Outcome of one input."""
 RIGHT = ("refused", "accepted")
 """Correct outcomes."""
-SERVER = "HTTP requests to serve-reward"
-"""Name of the kind of input that is sent to the reward server."""
-PAGE = ROOT / "docs" / "reliability.md"
-MARKS = ("<!-- malformed table: begin -->\n", "<!-- malformed table: end -->")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Result:
     seconds: float
     """Duration in seconds."""
     said: str
-    """Exit status and last line of output, or the status line of an HTTP answer."""
+    """Exit status and last line of output."""
 
 
 def leave(status: int) -> NoReturn:
@@ -99,7 +93,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
         os.dup2(descriptor, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a chat ends at once
         what, words = case.prepare(folder)
-        (folder / ".what").write_text(json.dumps([what, list(words), digests(folder)]))
+        (folder / ".what").write_text(json.dumps([what, digests(folder)]))
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES,) * 2)
         sys.argv = ["train.py", *words]
@@ -137,9 +131,7 @@ def judged(kind: str, name: str, folder: Path, status: int | None, seconds: floa
     text = (folder / ".said").read_text(errors="replace") if (folder / ".said").exists() else ""
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     noted = folder / ".what"
-    what, words, before = (
-        json.loads(noted.read_text()) if noted.exists() else ("could not be prepared", [], {})
-    )
+    what, before = json.loads(noted.read_text()) if noted.exists() else ("not prepared", {})
     errors = [line for line in lines if line.startswith("error: ")]
     answer: Answer = "another end"
     if status is None:
@@ -152,8 +144,6 @@ def judged(kind: str, name: str, folder: Path, status: int | None, seconds: floa
         lost = [path for path, digest in before.items() if digests(folder).get(path) != digest]
         answer = "another end" if lost else "refused"
         lines += [f"(changed {', '.join(lost)})"] * bool(lost)
-    elif status == 1 and words[:1] == ["replay"] and "is not the recorded one" in text:
-        answer = "accepted"  # replayed, with the report that it differs from the record
     said = lines[-1][:300] if lines else ""
     return Result(kind, name, what, answer, round(seconds, 1), f"status {status}: {said}")
 
@@ -197,57 +187,6 @@ def tell(result: Result) -> None:
         print(f"{result.id} {result.answer}: {result.what}\n    {result.said}", flush=True)
 
 
-def start_server(world: Path) -> tuple[int, int]:
-    """Start serve-reward in a new process; returns its process id and its port."""
-    log = world / "server.log"
-    child = os.fork()
-    if not child:
-        os.setsid()
-        final = str(world / "outputs/default/tiny/rm/final")
-        words = ["serve-reward", final, "--port", "0"]
-        in_child(Case(lambda _: ("", words), [], "end"), world)
-    log = world / ".said"
-    for _ in range(600):
-        time.sleep(0.1)
-        text = log.read_text() if log.exists() else ""
-        if found := re.search(r"http://127\.0\.0\.1:(\d+)/score", text):
-            return child, int(found[1])
-    sys.exit(f"serve-reward did not start: {text}")
-
-
-def count_requests(
-    todo: Sequence[tuple[str, over_http.Request]], world: Path, limit_s: float
-) -> list[Result]:
-    """Send every request to one server, and return the results."""
-    child, port = start_server(world)
-    log, results = world / ".said", []
-    for name, request in todo:
-        before, began = log.stat().st_size, time.monotonic()
-        answer: Answer
-        try:
-            data = over_http.asked(port, request, limit_s)
-            first = data.split(b"\r\n")[0]
-            status = re.match(rb"HTTP/1\.[01] (\d{3})", first)
-            said = first.decode(errors="replace")
-            if status is None:
-                answer = "refused" if data == b"" else "another end"  # connection closed
-            else:
-                code = int(status[1])
-                answer = "accepted" if code < 400 else "refused"
-                if code >= 500 and code not in (501, 505):
-                    answer = "another end"
-        except TimeoutError:
-            answer, said = "no answer", ""
-        if "Traceback (most recent call last)" in log.read_text(errors="replace")[before:]:
-            answer, said = "traceback", log.read_text(errors="replace").splitlines()[-1]
-        seconds = round(time.monotonic() - began, 1)
-        results.append(Result(SERVER, name, request.what, answer, seconds, said[:300]))
-        tell(results[-1])
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return results
-
-
 def make_world(folder: Path) -> None:
     """Run every stage once on rows of the quickstart."""
     (folder / "data").mkdir(parents=True)
@@ -257,23 +196,12 @@ def make_world(folder: Path) -> None:
         lines = (shipped / f"{name}.jsonl").read_text().splitlines(keepends=True)[:24]
         (folder / "data" / f"{stage}.jsonl").write_text("".join(lines))
     for stage in STAGES:
-        words = [f"stage={stage}", *MINI, *SMALL[stage], *["record=true"] * (stage == "ppo")]
+        words = [f"stage={stage}", *MINI, *SMALL[stage]]
         child = os.fork()
         if not child:
             in_child(Case(lambda _, w=words: ("", w), [], "end"), folder)
         if os.waitpid(child, 0)[1]:
             sys.exit(f"stage={stage} fails on right input: {(folder / '.said').read_text()}")
-
-
-def chosen(kind: str, table: Sequence[Any], draw: Any, count: int, seed: int) -> dict[str, Any]:
-    """Return name -> input: half evenly spaced in the table, half drawn at random."""
-    tabled = min(len(table), -(-count // 2))
-    found = {f"{kind}-t{i * len(table) // tabled}": table[i * len(table) // tabled]
-             for i in range(tabled)}  # fmt: skip
-    for number in range(count - tabled):
-        name = f"{kind}-r{number}"
-        found[name] = draw(random.Random(f"{seed} {name}"))
-    return found
 
 
 def table(results: Sequence[Result], limit_s: float) -> str:
@@ -297,9 +225,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time")
     parser.add_argument("--limit", type=float, default=20, help="seconds for an answer")
-    parser.add_argument("--only", help="name of one input, as rows-t12 or rows-r3")
+    parser.add_argument("--only", help="name of one input, as overrides-12")
     parser.add_argument("--kind", help="one kind of input, named by the start of its IDs")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     began = time.monotonic()
     torch.set_num_threads(1)
@@ -314,71 +241,33 @@ def main() -> None:
     if args.kind:
         print(table(results, args.limit))
         sys.exit(int(any(r.answer not in RIGHT for r in results)))
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()}",
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "seed": args.seed,
-    }
-    head = "{date}, commit {commit}; {machine}; {minutes} minutes, seed {seed}.".format(**facts)
-    counted = table(results, args.limit)
-    failures = [dataclasses.asdict(r) for r in results if r.answer not in RIGHT]
-    args.out.mkdir(parents=True, exist_ok=True)
-    content = facts | {"count": len(results), "failures": failures}
-    (args.out / "malformed.json").write_text(json.dumps(content, indent=1) + "\n")
-    text = f"# Malformed inputs\n\n{head}\n\n{counted}\n"
-    (args.out / "malformed.md").write_text(text)
+    minutes = (time.monotonic() - began) / 60
+    head = f"{datetime.date.today()}, commit {commit()}; {processor()}, {os.cpu_count()} cores; "
+    head += f"{minutes:.1f} minutes, seed {args.seed}."
+    wrong = [f"- {r.id} {r.answer}: {r.what}: {r.said}" for r in results if r.answer not in RIGHT]
+    text = "\n\n".join(["# Malformed inputs", head, table(results, args.limit), *wrong])
+    (Path(__file__).parent / "results" / "malformed.md").write_text(text + "\n")
     print(text)
-    if args.out.resolve() == Path(__file__).parent / "results":
-        link = "[As JSON](../benchmarks/results/malformed.json)."
-        write_between(PAGE, MARKS, f"{counted}\n\n{head} {link}\n")
-    sys.exit(int(bool(failures)))
+    sys.exit(bool(wrong))
 
 
 def run_all(args: argparse.Namespace, world: Path) -> list[Result]:
-    """Return the results of all inputs, or of the one named by --only."""
-    found: list[Kind] = [*kinds(world), over_http.client_kind(0.07)]
-    todo: list[tuple[str, str, Case]] = []
-    for kind in found:
-        key = kind.name.replace(",", "").replace(":", "").split("=")[0]
-        key = "-".join(key.lower().split()[:3])
-        if args.kind not in (None, key):
-            continue
+    """Return the results of all inputs, of those of --kind, or of the one named by --only."""
+
+    def numbers(key: str, share: float) -> list[str]:
         if args.only:
-            todo += [(kind.name, args.only, c) for c in one(args, key, kind.table, kind.draw)]
-            continue
-        cases = chosen(key, kind.table, kind.draw, round(kind.share * args.count), args.seed)
-        todo += [(kind.name, name, case) for name, case in cases.items()]
-    results = count_answers(todo, world, args.jobs, args.limit)
-    requests = over_http.request_table()
-    if args.kind:
-        todo_requests = []
-    elif args.only:
-        todo_requests = [
-            (args.only, r) for r in one(args, "requests", requests, over_http.request_drawn)
-        ]
-    else:
-        count = max(args.count - len(results), 2)
-        drawn = chosen("requests", requests, over_http.request_drawn, count, args.seed)
-        todo_requests = list(drawn.items())
-    return results + (count_requests(todo_requests, world, args.limit) if todo_requests else [])
+            return [args.only] * (args.only.rpartition("-")[0] == key)
+        count = round(share * args.count) if args.kind in (None, key) else 0
+        return [f"{key}-{number}" for number in range(count)]
 
+    def dice(name: str) -> random.Random:
+        return random.Random(f"{args.seed} {name}")
 
-def one(args: argparse.Namespace, key: str, table: Sequence[Any], draw: Any) -> list[Any]:
-    """Return the input that --only names, if it is of this kind."""
-    found = re.fullmatch(rf"{re.escape(key)}-([tr])(\d+)", args.only)
-    if found is None:
-        return []
-    number = int(found[2])
-    return [table[number] if found[1] == "t" else draw(random.Random(f"{args.seed} {args.only}"))]
-
-
-def write_between(page: Path, marks: tuple[str, str], text: str) -> None:
-    """Replace the text between two marks of a page."""
-    before, _, rest = page.read_text().partition(marks[0])
-    _, _, after = rest.partition(marks[1])
-    page.write_text(before + marks[0] + text + marks[1] + after)
+    found: list[Kind] = [*kinds(world), over_http.client_kind(0.1)]
+    named = {"-".join(re.sub("[,:=]", " ", kind.name).lower().split()[:3]): kind for kind in found}
+    todo = [(kind.name, name, kind.draw(dice(name)))
+            for key, kind in named.items() for name in numbers(key, kind.share)]  # fmt: skip
+    return count_answers(todo, world, args.jobs, args.limit)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Malformed files, overrides and folders: handwritten tables, and random changes."""
+"""Valid files, overrides and folders with one random change."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,13 +45,6 @@ KEY = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts", "dpo": "p
        "rank": "prompts"}  # fmt: skip
 FILE = {"sft": "sft", "rm": "rm", "ppo": "ppo", "dpo": "rm", "rank": "ppo"}
 """Stage -> name of the file in data/ that it reads."""
-FIELDS = {
-    "sft": {"prompt": "a question", "response": "an answer"},
-    "rm": {"prompt": "a question", "chosen": "an answer", "rejected": "another"},
-    "ppo": {"prompt": "a question"},
-    "dpo": {"prompt": "a question", "chosen": "an answer", "rejected": "another"},
-    "rank": {"prompt": "a question"},
-}
 Stop = Literal["model", "step", "end"]
 """Point at which a command that accepts its input is ended: before it loads a model, after one
 step, at its own end."""
@@ -77,8 +69,6 @@ class Kind:
 
     name: str
     """Name of the kind."""
-    table: Sequence[Case]
-    """Handwritten cases."""
     draw: Callable[[random.Random], Case]
     """Function that draws a random case."""
     share: float
@@ -106,54 +96,6 @@ def rows_kind() -> Kind:
 
         return Case(prepare, ["data"], "model")
 
-    def row(name: str, line: dict[str, Any], what: str) -> Case:
-        good = json.dumps(FIELDS[name]) + "\n" + json.dumps(FIELDS[name] | {"prompt": "b"}) + "\n"
-        return of_file(name, "x.jsonl", m.says((good + json.dumps(line) + "\n").encode(), what))
-
-    table = [
-        row(name, fields | {field: value}, f"{field} = {m.shown(value)}")
-        for name, fields in FIELDS.items()
-        for field in fields
-        for value in m.VALUES
-    ]
-    good = {"role": "user", "content": "a question"}
-    turns: list[Any] = [
-        [good], [good, good], [{"role": "assistant", "content": "x"}], [[good]], ["x"], [None],
-        [{}], [good, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}],
-        [good, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
-        [good, {"role": "tool", "content": "x"}, {"role": "assistant", "content": "x"}],
-        [good, {"role": "assistant", "content": "x", "name": 5}], [{"from": "human", "value": "x"}],
-    ]  # fmt: skip
-    table += [row("sft", {"messages": t}, f"messages = {m.shown(t)}") for t in turns]
-    table += [
-        row("rm", {"chosen": t, "rejected": [good, {"role": "assistant", "content": "y"}]},
-            f"chosen = {m.shown(t)}") for t in turns
-    ]  # fmt: skip
-    table += [of_file("sft", f"x{end}", d) for end in (".jsonl", ".jsonl.gz", ".parquet", ".csv")
-              for d in m.PLACES]  # fmt: skip
-    text = (json.dumps(FIELDS["sft"]) + "\n").encode() * 3
-    forms = {
-        "UTF-16": text.decode().encode("utf-16"), "UTF-16 without a mark": text[1:] + b"\0",
-        "UTF-32": text.decode().encode("utf-32"), "a mark on each line": b"\xef\xbb\xbf" * 3 + text,
-        "one line": b"[" + b",".join(text.splitlines()) + b"]",
-        "CR alone": text.replace(b"\n", b"\r"),
-        "40 MB on one line": b'{"prompt": "' + b"a" * 40_000_000, "latin-1": b'{"prompt": "\xe9"}',
-        "40 MB of zeros": b"\0" * 40_000_000, "10^6 braces": b"{" * 10**6,
-        "nested objects": b'{"prompt": ' * 50_000,
-        "10^5 fields": json.dumps(FIELDS["sft"] | {str(i): i for i in range(10**5)}).encode(),
-    }  # fmt: skip
-    table += [of_file("sft", "x.jsonl", m.says(data, what)) for what, data in forms.items()]
-    bomb = gzip.compress(b"\0" * 200_000_000, 1)
-    zipped = gzip.compress(text)
-    archives = {
-        "a bomb": bomb,
-        "two members, one cut": zipped * 2 + b"\x1f\x8b",
-        "rubbish after it": zipped + b"rubbish",
-    }
-    for what, data in archives.items():
-        table.append(of_file("sft", "x.jsonl.gz", m.says(data, what)))
-    table += [of_file("sft", "x.parquet", d) for d in parquet_damages()]
-
     def draw(dice: random.Random) -> Case:
         name = dice.choice(STAGES)
         skip = f"data.on_bad_row={dice.choice(['stop', 'skip'])}"
@@ -178,84 +120,9 @@ def rows_kind() -> Kind:
         file_name = dice.choice(["x.jsonl", "x.jsonl", "x.jsonl.gz", "x.parquet"])
         return of_file(name, file_name, damaged, skip)
 
-    return Kind("rows and files of data", table, draw, 0.2)
+    return Kind("rows and files of data", draw, 0.3)
 
 
-def parquet_damages() -> list[m.Damage]:
-    """Return Damage functions that write Parquet tables that are not, or barely, demonstrations."""
-    text = pa.array(["a", "b", "c"])
-    offsets, raw = pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0])), pa.py_buffer(b"\xff")
-    no_utf8 = pa.Array.from_buffers(pa.string(), 1, [None, offsets, raw])
-    far = pa.array([2**62] * 3, pa.timestamp("ms"))
-    one = pa.array(["a"])
-    tables = {
-        "an unread column is no UTF-8": {"prompt": one, "response": one, "x": no_utf8},
-        "a read column is no UTF-8": {"prompt": one, "response": no_utf8},
-        "an unread date is out of range": {"prompt": text, "response": text, "x": far},
-        "a read date is out of range": {"prompt": far, "response": text}, "no column": {},
-        "no row": {"prompt": text[:0], "response": text[:0]},
-        "a dictionary": {"prompt": text.dictionary_encode(), "response": text},
-        "decimals": {"prompt": pa.array([1, 2, 3], pa.decimal128(20, 3)), "response": text},
-        "large text": {"prompt": text.cast(pa.large_string()), "response": text},
-        "text as bytes": {"prompt": text.cast(pa.binary()), "response": text},
-        "a map": {"messages": pa.array([[("role", "x")]] * 3, pa.map_(pa.string(), pa.string()))},
-        "objects": {"prompt": pa.array([{"a": {"b": [1]}}] * 3), "response": text},
-        "durations": {"prompt": pa.array([2**62] * 3, pa.duration("s")), "response": text},
-        "times": {"prompt": pa.array([1] * 3, pa.time64("ns")), "response": text},
-        "nanoseconds": {"prompt": pa.array([1] * 3, pa.timestamp("ns")), "response": text},
-    }  # fmt: skip
-
-    def damage(what: str, columns: dict[str, Any]) -> m.Damage:
-        def write(file: Path) -> str:
-            pq.write_table(pa.table(columns), file, compression="none")
-            return what
-
-        return write
-
-    return [damage(what, columns) for what, columns in tables.items()]
-
-
-SPELLINGS = [
-    "", "=", "==", "a", "a=", "=a", "stage", "stage=", "stage=x", "stage=[sft]", "stage={a: 1}",
-    "stage=null", "stage='a'b", "~stage", "+stage=sft", "++stage=sft", "stage@x=sft",
-    "stage=sft,rm", "stage=../stage/sft", "stage=/etc/passwd", "stage=sft/../sft", "model=",
-    "model=x", "model=a/b", "model=[tiny]", "model=tiny,hub", "~model", "model=../../x", "data=x",
-    "data@y=hh", "reward=x", "reward=[head,random]", "~reward", "logger=x", "logger=[csv,csv]",
-    "trainer=x", "advantage=x", "recipe=x", "recipe=../x", "recipe=[a]", "run=", "run=a/b",
-    "run=..", "run='a b'", "run=[1]", "run={a: 1}", "run=null", "run=true", "run=1e3", "run=\u009b",
-    "run=\u2028", "run=\ud800", "run=\x1b[31m", "run=\u202eabc", 'run="a\'b"', "run='$(id)'",
-    "run=~", "job=a/b", "job=..", "job=\"a'b\"", "job=\u2028", "job={}", "job=''", "seed=x",
-    "seed=-1", "seed=1e3", "seed=2**3", f"seed={10**30}", "seed=null", "seed=[1]", "seed=true",
-    "seed=0x10", "seed=1_0", "seed='1'", "outputs=''", "outputs=null", "outputs=/proc",
-    "outputs=/dev/null", "outputs=data/sft.jsonl", "outputs=[a]", "resume=x", "resume=-1",
-    "resume=true", "resume=best", "resume=000002", "resume=[1]", "overwrite=x", "overwrite=1",
-    "record=x", "debug=x", "hydra=x", "hydra.x=1", "hydra.run.dir=/proc/x", "hydra.job.chdir=x",
-    "hydra/launcher=x", "hydra.searchpath=[x]", "hydra.searchpath=x", "hydra.mode=x", "sft.x=1",
-    "sft=x", "sft=null", "~sft", "~sft.lr", "x.y=1", "+x=1", "++x.y=1", "~x", "~~x", "+~x=1",
-    "sft.lr=${x}", "sft.lr=${oc.env:X}", "sft.lr=${sft.lr}", "sft.lr=${sft.epochs}",
-    "sft.lr=${recipes:x}", "sft.lr=???", "sft.lr=", "sft.lr=nan", "sft.lr=inf", "sft.lr=-0.0",
-    "sft.lr=1e400", "sft.lr=1,2", "sft.lr=range(1,3)", "sft.lr=choice(1)", "sft.lr=(", "sft.lr=[",
-    "sft.lr={", "sft.lr='", 'sft.lr="', "sft.lr=\\", "sft.lr=#", "sft.lr=%", "sft.lr=\t1",
-    "sft.lr= 1", "sft.lr=1 ", "sft .lr=1", "sft..lr=1", ".sft=1", "sft.=1", "sft.lr.x=1", "[a]=1",
-    "é=1", "sft.lr=é", "sft.lr=\U0001f600", "sft.lr=١", "sft.lr=１", "a" * 5000, "a" * 5000 + "=1",
-    "run=" + "a" * 5000, "run=" + "a" * 300, "a=" * 500, "{" * 500, "sft.lr=" + "[" * 500,
-    "model.from_config={}", "model.from_config=null", "model.from_config.model_type=x",
-    "model.from_config.num_hidden_layers=0", "model.from_config.hidden_size=0",
-    "model.from_config.hidden_size=33", "model.from_config.num_attention_heads=3",
-    "model.from_config.vocab_size=1", "model.from_config.rope_theta=0", "model.lora.r=1e9",
-    "model.lora.r=1000000000", "model.lora.target_modules='['",
-    "model.lora.target_modules='(a+)+$'", "model.lora.target_modules=[]",
-    "model.lora.target_modules=x", "model.tokenizer=x", "model.tokenizer=data",
-    "model.name_or_path=data", "model.name_or_path=x/y", "model.name=a/b", "model.name=..",
-    "model.dtype=x", "model.quantization=int4", "sft.epochs=1e-300", "sft.epochs=1e300",
-    "sft.batch_size=1e9", "sft.batch_size=1000000000", "data.val_fraction=1e-300",
-    "data.max_val_rows=0", "data.max_prompt_tokens=1", "data.max_response_tokens=1",
-    "data.chat_template_kwargs=x", "+data.chat_template_kwargs.messages=x", "data.judge=x",
-    "data.judge=x.py:f", "data.pool_batches=1000000000000", "trainer.accelerator=gpu",
-    "trainer.devices=0", "trainer.num_nodes=2", "trainer.precision=x", "trainer.threads=-1",
-    "trainer.threads=100000",
-]  # fmt: skip
-"""Command line arguments that are invalid, or only barely valid."""
 WORDS = [
     "null", "true", "0", "-1", "1e9", "1000000000", "1e-300", "1e300", "nan", "inf", "0.5", "x",
     "''", "'x y'", "[]", "[1]", "[a,b]", "{}", "{a: 1}", "'['", "'../x'", "${seed}", "${x}",
@@ -284,7 +151,7 @@ def overrides_kind(world: Path) -> Kind:
             words[0] = words[0][:at] + sign + words[0][at:]
         return of_words(name, *words)
 
-    return Kind("overrides", [of_words("sft", word) for word in SPELLINGS], draw, 0.2)
+    return Kind("overrides", draw, 0.3)
 
 
 def keys_of(config: Path) -> list[str]:
@@ -294,45 +161,32 @@ def keys_of(config: Path) -> list[str]:
     return [name for name in names if name not in ("outputs", "stage")]
 
 
-def folders_kind(command: Literal["resume", "replay"], share: float) -> Kind:
-    """Return the kind of damaged run folders that are resumed or replayed."""
-
-    def of_file(name: str, file: str, damage: m.Damage) -> Case:
-        def prepare(folder: Path) -> tuple[str, Sequence[str]]:
-            run = folder / "outputs/default/tiny" / name
-            if command == "resume":
-                interrupt(run)
-                started = [f"stage={name}", *MINI, *SMALL[name], "record=true"]
-                words = [*started[: len(started) - (name != "ppo")], "resume=true"]
-            else:
-                words = ["replay", str(run.relative_to(folder)), "--iteration", "2"]
-            return f"{name}/{file} {damage(run / file)}", words
-
-        return Case(prepare, ["data", "outputs"], "end")
-
-    names = TRAINED if command == "resume" else ("ppo",)
-    files = ["config.json", "parents.json", "metrics.csv", "checkpoints/000002.ckpt",
-             "checkpoints/000001.ckpt", "run_id.txt"]  # fmt: skip
-    of_ppo = ["samples/train.jsonl", "rollouts/000002.parquet", "rollouts/000001.parquet"]
-    table = [of_file(n, f, d) for n in names for f in files for d in m.PLACES]
-    table += [of_file("ppo", f, d) for f in of_ppo for d in m.PLACES]
+def resumed_kind(share: float) -> Kind:
+    """Return the kind of damaged run folders that are resumed."""
 
     def draw(dice: random.Random) -> Case:
-        name = dice.choice(names)
-        file = dice.choice(files[:5] + of_ppo * (name == "ppo"))
+        name = dice.choice(TRAINED)
+        of_ppo = ["samples/train.jsonl"]
+        files = ["config.json", "parents.json", "metrics.csv", "checkpoints/000002.ckpt",
+                 "checkpoints/000001.ckpt"]  # fmt: skip
+        file = dice.choice(files + of_ppo * (name == "ppo"))
         match file.rpartition(".")[2]:
             case "json":
                 damage = (m.any_json if dice.random() < 0.8 else m.any_bytes)(dice)
             case "ckpt":
                 damage = (m.any_checkpoint if dice.random() < 0.7 else m.any_bytes)(dice)
-            case "parquet":
-                damage = (m.any_column if dice.random() < 0.7 else m.any_bytes)(dice)
             case _:
                 damage = m.any_lines(dice)
-        return of_file(name, file, damage)
 
-    title = "run folders, resumed" if command == "resume" else "run folders, replayed"
-    return Kind(title, table, draw, share)
+        def prepare(folder: Path) -> tuple[str, Sequence[str]]:
+            run = folder / "outputs/default/tiny" / name
+            interrupt(run)
+            words = [f"stage={name}", *MINI, *SMALL[name], "resume=true"]
+            return f"{name}/{file} {damage(run / file)}", words
+
+        return Case(prepare, ["data", "outputs"], "end")
+
+    return Kind("run folders, resumed", draw, share)
 
 
 def interrupt(run: Path) -> None:
@@ -345,125 +199,40 @@ def interrupt(run: Path) -> None:
             path.unlink()
 
 
-def finals_kind(files: Sequence[tuple[str, str]], title: str, share: float, draws: Any) -> Kind:
-    """Return the kind of damaged `final/` folders that stage=ppo starts from.
+FINALS = [
+    *(("sft", name) for name in (
+        "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json",
+        "generation_config.json", "chat_template.jinja", "roles/fingerprint.safetensors",
+        "manifest.json",
+    )),
+    *(("rm", name) for name in (
+        "manifest.json", "roles/adapter_config.json", "roles/adapter_model.safetensors",
+        "roles/reward_head.safetensors",
+    )),
+]  # fmt: skip
+"""Stage and file of the `final/` folders that are damaged."""
 
-    files: (stage, file name) pairs.
-    """
 
-    def of_file(name: str, file: str, damage: m.Damage) -> Case:
+def finals_kind(share: float) -> Kind:
+    """Return the kind of damaged `final/` folders that stage=ppo starts from."""
+    ways = {"json": [m.any_json, m.any_json, m.any_bytes], "jinja": [m.any_bytes],
+            "safetensors": [m.any_safetensors_header, m.any_tensor, m.any_bytes]}  # fmt: skip
+
+    def draw(dice: random.Random) -> Case:
+        name, file = dice.choice(FINALS)
+        damage = dice.choice(ways[file.rpartition(".")[2]])(dice)
+
         def prepare(folder: Path) -> tuple[str, Sequence[str]]:
-            path = folder / FINAL.format(stage=name) / file
-            words = ["stage=ppo", "run=next", *MINI, *SMALL["ppo"]]
-            parents = [
-                f"policy.checkpoint={FINAL.format(stage='sft')}",
-                f"reward.checkpoint={FINAL.format(stage='rm')}",
-            ]
-            return f"{name}/final/{file} {damage(path)}", [*words, *parents]
+            sft, rm = (FINAL.format(stage=stage) for stage in ("sft", "rm"))
+            parents = [f"policy.checkpoint={sft}", f"reward.checkpoint={rm}"]
+            words = ["stage=ppo", "run=next", *MINI, *SMALL["ppo"], *parents]
+            return f"{name}/final/{file} {damage(folder / FINAL.format(stage=name) / file)}", words
 
         return Case(prepare, ["data", "outputs"], "step")
 
-    table = [of_file(name, file, damage) for name, file in files for damage in m.PLACES]
-
-    def draw(dice: random.Random) -> Case:
-        name, file = dice.choice(files)
-        return of_file(name, file, dice.choice(draws[file.rpartition(".")[2]])(dice))
-
-    return Kind(title, table, draw, share)
-
-
-PROJECTS = [
-    "",
-    " ",
-    "/",
-    "a",
-    "a/",
-    "/b",
-    "a/b/c",
-    "a b/c",
-    "../..",
-    "\u202e/x",
-    "é/\U0001f600",
-    "a/b",
-]
-"""Names of W&B projects; the last is a right one."""
-FINALS = {
-    "chat": ("sft", ["chat", "{final}"]),
-    "export": ("ppo", ["export", "{final}", "--merge", "--out", "merged"]),
-    "export of dpo": ("dpo", ["export", "{final}", "--merge", "--out", "merged"]),
-}
-"""Command -> the stage whose final/ it is given, and its words."""
-RUNS = {
-    "diminishing": ["diminishing", "{run}"],
-    "report": ["report", "{run}"],
-    "compare": ["compare", "{run}", "outputs/default/tiny/dpo", "--stage", "ppo"],
-}
-"""Command -> its words with the folder of a run of PPO."""
-
-
-def commands_kind() -> Kind:
-    """Return the kind of damaged folders that commands without a configuration are given."""
-
-    def of_final(command: str, file: str, damage: m.Damage) -> Case:
-        def prepare(folder: Path) -> tuple[str, Sequence[str]]:
-            stage, words = FINALS[command]
-            final = FINAL.format(stage=stage)
-            what = damage(folder / final / file)
-            return f"{command}: {stage}/final/{file} {what}", [w.format(final=final) for w in words]
-
-        return Case(prepare, ["data", "outputs"], "end")
-
-    def of_run(command: str, file: str, damage: m.Damage) -> Case:
-        def prepare(folder: Path) -> tuple[str, Sequence[str]]:
-            run = "outputs/default/tiny/ppo"
-            if command == "diminishing":  # which takes no run of fewer iterations
-                rows = "".join(f"{i},{i / (i + 3)},{i / 9}\n" for i in range(1, 21))
-                metrics = folder / run / "metrics.csv"
-                metrics.write_text(f"step,reward_mean,kl_divergence\n{rows}")
-            what = damage(folder / run / file)
-            return f"{command}: ppo/{file} {what}", [w.format(run=run) for w in RUNS[command]]
-
-        return Case(prepare, ["data", "outputs"], "end")
-
-    def of_project(name: str) -> Case:
-        words = ["dashboard", name, "--dry-run"]
-        return Case(lambda _: (f"dashboard {name!a}", words), [], "end")
-
-    finals = [(c, f) for c in FINALS for f in ("manifest.json", "tokenizer.json")]
-    finals += [(c, "config.json" if c == "chat" else "adapter_config.json") for c in FINALS]
-    runs = [(c, f) for c in RUNS for f in ("config.json", "metrics.csv", "samples/train.jsonl")]
-    table = [of_project(name) for name in PROJECTS]
-    table += [of_final(c, f, d) for c, f in finals for d in m.PLACES]
-    table += [of_run(c, f, d) for c, f in runs for d in m.PLACES]
-
-    def draw(dice: random.Random) -> Case:
-        of_file, (command, file) = dice.choice(
-            [*((of_final, one) for one in finals), *((of_run, one) for one in runs)]
-        )
-        is_json = file.endswith(".json")
-        return of_file(command, file, (m.any_json if is_json else m.any_lines)(dice))
-
-    return Kind("commands on folders", table, draw, 0.08)
+    return Kind("checkpoints", draw, share)
 
 
 def kinds(world: Path) -> list[Kind]:
     """Return all kinds of malformed files, arguments and folders."""
-    weights = [m.any_safetensors_header, m.any_tensor, m.any_bytes]
-    ways = {"json": [m.any_json, m.any_json, m.any_bytes], "safetensors": weights,
-            "jinja": [m.any_bytes]}  # fmt: skip
-    models = [("sft", "model.safetensors"), ("sft", "config.json"), ("sft", "tokenizer.json"),
-              ("sft", "tokenizer_config.json"), ("sft", "generation_config.json"),
-              ("sft", "chat_template.jinja"), ("sft", "roles/fingerprint.safetensors")]  # fmt: skip
-    manifests = [("sft", "manifest.json"), ("rm", "manifest.json")]
-    adapters = [("rm", "roles/adapter_config.json"), ("rm", "roles/adapter_model.safetensors"),
-                ("rm", "roles/reward_head.safetensors")]  # fmt: skip
-    return [
-        rows_kind(),
-        overrides_kind(world),
-        folders_kind("resume", 0.1),
-        folders_kind("replay", 0.08),
-        commands_kind(),
-        finals_kind(models, "checkpoints: weights, configurations, tokenizers", 0.08, ways),
-        finals_kind(manifests, "manifests", 0.05, ways),
-        finals_kind(adapters, "adapters and heads", 0.07, ways),
-    ]
+    return [rows_kind(), overrides_kind(world), resumed_kind(0.1), finals_kind(0.2)]

@@ -1,4 +1,4 @@
-"""Malformed HTTP: answers to the reward client, and requests to the reward server."""
+"""Malformed HTTP answers to the client of reward=http."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import mutations as m
@@ -172,15 +171,16 @@ def client_kind(share: float) -> Kind:
         what = f"{status}, {m.shown(body)}"
         return of_answer(lambda _: iter([reply(body, status)]), after, what)
 
-    table = [of_answer(answer, after, what) for what, answer in ANSWERS.items() for after in (1, 0)]
-    table += [with_body(body, "200 OK", 1) for body in BODIES]
-    table += [
-        with_body(b'{"error": "x"}', status, after) for status in STATUSES for after in (1, 0)
-    ]
-
     def draw(dice: random.Random) -> Case:
-        after = dice.choice([0, 1, 2])
-        seed = dice.random()
+        after, seed = dice.choice([0, 1, 2]), dice.random()
+        match dice.choice(["answer", "body", "status", "changed"]):
+            case "answer":
+                what = dice.choice([*ANSWERS])
+                return of_answer(ANSWERS[what], after, what)
+            case "body":
+                return with_body(dice.choice(BODIES), "200 OK", after)
+            case "status":
+                return with_body(b'{"error": "x"}', dice.choice(STATUSES), after)
 
         def answer(count: int) -> Pieces:
             own = random.Random(seed)
@@ -192,119 +192,4 @@ def client_kind(share: float) -> Kind:
 
         return of_answer(answer, after, f"a change drawn by {seed}")
 
-    return Kind("HTTP answers to reward=http", table, draw, share)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One malformed request to the reward server."""
-
-    what: str
-    """Description of the request."""
-    data: bytes
-    """Bytes sent to the server."""
-
-
-GOOD = {
-    "prompts": [[{"role": "user", "content": "a question"}]],
-    "responses": ["an answer"],
-    "columns": {"x": [1]},
-}
-
-
-def post(body: bytes, line: bytes = b"POST /score HTTP/1.1", headers: bytes = b"") -> bytes:
-    """Return an HTTP request with the given request line, headers and body."""
-    size = b"content-length: %d\r\n" % len(body)
-    return line + b"\r\nhost: x\r\nconnection: close\r\n" + size + headers + b"\r\n" + body
-
-
-def request_table() -> list[Request]:
-    """Return the handwritten requests."""
-    good = json.dumps(GOOD).encode()
-    lines = [
-        b"", b" ", b"\r\n", b"POST", b"POST /score", b"POST  /score HTTP/1.1",
-        b"POST /score HTTP/9.9",
-        b"POST /score HTTP/x", b"post /score HTTP/1.1", b"PUT /score HTTP/1.1",
-        b"GET /score HTTP/1.1",
-        b"HEAD /health HTTP/1.1", b"OPTIONS * HTTP/1.1", b"CONNECT x:1 HTTP/1.1",
-        b"TRACE / HTTP/1.1",
-        b"DELETE / HTTP/1.1", b"GET /../../etc/passwd HTTP/1.1", b"GET /\xff HTTP/1.1",
-        b"GET /\x1b[31m HTTP/1.1", b"GET /%00 HTTP/1.1", b"GET " + b"/" * 70_000 + b" HTTP/1.1",
-        b"POST /" + b"a" * 70_000 + b" HTTP/1.1", b"POST /score?" + b"a" * 9000 + b" HTTP/1.1",
-        b"POST http://x/score HTTP/1.1", b"POST /score/ HTTP/1.1", b"POST /Score HTTP/1.1",
-        b"A" * 70_000 + b" / HTTP/1.1", b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0",
-    ]  # fmt: skip
-    headers = [
-        b"x: " + b"a" * 100_000 + b"\r\n", b"x: y\r\n" * 5_000, b": x\r\n", b"x\r\n", b" x: y\r\n",
-        b"x y: z\r\n", b"\xff: \xff\r\n", b"x: \0\r\n", b"x: a\r\n b\r\n", b"content-length: 5\r\n",
-        b"content-length: -1\r\n", b"transfer-encoding: chunked\r\n", b"transfer-encoding: x\r\n",
-        b"expect: 100-continue\r\n", b"expect: x\r\n", b"content-encoding: gzip\r\n",
-        b"content-type: text/html\r\n", b"connection: upgrade\r\nupgrade: h2c\r\n", b"host: y\r\n",
-        b"range: bytes=0-\r\n", b"authorization: Basic \xff\r\n",
-    ]  # fmt: skip
-    lengths = [
-        b"",
-        b"x",
-        b"-1",
-        b"+5",
-        b"1e3",
-        b"0x10",
-        b"9" * 30,
-        b"99999999999",
-        b"5, 5",
-        b"\xb2",
-    ]
-    found = [Request(f"line {m.shown(line)}", post(good, line)) for line in lines]
-    found += [Request(f"header {m.shown(h)}", post(good, headers=h)) for h in headers]
-    for length in lengths:
-        head = b"POST /score HTTP/1.1\r\nhost: x\r\ncontent-length: " + length + b"\r\n\r\n"
-        found.append(Request(f"length {m.shown(length)}", head + good))
-    chunked = b"POST /score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    for body in (
-        b"x\r\n",
-        b"f" * 40 + b"\r\n",
-        b"5\r\nabc",
-        b"-1\r\n",
-        b"0\r\n\r\n",
-        b"1;x=y\r\n{\r\n",
-    ):
-        found.append(Request(f"chunks {m.shown(body)}", chunked + body))
-    bodies = [b"[" * 100_000, b"9" * 5000, b'{"prompts": ' * 10_000, b"\xff", b"\xff\xfe{\0",
-              b"NaN", b"", b"null", b"[]", b'"x"', b"\0" * 1000, b"[],"* 1_000_000,
-              good.replace(b"user", b"tool"), good.replace(b"a question", b"\\ud800"),
-              good.replace(b"an answer", b"\\ud800"), good.replace(b"an answer", b""),
-              good.replace(b"an answer", b"\\u0000"), good.replace(b"a question", b"a " * 100_000),
-              good.replace(b"an answer", b"a " * 100_000), good.replace(b"user", b"assistant"),
-              good.replace(b"user", b"system"), good[:-1] + b', "prompts": []}']  # fmt: skip
-    found += [Request(f"body {m.shown(body)}", post(body)) for body in bodies]
-    for path in list(m.nodes(GOOD)):
-        for value in (None, 5, "", "x", [], {}, [None], "\ud800"):
-            body = json.dumps(m.replaced(GOOD, path, value)).encode()
-            where = ".".join(map(str, path)) or "the whole"
-            found.append(Request(f"{where} = {m.shown(value)}", post(body)))
-    return found
-
-
-def request_drawn(dice: random.Random) -> Request:
-    """Return a valid request with one random change."""
-    if dice.random() < 0.5:
-        tree, what = m.mutated(GOOD, dice)
-        return Request(what, post(json.dumps(tree).encode()))
-    data, what = m.mutated_bytes(post(json.dumps(GOOD).encode()), dice)
-    return Request(what, data)
-
-
-def asked(port: int, request: Request, limit_s: float) -> bytes:
-    """Return the server's answer up to the end of the connection.
-
-    Raises TimeoutError after `limit_s` seconds.
-    """
-    end, data = time.monotonic() + limit_s, b""
-    to = ("127.0.0.1", port)
-    with socket.create_connection(to, limit_s) as connection, suppress(ConnectionError):
-        connection.sendall(request.data)
-        connection.shutdown(socket.SHUT_WR)
-        while piece := connection.recv(65536):
-            data += piece
-            connection.settimeout(max(end - time.monotonic(), 0.01))
-    return data
+    return Kind("HTTP answers to reward=http", draw, share)

@@ -1,4 +1,4 @@
-"""Measure the largest tensors of an update and the memory of an iteration of PPO.
+"""Measure the largest tensors of an update, and the memory of an iteration of PPO and of long runs.
 
 python benchmarks/memory.py [--quick] [--device cpu]
 """
@@ -6,9 +6,13 @@ python benchmarks/memory.py [--quick] [--device cpu]
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import multiprocessing
 import re
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Any
 
 import torch
 
-from common import calm, markdown_table
+from common import ROOT, calm, markdown_table
 from counting import Memory
 from lightning_rlhf.core.types import Prompts
 from machine import options, write
@@ -34,6 +38,9 @@ from workloads import (
 WIDE = Workload(vocabulary=248_320, hidden=64, layers=2, intermediate=128, hybrid=True)
 MICROBATCH = 8
 LIMIT = 64e6  # bytes
+LONG = {"sft": ("sft.epochs", 2.3), "rm": ("rm.epochs", 2.6), "dpo": ("dpo.epochs", 2.7),
+        "ppo": ("ppo.iterations", 300)}  # fmt: skip
+"""Stage -> key and value of its length: 2,000 steps of the tiny model, 300 iterations."""
 
 
 def tensors(episodes: int, response: int, device: torch.device) -> dict[str, Any]:
@@ -105,6 +112,29 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def growth(stage: str, share: float, folder: str) -> dict[str, float]:
+    """Run a stage of the tiny model; return its steps and its peak after a tenth and at the end.
+
+    share: share of the length in LONG.
+    """
+    key, length = LONG[stage]
+    command = [sys.executable, "train.py", f"stage={stage}", "model=tiny", f"outputs={folder}",
+               f"{key}={type(length)(share * length)}"]  # fmt: skip
+    command += ["reward.unfit=warn"] if stage == "ppo" else []
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    with Path(folder, "default", "tiny", stage, "metrics.csv").open() as file:
+        found = [(int(r["step"]), r["compute/peak_memory"]) for r in csv.DictReader(file)]
+    peaks = {step: float(peak) / 1e6 for step, peak in found if peak}
+    steps = max(peaks)
+    tenth = max((step for step in peaks if step <= steps / 10), default=min(peaks))
+    return {"steps": steps, "tenth_mb": peaks[tenth], "end_mb": peaks[steps]}
+
+
+def growths(share: float) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return {stage: growth(stage, share, folder) for stage in LONG}
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     sizes = [(2, 16)] if args.quick else [(b, t) for b in (2, 8, 32) for t in (16, 64)]
     names = ["tiny"] if args.quick else ["tiny", "vocab32k", "hybrid", "8m"]
@@ -114,6 +144,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             name: iteration(name, args.device) | {"parameters": parameters(WORKLOADS[name])}
             for name in names
         },
+        "growth": growths(0.02 if args.quick else 1) if args.device.type == "cpu" else {},
     }
 
 
@@ -148,6 +179,16 @@ def iterations_table(results: dict[str, Any]) -> str:
     return markdown_table(["workload", "model", "MB above idle"], rows)
 
 
+def growth_table(results: dict[str, dict[str, float]]) -> str:
+    rows = [
+        [stage, f"{r['steps']:,}", f"{r['tenth_mb']:.0f}", f"{r['end_mb']:.0f}",
+         f"{r['end_mb'] / r['tenth_mb'] - 1:.1%}"]
+        for stage, r in results.items()
+    ]  # fmt: skip
+    header = ["stage", "steps", "MB after a tenth", "MB at the end", "growth"]
+    return markdown_table(header, rows)
+
+
 def main() -> None:
     args = options(str(__doc__))
     results = measure(args)
@@ -165,6 +206,9 @@ def main() -> None:
         "imports and the model, less the resident set at that moment; on a GPU, the same of what "
         "torch has allocated.",
         iterations_table(results["iterations"]),
+        "Long runs of the tiny model on texts of varied lengths, on a CPU: the largest resident "
+        "set of the process so far.",
+        growth_table(results["growth"]),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-import os
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -112,66 +111,6 @@ def any_bytes(dice: random.Random) -> Damage:
         return what
 
     return damage
-
-
-def says(content: bytes, what: str) -> Damage:
-    """Return a Damage that replaces the file's content; what: its description."""
-
-    def damage(file: Path) -> str:
-        file.write_bytes(content)
-        return what
-
-    return damage
-
-
-def gone(file: Path) -> str:
-    """Delete the file."""
-    file.unlink()
-    return "is gone"
-
-
-def folder(file: Path) -> str:
-    """Replace the file by a folder."""
-    file.unlink()
-    file.mkdir()
-    return "is a folder"
-
-
-def dangling(file: Path) -> str:
-    """Replace the file by a link to a missing file."""
-    file.unlink()
-    file.symlink_to("nowhere")
-    return "is a link to nothing"
-
-
-def loop(file: Path) -> str:
-    """Replace the file by a link to itself."""
-    file.unlink()
-    file.symlink_to(file.name)
-    return "is a link to itself"
-
-
-def pipe(file: Path) -> str:
-    """Replace the file by a named pipe without a writer."""
-    file.unlink()
-    os.mkfifo(file)
-    return "is a pipe without a writer"
-
-
-def cut(file: Path) -> str:
-    """Truncate the file to its first half."""
-    os.truncate(file, file.stat().st_size // 2)
-    return "is cut in half"
-
-
-PLACES: list[Damage] = [
-    gone, folder, dangling, loop, pipe, cut, says(b"", "is empty"), says(b"\0" * 4096, "is zeros"),
-    says(b"\xff\xfe\x00", "is no UTF-8"), says(b"{}", "is {}"), says(b"[]", "is []"),
-    says(b"null", "is null"), says(b"[" * 100_000, "is nested without end"),
-    says(b"9" * 5000, "is one long number"), says(b"\x80\x04K\x01.", "is a pickle"),
-    says(b"<html></html>", "is a page of HTML"),
-]  # fmt: skip
-"""Damage functions that are applicable to any file."""
 
 
 def any_json(dice: random.Random) -> Damage:

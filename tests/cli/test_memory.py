@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_rlhf.stages import processor as memory
 
@@ -90,6 +92,46 @@ def test_tensors_lie_on_huge_pages() -> None:
 def test_nothing_is_reserved_under_a_limit_that_counts_it() -> None:
     reserved, _, huge, _ = reserved_resident_huge_again("limited")
     assert (reserved, huge) == (0, 0)
+
+
+SHAPES = """
+import re, torch
+from lightning_rlhf.stages import processor
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) // 1024
+
+processor.SHAPES = 16
+processor.keep_large_blocks()
+torch.set_num_threads(1)
+weight = torch.zeros(64, 64)
+for rows in range(1, 601):
+    torch.ops.mkldnn._linear_pointwise(torch.zeros(rows, 64), weight, None, "none", [], "")
+    if rows == 200:
+        before = resident()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("kept", "more"), [({}, (0, 60)), (dict.fromkeys(memory.CACHES, "1024"), (150, 400))]
+)
+def test_products_of_many_shapes_take_bounded_memory(
+    kept: dict[str, str], more: tuple[int, int]
+) -> None:
+    """400 more shapes take about 220 MB where all are kept, which the user may ask for."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no such operator")
+    found = subprocess.run(
+        [sys.executable, "-c", SHAPES],
+        env=os.environ | kept,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    least, most = more
+    assert least <= int(found.stdout) <= most
 
 
 DENORMALS = """

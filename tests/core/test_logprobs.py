@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_rlhf.core import logprobs as logprobs_file
-from lightning_rlhf.core.logprobs import token_logprobs
+from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 
 from .conftest import close, drawn
 
@@ -359,7 +359,7 @@ class TestFrozenHead:
             seen.append(len(h))
             return h @ weight.T
 
-        def both(*, frozen_head: bool) -> list[Tensor]:
+        def both(row_multiple: int, *, frozen_head: bool) -> list[Tensor]:
             found = token_logprobs(
                 hidden, case.targets, head, temperature=1.0, vocab_size=8,
                 frozen_head=frozen_head, row_multiple=row_multiple,
@@ -367,14 +367,22 @@ class TestFrozenHead:
             (gradient,) = torch.autograd.grad((found[0] * case.weighting[0]).sum(), hidden)
             return [*found, gradient.float()]
 
-        plain = both(frozen_head=False)
-        seen.clear()
+        plain = both(1, frozen_head=False)
         chunk(elements)
-        found = both(frozen_head=True)
-        assert seen == rows
-        for x, expected in zip(found[:2], plain[:2], strict=True):
-            close(x.detach(), expected.detach(), **FP32)
-        assert (found[2] - plain[2]).norm() < 2**-7 * plain[2].norm()
+        for frozen_head in (True, False):
+            seen.clear()
+            found = both(row_multiple, frozen_head=frozen_head)
+            again = 1 if frozen_head or len(rows) == 1 else 2  # for the gradient
+            assert sorted(seen) == sorted(rows * again)
+            for x, expected in zip(found[:2], plain[:2], strict=True):
+                close(x.detach(), expected.detach(), **FP32)
+            assert (found[2] - plain[2]).norm() < 2**-7 * plain[2].norm()
+            seen.clear()
+            kl = vocabulary_kl(
+                hidden, 2 * hidden, head, temperature=1.0, vocab_size=4, row_multiple=row_multiple
+            )
+            assert seen[::2] == rows
+            assert kl.shape == (70,)
 
     def test_no_tokens_no_numbers(self) -> None:
         hidden = torch.zeros(0, 4, requires_grad=True)

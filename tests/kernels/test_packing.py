@@ -14,6 +14,7 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.kernels import packing
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer
 from lightning_rlhf.kernels.packing import WORTH, Packing, columns_to_add, gather_rows, scatter_rows
+from lightning_rlhf.kernels.products import rounded_up
 from lightning_rlhf.models.checkpointing import recompute
 from lightning_rlhf.models.config import LoRASettings
 from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
@@ -124,6 +125,22 @@ def test_a_length_is_rounded_up_where_that_is_a_twenty_fifth_at_most(
 ) -> None:
     assert columns_to_add(columns) == more
     assert columns_to_add(columns, few_shapes=True) == -columns % 16
+
+
+@pytest.mark.parametrize("padding", [0, 40])
+@pytest.mark.parametrize("wanted", [400, 330, 5])
+def test_numbers_of_positions_are_multiples_wherever_so_many_are_there(
+    wanted: int, padding: int
+) -> None:
+    """Also where all that is read is wanted, as in plain text."""
+    mask = torch.zeros(16, 25 + padding, dtype=torch.bool)
+    mask[:, :25] = torch.arange(16 * 25).view(16, 25) % 400 < wanted
+    found = Packing.of(mask, few_shapes=True)
+    computed = torch.arange(mask.numel()) if found.real is None else found.real
+    assert len(found.wanted) == min(rounded_up(wanted, packing.ROWS), len(computed))
+    assert found.real is None or len(found.real) % packing.ROWS == 0
+    assert torch.equal(found.wanted[: found.count], mask.flatten().nonzero().squeeze(1))
+    assert torch.equal(computed[found.wanted_real], found.wanted)
 
 
 def sliding(roles: Roles) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.roles import POLICY, Roles
 from lightning_rlhf.rollout.annotate import annotate
+from lightning_rlhf.rollout.decoded import as_responses, decode_responses
 
 from .conftest import sample
 
@@ -31,3 +34,13 @@ def test_what_a_server_measured_is_computed_again(roles: Roles, prompts: Prompts
         off, roles, None, is_exact=True, temperature=0.7, policy_rows=rows(), batch_size=2
     )
     assert torch.equal(taken.logprobs, off.logprobs)
+
+
+def test_a_response_comes_with_the_row_of_its_prompt() -> None:
+    responses = as_responses([[1], [1], [1]], [[2, 3], [4], [5]], pad_id=0)
+    responses = replace(responses, index=torch.tensor([2, 0, 2]))
+    data = [{"prompt": name} for name in ("first", "second", "third")]
+    chat: Any = SimpleNamespace(decode_response=lambda tokens: " ".join(map(str, tokens)))
+    decoded = decode_responses(responses, data, chat)
+    assert [row["prompt"] for row in decoded.rows] == ["third", "first", "third"]
+    assert decoded.responses == ["2 3", "4", "5"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-T = TypeVar("T")
 Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits in memory at once: 64 MB in fp32, for any vocabulary
 CACHED_ELEMENTS = 2**17
@@ -40,7 +39,7 @@ def token_logprobs(
     frozen_head: whether log-probabilities have a gradient in `hidden` alone, and the entropy none.
         The gradient is then computed together with the logits: no logits are kept or computed
         again. The head's output is overwritten, so the head's own gradient must not need it.
-    row_multiple: number to a multiple of which the rows of a frozen head are padded with zeros.
+    row_multiple: number to a multiple of which the rows of the head are padded with zeros.
 
     Returns: logprobs and entropy, fp32, nats.
     """
@@ -50,7 +49,9 @@ def token_logprobs(
             known, targets, head, temperature, vocab_size, row_multiple
         )
         return logprobs, entropy
-    chunks = _in_chunks(_token_chunk, (hidden, targets), head, temperature, vocab_size)
+    chunks = _in_chunks(
+        _token_chunk, (hidden, targets), head, temperature, vocab_size, row_multiple
+    )
     logprobs, entropy = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
@@ -62,6 +63,7 @@ def vocabulary_kl(
     *,
     temperature: float,
     vocab_size: int,
+    row_multiple: int = 1,
 ) -> Float[Tensor, " N"]:
     """Return the exact KL of the distribution after `hidden[i]` to the one after `ref_hidden[i]`.
 
@@ -69,32 +71,44 @@ def vocabulary_kl(
 
     Computed in chunks like `token_logprobs`, of half as many tokens. Returns: fp32, nats.
     """
-    chunks = _in_chunks(_kl_chunk, (hidden, ref_hidden), head, temperature, 2 * vocab_size)
-    return torch.cat(list(chunks))
+    chunks = _in_chunks(
+        _kl_chunk, (hidden, ref_hidden), head, temperature, 2 * vocab_size, row_multiple
+    )
+    return torch.cat([kl for (kl,) in chunks])
 
 
 def _in_chunks(
-    compute: Callable[..., T],
+    compute: Callable[..., tuple[Tensor, ...]],
     rows: tuple[Tensor, Tensor],
     head: Head,
     temperature: float,
     logits_per_row: int,
-) -> Iterator[T]:
+    row_multiple: int,
+) -> Iterator[list[Tensor]]:
     """Yield `compute` of a few rows at a time; its logits are recomputed in the backward pass."""
     size = max(1, CHUNK_ELEMENTS // logits_per_row)
     recompute = torch.is_grad_enabled() and len(rows[0]) > size
     for chunk in zip(*(x.split(size) for x in rows), strict=True):
+        count = len(chunk[0])
+        more = _missing(count, row_multiple, size)
+        padded = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, more)) if more else x for x in chunk]
         if recompute:
-            yield checkpoint(compute, *chunk, head, temperature, use_reentrant=False)
+            found = checkpoint(compute, *padded, head, temperature, use_reentrant=False)
         else:
-            yield compute(*chunk, head, temperature)
+            found = compute(*padded, head, temperature)
+        yield [x[:count] for x in found]
+
+
+def _missing(count: int, multiple: int, most: int) -> int:
+    """Return how many rows round the count up to a multiple, or to `most` if that is less."""
+    return min(-(-count // multiple) * multiple, most) - count
 
 
 def _kl_chunk(
     hidden: Float[Tensor, "N d"], ref_hidden: Float[Tensor, "N d"], head: Head, temperature: float
-) -> Float[Tensor, " N"]:
+) -> tuple[Float[Tensor, " N"]]:
     p, q = (torch.log_softmax(head(h).float() / temperature, -1) for h in (hidden, ref_hidden))
-    return (p.exp() * (p - q)).sum(-1)
+    return ((p.exp() * (p - q)).sum(-1),)
 
 
 def _token_chunk(
@@ -210,7 +224,7 @@ class _FrozenHead(torch.autograd.Function):
             strict=True,
         ):
             count = len(h)
-            more = min(-(-count // row_multiple) * row_multiple, size) - count
+            more = _missing(count, row_multiple, size)
             with torch.set_grad_enabled(learns):
                 h = F.pad(h.detach(), (0, 0, 0, more)).requires_grad_(learns)
                 logits = head(h)

@@ -58,12 +58,14 @@ class Packing:
         rows, columns = wanted.shape
         multiple = ROWS if few_shapes else MULTIPLE
         real = wanted.flip(1).cummax(1).values.flip(1).flatten()
-        last = _filled_up(wanted.flatten(), real, multiple)
-        count = int(wanted.sum())
+        count, every = int(wanted.sum()), torch.ones_like(real)
         if real.float().mean() > 1 - WORTH:
+            last = _filled_up(wanted.flatten(), every, multiple)
             return cls(rows, columns, None, last, last, count)
-        number = real.cumsum(0) - 1
-        indices = _filled_up(real, ~real, multiple)
+        indices = _filled_up(real, every, multiple)
+        number = torch.full(real.shape, -1, device=real.device)
+        number[indices] = torch.arange(len(indices), device=real.device)
+        last = _filled_up(wanted.flatten(), number >= 0, multiple)
         return cls(rows, columns, indices, last, number[last], count)
 
     def to(self, device: torch.device) -> Packing:

@@ -18,7 +18,7 @@ from lightning_rlhf.core.masking import picker
 from lightning_rlhf.kernels.decoder import family, rotates_by_length
 from lightning_rlhf.kernels.packing import Packing, columns_to_add
 from lightning_rlhf.kernels.patch import use_kernels
-from lightning_rlhf.kernels.products import compiles_by_shape
+from lightning_rlhf.kernels.products import ROWS, compiles_by_shape
 from lightning_rlhf.models.copies import copies_fit
 
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
@@ -64,6 +64,14 @@ class LanguageModel(nn.Module):
     def device(self) -> torch.device:
         """Return the device of the parameters."""
         return next(self.parameters()).device
+
+    @property
+    def row_multiple(self) -> int:
+        """Return the number to a multiple of which rows of products are best rounded up.
+
+        It is 1 but where a library compiles for each number of rows and keeps what it compiled.
+        """
+        return ROWS if compiles_by_shape(self.causal_lm.get_input_embeddings().weight) else 1
 
     def _set_kernels(self) -> None:
         self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
@@ -111,7 +119,7 @@ class LanguageModel(nn.Module):
         if self.kernels.kind == "plain":
             return picker(wanted)(self.hidden(tokens))
         trunk = self.causal_lm.base_model
-        few_shapes = compiles_by_shape(self.causal_lm.get_input_embeddings().weight)
+        few_shapes = self.row_multiple > 1
         if not rotates_by_length(self.causal_lm):
             more = columns_to_add(tokens.shape[1], few_shapes=few_shapes)
             tokens, wanted = (F.pad(x, (0, more)) for x in (tokens, wanted))

@@ -23,5 +23,6 @@ def target_logprobs(
     logprobs, _ = token_logprobs(
         hidden, picker(mask)(tokens[:, 1:]), roles.head,
         temperature=1.0, vocab_size=roles.vocab_size, frozen_head=not roles.head_is_trained,
+        row_multiple=roles.row_multiple,
     )  # fmt: skip
     return logprobs

@@ -10,7 +10,6 @@ from transformers import DynamicCache
 from lightning_rlhf.core.types import Prompts, SampledResponses
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import decode_step
-from lightning_rlhf.kernels.products import compiles_by_shape
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.cache import roomy_cache
@@ -55,9 +54,11 @@ class NativeSampler:
         share: place of the prompts in their batch; None where they are the whole batch.
         """
         roles, params = self.roles, self.params
-        few_shapes = compiles_by_shape(roles.causal_lm.get_input_embeddings().weight)
         state = DecodeState(
-            prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
+            prompts,
+            samples_per_prompt,
+            params.max_response_tokens,
+            few_shapes=roles.row_multiple > 1,
         )
         batch, room = state.logprobs.shape
         asked = 1 if roles.device.type == "cpu" else ASKED

@@ -19,7 +19,6 @@ from lightning_rlhf.core.types import (
     known_mask,
     row_lengths,
 )
-from lightning_rlhf.kernels.products import ROWS, compiles_by_shape
 from lightning_rlhf.models.roles import REFERENCE, Roles
 from lightning_rlhf.rewards.weighted import Reward
 
@@ -56,7 +55,7 @@ def response_logprobs(
         temperature=temperature,
         vocab_size=roles.vocab_size,
         frozen_head=not (learn_entropy or roles.head_is_trained),
-        row_multiple=ROWS if compiles_by_shape(hidden) else 1,
+        row_multiple=roles.row_multiple,
     )
 
 
@@ -68,8 +67,9 @@ def response_kl(
 ) -> Float[Tensor, " N"]:
     """Return the KL over the whole vocabulary between the predictions of two roles, nats."""
     return vocabulary_kl(
-        hidden, ref_hidden, roles.head, temperature=temperature, vocab_size=roles.vocab_size
-    )
+        hidden, ref_hidden, roles.head, temperature=temperature, vocab_size=roles.vocab_size,
+        row_multiple=roles.row_multiple,
+    )  # fmt: skip
 
 
 @torch.no_grad()
