@@ -312,10 +312,10 @@ def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: st
     run = workplace.outputs / "default" / "tiny"
     if case.startswith("finished"):
         (run / "rm" / "final").mkdir(parents=True)
-        (run / "rm" / "config.json").write_text("{}")
+        (run / "rm" / "config.json").write_text('{"stage": "rm"}')
     if case == "cut off":
         (run / "eval_reward" / "checkpoints").mkdir(parents=True)
-        (run / "eval_reward" / "config.json").write_text("{}")
+        (run / "eval_reward" / "config.json").write_text('{"stage": "eval_reward"}')
         (run / "eval_reward" / "checkpoints" / "000004.ckpt").write_text("")
     (workplace.folder / "y.py").write_text("")
     outcome = workplace.process([sys.executable, "-c", ANSWERED, *arguments])

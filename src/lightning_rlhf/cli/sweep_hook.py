@@ -21,11 +21,11 @@ from hydra.experimental.callback import Callback
 from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_rlhf.core.config import Mode
 from lightning_rlhf.io.storage import written_whole
 
 if TYPE_CHECKING:  # its imports take seconds, which no other command is to wait for
     from lightning_rlhf.cli.sweep import JobResult
+    from lightning_rlhf.core.config import Mode
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 """Hydra's own launcher, which runs the jobs one after another in the process of the command."""
