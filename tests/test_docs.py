@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.overrides import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.overrides import WITHOUT_RUN
-from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
+from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.cli.replay import COLUMNS, parser
 from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -218,7 +218,7 @@ def test_commands_are_accepted(command: str, folder: Path) -> None:
         if cfg.recipe is not None:
             recipe = read_recipe(RECIPES / cfg.recipe)
             for stage in recipe.stages or ("ppo",):
-                own = stage_overrides(recipe, stage, given, cfg.job)
+                own = step_overrides(recipe, stage, given, cfg.job)
                 read_settings(compose(name, list(own)))
         else:
             read_settings(cfg)

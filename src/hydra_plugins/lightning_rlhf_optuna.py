@@ -33,8 +33,7 @@ class OptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run the trials of the study that are left."""
         from lightning_rlhf.cli.overrides import parse_overrides
-        from lightning_rlhf.cli.study import Trials
-        from lightning_rlhf.cli.study_config import directed, read_study_config
+        from lightning_rlhf.cli.study import Trials, read_study_config
 
         assert self.launcher is not None
         given, loader = parse_overrides(arguments), self.hydra_context.config_loader
@@ -43,5 +42,5 @@ class OptunaSweeper(Sweeper):
         stages = [f"stage={name}" for o in swept for name in o.sweep_string_iterator()]
         jobs = [[*fixed, stage] for stage in stages] or [fixed]
         cfgs = [loader.load_sweep_config(self.config, job) for job in jobs]
-        trials = Trials(directed(read_study_config(self.options), cfgs), arguments)
+        trials = Trials(read_study_config(self.options, cfgs), arguments)
         trials.run(self.launcher, self.validate_batch_is_legal)

@@ -17,7 +17,6 @@ from lightning_rlhf.cli.overrides import (
     check_choices,
     check_stage,
     parse_arguments,
-    refuse_group_stage,
     refuse_other_stages,
 )
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
@@ -48,7 +47,6 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
     words = [*overrides, f"stage={stage}"]
     given = parse_arguments(words)
     register_resolvers()
-    refuse_group_stage(given)
     try:
         with no_outer_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = compose("config", words, return_hydra_config=True)

@@ -141,15 +141,15 @@ def process_state(argv: list[str]) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     environment, arguments = dict(os.environ), sys.argv
-    sweep = SweepHook.varied, SweepHook.results, SweepHook.is_apart, SweepHook.before
+    sweep = SweepHook.current, SweepHook.before
     GlobalHydra.instance().clear()
     sys.argv = argv
-    SweepHook.varied, SweepHook.results, SweepHook.is_apart, SweepHook.before = (), None, False, {}
+    SweepHook.current, SweepHook.before = None, {}
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        SweepHook.varied, SweepHook.results, SweepHook.is_apart, SweepHook.before = sweep
+        SweepHook.current, SweepHook.before = sweep
         sys.argv = arguments
         os.environ.clear()
         os.environ.update(environment)

@@ -213,7 +213,7 @@ def test_a_stop_is_seen_in_the_exit_status(
         started.append(args)
         raise stop
 
-    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
     outcome = workplace.sweep("stage=sft", "seed=1,2") if swept else workplace.mini("stage=sft")
     assert outcome.status == status
     assert outcome.err == ""
@@ -252,7 +252,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
             file.write_text("step\n0\n1\n" if name == "metrics.csv" else "")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
     outcome = workplace.mini(*command)
     assert len(outcome.out.splitlines()) == 1
     assert outcome.out.strip() == said if said == "stopped" else outcome.out.startswith(said)

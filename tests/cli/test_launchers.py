@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import sys
@@ -20,12 +21,11 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import plugins, sweep_process
+from lightning_rlhf.cli import overrides, sweep
 from lightning_rlhf.cli.execute import given_overrides
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.sweep import set_group
+from lightning_rlhf.cli.sweep import run_job, set_group
 from lightning_rlhf.cli.sweep_hook import ignore_presets
-from lightning_rlhf.cli.sweep_process import run_job
 from lightning_rlhf.parallel.world import SRUN
 from lightning_rlhf.stages.paths import CONF
 
@@ -38,7 +38,7 @@ def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | Non
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(sweep_process, "own_configs", list)
+    monkeypatch.setattr(sweep, "own_configs", list)
     cfg = OmegaConf.create(
         {"outputs": str(folder), "run": "r", "model": {"name": "m"}, "stage": "ppo", "job": "a=1"}
     )
@@ -138,9 +138,7 @@ def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
         assert "starts from an SFT model" in (folder / "failed.txt").read_text()
         assert "starts from an SFT model" in folder.with_name("ppo.log").read_text()
         assert f'job="{folder.parent.name}"' in outcome.out
-        begins = f"begins: ppo.{folder.parent.name}; its output is in "
-        assert outcome.out.count(begins) == 1
-        assert outcome.out.count(f"failed: ppo.{folder.parent.name}; stage=ppo starts from") == 1
+        assert re.search(f"failed: .*{folder.parent.name}: stage=ppo starts from", outcome.out)
     assert outcome.out.count("  alone: ") == len(jobs)
     assert "validated against" not in outcome.err
     assert not list(workplace.outputs.rglob(".sweep-*"))
@@ -187,14 +185,14 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
     (failed,) = workplace.outputs.rglob("failed.txt")
     assert failed.parent.parent.name == "kl_coef=-1"
     assert "ppo.kl_coef is -1" in failed.read_text()
-    assert "#0 failed: ppo.kl_coef=-1; ppo.kl_coef is -1" in outcome.out
+    assert ": ppo.kl_coef is -1; allowed" in outcome.out
     assert "  alone: " not in outcome.out  # which would be refused again
 
 
 def test_a_launcher_that_is_not_installed_is_named(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(plugins.PLUGINS, "hydra/launcher=joblib", "not_installed")
+    monkeypatch.setitem(overrides.PLUGINS, "hydra/launcher=joblib", "not_installed")
     error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
     assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
 

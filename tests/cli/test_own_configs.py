@@ -119,28 +119,6 @@ def test_a_section_that_is_not_added_is_named(own: Workplace) -> None:
     assert own.call("--config-dir", "own", "recipe=.").error == told
 
 
-def test_a_group_called_stage_is_named(workplace: Workplace) -> None:
-    """A layout in which `stage` chose a file; Hydra says that it has no match."""
-    old = workplace.folder / "old"
-    old.mkdir()
-    for key in ("override stage", "override /stage"):
-        (old / "my.yaml").write_text(f"defaults: [config, {key}: sft, _self_]\n")
-        error = workplace.call("--config-dir", "old", "--config-name", "my").error
-        assert error == (
-            f"old/my.yaml has `{key}: sft` in its defaults, where stage is no group; write "
-            "`stage: sft` below the defaults instead"
-        )
-    (old / "stage").mkdir()
-    (old / "stage" / "mine.yaml").write_text("# @package mine\nlr: 1\n")
-    told = (
-        "old/stage is a group that the configuration does not have; rename it to old/stages, and "
-        "add +stages=NAME for a stage of your own"
-    )
-    for folder in (["--config-dir", "old"], ["hydra.searchpath=[file://old]"]):
-        for word in ("stage=mine", "stage=sft", "recipe=quickstart"):
-            assert workplace.call(*folder, word).error == told
-
-
 def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -> None:
     """Which reads the stage that is chosen, as the command line may not."""
     (own.folder / "own" / "my.yaml").write_text(
@@ -187,7 +165,7 @@ def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(
     def execute(cfg: DictConfig, in_sweep: bool) -> None:
         found.append((cfg.stage, cfg.sft.lr, cfg.ppo.gamma, cfg.job))
 
-    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
     workplace.sweep("stage=sft,ppo", "sft.lr=1,2", "ppo.gamma=0.5")
     assert found == [("sft", 1, 0.5, "lr=1"), ("sft", 2, 0.5, "lr=2"),
                      ("ppo", 1, 0.5, "lr=1"), ("ppo", 2, 0.5, "lr=2")]  # fmt: skip

@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.cli import main
-from lightning_rlhf.cli.recipe import read_recipe, stage_overrides
+from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.report.diminishing import FEWEST_POINTS
 from lightning_rlhf.rewards.config import FunctionConfig
@@ -479,7 +479,7 @@ def test_an_advantage_reaches_ppo_alone(done: Kitchen) -> None:
     assert [weights(done.folder(stage)) for stage in ("sft", "rm")] == before
     recipe = read_recipe(done.recipes / "small")
     for stage in STAGES:
-        handed = stage_overrides(recipe, stage, ("advantage=rloo",), None)
+        handed = step_overrides(recipe, stage, ("advantage=rloo",), None)
         assert ("advantage=rloo" in handed) == (stage == "ppo")
 
 
@@ -502,7 +502,7 @@ def test_the_recipe_of_dpo_promises_what_its_stages_measure() -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(paths.CONF), version_base="1.3"):
         settings = {
-            stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
+            stage: read_settings(compose("config", list(step_overrides(recipe, stage, (), None))))
             for stage in recipe.stages
         }
     for promise in recipe.promises:
@@ -585,7 +585,7 @@ def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(paths.CONF), version_base="1.3"):
         settings = {
-            stage: read_settings(compose("config", list(stage_overrides(recipe, stage, (), None))))
+            stage: read_settings(compose("config", list(step_overrides(recipe, stage, (), None))))
             for stage in recipe.stages
         }
     assert all(found.model.name == "tiny" for found in settings.values())
@@ -614,7 +614,7 @@ def test_the_course_runs_at_true_size() -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(paths.CONF), version_base="1.3"):
         for stage in recipe.stages:
-            cfg = compose("config", list(stage_overrides(recipe, stage, given, None)))
+            cfg = compose("config", list(step_overrides(recipe, stage, given, None)))
             settings = read_settings(cfg)
             assert settings.model.name_or_path == "Qwen/Qwen3.5-2B-Base"
             assert settings.data.preferences.train == "Anthropic/hh-rlhf:train"

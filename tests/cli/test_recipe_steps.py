@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,15 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.cli.overrides import parse_overrides
-from lightning_rlhf.cli.recipe import Recipe, commands_of, read_recipe
-from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides, step_source
+from lightning_rlhf.cli.recipe import (
+    Recipe,
+    commands_of,
+    is_newer,
+    read_recipe,
+    split_step,
+    step_overrides,
+    step_source,
+)
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.stages.paths import RECIPES
@@ -19,12 +27,17 @@ from lightning_rlhf.stages.paths import RECIPES
 STEPS = ("sft", "rank@one", "dpo@one", "dpo@two")
 
 
-def overrides(step: str, *given: str, **changes: Any) -> tuple[str, ...]:
-    settings: dict[str, Any] = {
-        "steps": STEPS, "common": ["data=small", "dpo.beta=0.5"], "own": [], "job": None,
-        "folder": Path("/out/my run"),
-    }  # fmt: skip
-    return step_overrides(step, given, **settings | changes)
+def overrides(
+    step: str,
+    *given: str,
+    own: Sequence[str] = (),
+    job: str | None = None,
+    folder: Path = Path("/out/my run"),
+) -> tuple[str, ...]:
+    common = ("data=small", "dpo.beta=0.5")
+    recipe = Recipe(title="", stages=STEPS, program=None, overrides=common, steps={step: own},
+                    promises=(), next=())  # fmt: skip
+    return step_overrides(recipe, step, given, job, folder)
 
 
 def test_a_step_is_a_stage_and_its_job() -> None:

@@ -5,28 +5,43 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.messages import VisibleFormatter
-from lightning_rlhf.cli.sweep import adapt, job_name
+from lightning_rlhf.cli.sweep import (
+    JobResult,
+    adapt,
+    job_name,
+    job_place,
+    jobs_table,
+    result_of,
+)
+from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.stages import compare
 from lightning_rlhf.stages.eval_reward import STAGE
 from lightning_rlhf.stages.folder.folders import folder_of
 from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
 
-from .conftest import MINI, STAGES, Outcome, Workplace, tree, weights
+from .conftest import MINI, Outcome, Workplace, tree, weights
 
 
 @pytest.fixture(autouse=True)
@@ -108,20 +123,6 @@ def test_hydra_s_lines_are_indented_and_show_what_a_terminal_would_obey() -> Non
     assert VisibleFormatter("%(message)s").format(record) == "#6 : ppo.kl_coef=0.1"
 
 
-def test_jobs_differ_only_where_they_should(clean_sweep: Workplace) -> None:
-    low, high = (weights(job_folder(clean_sweep, kl_coef=k, seed=1)) for k in (0.02, 0.5))
-    other = weights(job_folder(clean_sweep, kl_coef=0.02, seed=2))
-    assert low != high
-    assert low != other
-    parents = {
-        json.loads((job_folder(clean_sweep, seed=s) / "final/manifest.json").read_text())[
-            "parents"
-        ]["sft"]
-        for s in (1, 2)
-    }
-    assert len(parents) == 1
-
-
 def test_a_job_is_the_single_run_of_the_same_numbers(clean_sweep: Workplace) -> None:
     command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.5", "seed=2", "run=single"]
     final = [clean_sweep.stage(stage) / "final" for stage in ("sft", "rm")]
@@ -131,45 +132,18 @@ def test_a_job_is_the_single_run_of_the_same_numbers(clean_sweep: Workplace) -> 
     assert weights(job_folder(clean_sweep, kl_coef=0.5, seed=2)) == single
 
 
-def test_the_single_run_beside_a_sweep_is_left_alone(clean_sweep: Workplace) -> None:
-    """And the other way round: overwriting the single run must not delete the sweep."""
+def test_called_again_it_runs_what_is_not_finished(clean_sweep: Workplace) -> None:
+    """A job that was cut off, and one that was not begun; the finished ones stay as they are."""
     folders = [job_folder(clean_sweep, kl_coef=k, seed=s) for k in (0.02, 0.5) for s in (1, 2)]
-    before = [tree(folder) for folder in folders]
-    assert (clean_sweep.stage("ppo") / "final").is_dir()
-    clean_sweep.mini("stage=ppo", "ppo.iterations=1", "overwrite=true").succeeded  # noqa: B018
-    assert [tree(folder) for folder in folders] == before
-
-
-def test_a_sweep_is_no_run_that_was_cut_off(pipeline: Workplace, finished: Workplace) -> None:
-    """A single run of the stage that was only swept starts without resume or overwrite."""
-    parents = [
-        f"policy.checkpoint={pipeline.stage('sft') / 'final'}",
-        f"reward.checkpoint={pipeline.stage('rm') / 'final'}",
-    ]
-    command = ["stage=ppo", "run=swept", "ppo.iterations=1", *parents]
-    finished.sweep(*command, "seed=1,2").succeeded  # noqa: B018
-    finished.mini(*command).succeeded  # noqa: B018
-
-
-def test_called_again_it_does_nothing_anew(clean_sweep: Workplace) -> None:
-    folders = [job_folder(clean_sweep, kl_coef=k, seed=s) for k in (0.02, 0.5) for s in (1, 2)]
-    before = [tree(folder) for folder in folders]
+    whole, before = [tree(folder) for folder in folders[2:]], [weights(f) for f in folders]
+    shutil.rmtree(folders[0] / "final")
+    shutil.rmtree(folders[1])
     command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
-    outcome = clean_sweep.sweep(*command).succeeded
+    outcome = clean_sweep.sweep(*command, "resume=true").succeeded
     assert table(outcome.out).count(" done ") == 4
-    assert [tree(folder) for folder in folders] == before
-
-
-def test_called_again_it_goes_on_with_what_was_cut_off(clean_sweep: Workplace) -> None:
-    """And begins what was not begun, whether resume=true is given or not."""
-    whole = [job_folder(clean_sweep, kl_coef=k, seed=1) for k in (0.02, 0.5)]
-    before = [weights(folder) for folder in whole]
-    cut, missing = whole
-    shutil.rmtree(cut / "final")
-    shutil.rmtree(missing)
-    command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
-    clean_sweep.sweep(*command, "resume=true").succeeded  # noqa: B018
-    assert [weights(folder) for folder in whole] == before
+    assert [weights(folder) for folder in folders] == before
+    assert [tree(folder) for folder in folders[2:]] == whole
+    assert {path.name for path in clean_sweep.folder.iterdir()} == {"README.md", "data", "outputs"}
 
 
 def test_called_again_it_goes_back_behind_a_damaged_checkpoint(workplace: Workplace) -> None:
@@ -185,76 +159,26 @@ def test_called_again_it_goes_back_behind_a_damaged_checkpoint(workplace: Workpl
     assert weights(folder) == before
 
 
-def test_a_job_of_unknown_parents_is_left_alone(clean_sweep: Workplace) -> None:
-    """Not knowing is no reason to delete what took days."""
-    folder = job_folder(clean_sweep, kl_coef=0.02, seed=1)
-    (folder / "parents.json").unlink()
-    (folder / "keep.txt").write_text("mine")
-    command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02", "seed=1,2"]
-    clean_sweep.sweep(*command).succeeded  # noqa: B018
-    assert (folder / "keep.txt").is_file()
-
-
-def test_a_sweep_that_fails_fails_whatever_its_overrides_look_like(finished: Workplace) -> None:
-    """The table of what happened must not stumble over brackets."""
-    command = ["stage=ppo", "data.prompts.train='[/data/a.jsonl]'", "seed=5,6"]
-    outcome = finished.sweep(*command)
-    assert outcome.status == 1
-    assert table(outcome.out).count("failed: ") == 2
-
-
-@dataclass(frozen=True)
-class Again:
-    """A sweep over two reward models, called again after one of them was trained again."""
-
-    outcome: Outcome
-    left: dict[str, dict[str, str]]
-    """reward.checkpoint -> the files of its job after the first call."""
-    found: dict[str, dict[str, str]]
-    """And after the second."""
-
-
-OTHER, OWN = "another", "outputs/default/mini/rm/final"
-
-
-@pytest.fixture(scope="module")
-def again(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Again:
-    """In which OWN was trained again and OTHER, a copy from before, was not."""
-    folder = tmp_path_factory.mktemp("again") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    place = Workplace(folder)
-    shutil.copytree(place.stage("rm") / "final", folder / OTHER)
-    command = ["stage=ppo", "ppo.iterations=1", f"reward.checkpoint={OTHER},{OWN}"]
+def test_only_a_job_whose_parents_changed_is_done_again(clean_sweep: Workplace) -> None:
+    """Of two reward models one is trained again; the other is a copy from before."""
+    other, own = "another", "outputs/default/mini/rm/final"
+    shutil.copytree(clean_sweep.stage("rm") / "final", clean_sweep.folder / other)
+    command = ["stage=ppo", "ppo.iterations=1", f"reward.checkpoint={other},{own}"]
 
     def files() -> dict[str, dict[str, str]]:
-        written = {
-            file: json.loads(file.read_text())["config"]
-            for file in place.outputs.rglob("final/manifest.json")
-        }
-        return {
-            config["reward"]["checkpoint"]: tree(file.parents[1])
-            for file, config in written.items()
-            if config["job"] is not None
-        }
+        found = {}
+        for file in clean_sweep.outputs.rglob("checkpoint=*/ppo/final/manifest.json"):
+            config = json.loads(file.read_text())["config"]
+            found[config["reward"]["checkpoint"]] = tree(file.parents[1])
+        return found
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("COLUMNS", "400")
-        place.sweep(*command).succeeded  # noqa: B018
-        left = files()
-        place.mini("stage=rm", "seed=1", "overwrite=true").succeeded  # noqa: B018
-        return Again(place.sweep(*command), left, files())
-
-
-ADAPTER = "final/adapter_model.safetensors"
-
-
-def test_a_job_whose_parents_are_the_same_is_not_done_again(again: Again) -> None:
-    assert again.found[OTHER] == again.left[OTHER]
-
-
-def test_a_job_whose_parents_changed_is_done_again(again: Again) -> None:
-    assert again.outcome.succeeded
-    assert again.found[OWN][ADAPTER] != again.left[OWN][ADAPTER]
+    clean_sweep.sweep(*command).succeeded  # noqa: B018
+    left = files()
+    clean_sweep.mini("stage=rm", "seed=1", "overwrite=true").succeeded  # noqa: B018
+    clean_sweep.sweep(*command).succeeded  # noqa: B018
+    adapter = "final/adapter_model.safetensors"
+    assert files()[other] == left[other]
+    assert files()[own][adapter] != left[own][adapter]
 
 
 def test_a_failed_job_is_marked_and_the_others_go_on(finished: Workplace) -> None:
@@ -264,8 +188,7 @@ def test_a_failed_job_is_marked_and_the_others_go_on(finished: Workplace) -> Non
     assert "Traceback" not in outcome.err
     assert "error: ppo.rollout_batch_size is 8, which ppo.minibatch_size = 7" in outcome.err
     text = table(outcome.out)
-    assert text.count(" done ") == 1
-    assert text.count("failed: ") == 1
+    assert (text.count(" done "), text.count("failed: ")) == (1, 1)
     assert jobs(finished) == {"minibatch_size=8"}
 
 
@@ -310,21 +233,6 @@ def test_a_sweep_of_no_jobs_is_an_error(workplace: Workplace) -> None:
     assert "range(START,STOP)" in workplace.sweep("stage=sft", "seed=range(5,1)").error
 
 
-def test_debug_in_a_sweep_still_ends_in_a_table(finished: Workplace) -> None:
-    outcome = finished.sweep(
-        "stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=7,8", "debug=true"
-    )
-    assert outcome.status == 1
-    assert "does not divide" in outcome.out + outcome.err
-
-
-def test_the_failed_job_alone_can_be_run_again(finished: Workplace) -> None:
-    """Nothing of the failure stays in its folder."""
-    assert finished.sweep("stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=8",
-                         "reward.checkpoint=./none").status == 1  # fmt: skip
-    finished.sweep("stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=8").succeeded  # noqa: B018
-
-
 def test_a_sweep_of_evaluations_shows_what_their_reports_say(finished: Workplace) -> None:
     """Two rewards of opposite tastes: what the one ranks right the other ranks wrong."""
     rules = "def {}(prompts, responses):\n    return [{}float(len(r)) for r in responses]\n"
@@ -343,16 +251,6 @@ def test_a_sweep_of_evaluations_shows_what_their_reports_say(finished: Workplace
     assert all(f" done {accuracy:.3f} " in shown for accuracy in found), shown
 
 
-def test_a_sweep_over_the_stages_hands_over(workplace: Workplace, pipeline: Workplace) -> None:
-    outcome = workplace.sweep("stage=sft,rm,ppo").succeeded
-    assert table(outcome.out).count(" done ") == 3
-    found = {
-        json.loads(file.read_text())["stage"]: weights(file.parents[1])
-        for file in workplace.outputs.rglob("final/manifest.json")
-    }
-    assert found == {stage: weights(pipeline.stage(stage)) for stage in STAGES}
-
-
 def test_a_sweep_over_stages_and_seeds_keeps_the_seeds_apart(workplace: Workplace) -> None:
     workplace.sweep("stage=sft,rm,ppo", "seed=1,2").succeeded  # noqa: B018
     for file in workplace.outputs.rglob("final/manifest.json"):
@@ -362,23 +260,6 @@ def test_a_sweep_over_stages_and_seeds_keeps_the_seeds_apart(workplace: Workplac
             assert manifest["config"]["seed"] == written["config"]["seed"]
     assert jobs(workplace) == {*jobs(workplace, "sft")} == {*jobs(workplace, "rm")}
     assert len(jobs(workplace)) == 2
-
-
-def test_many_and_long_overrides_make_a_folder_all_the_same(finished: Workplace) -> None:
-    """A file's name holds 255 bytes; a sweep on one's own data has long paths on its line."""
-    deep = finished.folder / ("d" * 120) / ("e" * 120)
-    deep.mkdir(parents=True)
-    for part in ("train", "val"):
-        source = finished.folder / "data" / f"prompts_{part}.jsonl"
-        (deep / source.name).write_text(source.read_text())
-    sources = [f"data.prompts.{part}={deep / f'prompts_{part}.jsonl'}" for part in ("train", "val")]
-    finished.sweep("stage=ppo", "ppo.iterations=1", "seed=1,2", *sources).succeeded  # noqa: B018
-    assert len(jobs(finished)) == 2
-
-
-def test_nothing_but_outputs_is_left_where_one_stands(clean_sweep: Workplace) -> None:
-    left = {path.name for path in clean_sweep.folder.iterdir()}
-    assert left == {"README.md", "data", "outputs"}
 
 
 @pytest.mark.parametrize(
@@ -412,13 +293,18 @@ def test_names_of_jobs_are_folders_and_differ() -> None:
         assert len(name.encode()) <= 255
 
 
-def test_another_sweep_in_the_same_run_gets_folders_of_its_own(workplace: Workplace) -> None:
-    """What does not vary in a sweep is not in its names, and may differ from the sweep before."""
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_another_sweep_in_the_same_run_gets_folders_of_its_own(
+    workplace: Workplace, is_begun: bool
+) -> None:
+    """What does not vary is not in its names; a sweep with whole names goes on with these."""
     first = ["stage=sft", "++sft.epochs=1", "seed=1"]
+    if is_begun:
+        (workplace.outputs / "default" / "mini" / "seed-1+sft.epochs-1").mkdir(parents=True)
     with contextlib.chdir(workplace.folder):
         cfg = own_config(*first)
         adapt(cfg, first, ["seed"])
-        assert cfg.job == "seed=1"
+        assert cfg.job == ("seed-1+sft.epochs-1" if is_begun else "seed=1")
         settings = read_settings(cfg)
         folder_of(settings).mkdir(parents=True)
         (folder_of(settings) / "config.json").write_text(json.dumps(settings.tree))
@@ -427,16 +313,8 @@ def test_another_sweep_in_the_same_run_gets_folders_of_its_own(workplace: Workpl
             cfg = own_config(*given)
             adapt(cfg, given, ["seed"])
             found.append(cfg.job)
-    assert found == ["seed=1", "seed-1+sft.epochs-2"]
-
-
-def test_a_sweep_with_whole_names_goes_on_under_these(workplace: Workplace) -> None:
-    given = ["stage=sft", "++sft.epochs=1", "seed=1"]
-    (workplace.outputs / "default" / "mini" / "seed-1+sft.epochs-1").mkdir(parents=True)
-    with contextlib.chdir(workplace.folder):
-        cfg = own_config(*given)
-        adapt(cfg, given, ["seed"])
-    assert cfg.job == "seed-1+sft.epochs-1"
+    assert found[1] == ("seed=1" if is_begun else "seed-1+sft.epochs-2")
+    assert found[0] == ("seed-1+sft.epochs-1" if is_begun else "seed=1")
 
 
 def own_config(*overrides: str) -> DictConfig:
@@ -475,3 +353,156 @@ def test_the_numbers_of_a_finished_eval_job_are_read(tmp_path: Path) -> None:
     final.mkdir(parents=True)
     (final / "fitness.json").write_text('{"metrics": {"fitness/flags": 2, "fitness/gap": 0.5}}')
     assert metrics_of(final, STAGE) == {"fitness/flags": 2, "fitness/gap": 0.5}
+
+
+def hook(folder: Path, *results: JobResult) -> SweepHook:
+    """A sweep of this process with these results."""
+    made = SweepHook()
+    made.open(folder)
+    for number, result in enumerate(results):
+        made.write(number, result)
+    return made
+
+
+def end() -> object:
+    """The exit status of the sweep of this process."""
+    try:
+        SweepHook.show_ended()
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        SweepHook.finish()
+    return 0
+
+
+@pytest.mark.parametrize("error", [ValueError("a fault"), CheckpointError("a damaged file")])
+def test_a_page_that_is_not_written_is_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(compare, "compare_runs", fail)
+    run = tmp_path / "ppo"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    hook(tmp_path, JobResult(overrides=["seed=1"], status="done", folder=str(run), stage="ppo"))
+    assert end() == 1
+    assert "error: no comparison: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "said"),
+    [
+        ({"status": "stopped", "failure": "stopped"}, 128 + signal.SIGTERM, "the same command"),
+        ({"status": "running"}, 1, "it ended without a result"),
+        ({"status": "done"}, 0, "done"),
+    ],
+)
+def test_the_exit_status_of_a_sweep(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    results: dict[str, Any],
+    status: int,
+    said: str,
+) -> None:
+    """As `scancel` ends one job of a cluster, a job is killed with its process, or all is well."""
+    hook(tmp_path, JobResult(overrides=["seed=1"], **results), DONE)
+    assert end() == status
+    assert said in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+DONE = JobResult(overrides=["seed=2"], status="done")
+
+
+def test_results_of_a_sweep_that_was_killed_are_deleted(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    host = socket.gethostname()
+    names = [f".sweep-{host}-{ended.pid}-a", f".sweep-{host}-{os.getpid()}-b", ".sweep-other-1-c"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    hook(tmp_path)
+    SweepHook.finish()
+    assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "job", "folder", "stage"),
+    [
+        ("quickstart", "seed=1", "seed=1/ppo", "ppo"),
+        ("dpo", None, "eval_policy", "eval_policy"),
+        ("rounds", "seed=1", "seed=1/round2/eval_policy", "eval_policy"),
+        ("bandit", "seed=1", "seed=1/ppo", "ppo"),
+        ("unknown", "seed=1", "seed=1/ppo", "ppo"),
+    ],
+)
+def test_a_recipe_is_judged_by_its_last_step(
+    recipe: str, job: str | None, folder: str, stage: str
+) -> None:
+    cfg = OmegaConf.create(
+        {"outputs": "o", "run": "r", "model": {"name": "m"}, "stage": None, "recipe": recipe,
+         "job": job}
+    )  # fmt: skip
+    assert job_place(cfg) == (stage, Path("o/r/m") / folder)
+
+
+def test_a_job_without_a_folder_keeps_its_reason() -> None:
+    cfg = OmegaConf.create({"outputs": None, "stage": "ppo"})
+    found = JobReturn(overrides=["outputs=null"], cfg=cfg, status=JobStatus.COMPLETED)
+    found.return_value = "outputs is None; allowed: a folder"
+    result = result_of(found)
+    assert (result.status, result.failure) == ("failed", "outputs is None; allowed: a folder")
+
+
+def test_the_trials_of_a_study_are_in_the_order_of_its_metric(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Off a terminal no line of the table is broken, however long."""
+    results = [
+        JobResult(
+            overrides=[f"data.sft={'x' * 200}{number}", f"seed={number}"], status=status,
+            metrics={"eval/loss": loss}, summary=["eval/loss"],
+        )
+        for number, (status, loss) in enumerate([("done", 2.0), ("pruned", 0.5), ("done", 1.0)])
+    ]  # fmt: skip
+    hook(tmp_path, *results).goal = "eval/loss", "min"
+    assert end() == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "seed=" in line]
+    assert [line.split("seed=")[1][0] for line in lines] == ["2", "0", "1"]
+
+
+def test_the_jobs_on_the_page_name_the_best_one() -> None:
+    words = ["stage=ppo", "ppo.kl_coef=0.1"], ["stage=ppo", "ppo.kl_coef=-1"]
+    done = JobResult(overrides=words[0], status="done", metrics={"eval/reward_mean": 0.5})
+    failed = JobResult(overrides=words[1], status="failed", failure="ppo.kl_coef is -1")
+    goal = "eval/reward_mean", "max"
+    found = jobs_table([done, failed], goal)
+    assert found.rows == [
+        ["ppo.kl_coef=0.1", "done", "", ""],
+        ["ppo.kl_coef=-1", "failed", "ppo.kl_coef is -1", ""],
+    ]
+    assert found.note == "Highest eval/reward_mean: 0.5, ppo.kl_coef=0.1."
+    assert jobs_table([done], goal).heading == ["job", "status"]
+
+
+def test_a_finished_run_in_the_folder_of_a_failed_job_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not compared with the others."""
+    compared: list[Path] = []
+    monkeypatch.setattr(compare, "compare_runs", lambda runs, *_, **__: compared.extend(runs))
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "b" / "final").mkdir()
+    hook(tmp_path, *(
+        JobResult(overrides=[], status=status, folder=str(tmp_path / name), stage="ppo")
+        for name, status in (("a", "failed"), ("b", "failed"), ("c", "done"))
+    ))  # fmt: skip
+    end()
+    assert compared == [tmp_path / "a", tmp_path / "c"]

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 from lightning_rlhf.callbacks.checkpoints import trained as batches_of
 from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
-from lightning_rlhf.callbacks.trial import PRUNED, TrialReport, open_storage
+from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
 from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
 from lightning_rlhf.core.types import Experience, Rollout
 from lightning_rlhf.modules.dpo import DPOModule

@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.storage import Kind, written_whole
 from lightning_rlhf.io.visible import visible
-from lightning_rlhf.stages.console import print_error
 
 if TYPE_CHECKING:
     from lightning_rlhf.stages.chat import Conversation, Reply
@@ -46,15 +43,10 @@ ZeroOrTemperature = Annotated[
 
 
 def chat(arguments: Sequence[str]) -> None:
-    """Talk until /quit or the end of the input; exit with status 1 after an error."""
-    given = parser().parse_args(arguments)
-    try:
-        conversation = opened(given)
-        file = Path(SAVED) / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl"
-        talk(conversation, typed(), Console(), file)
-    except RLHFError as error:
-        print_error(without_secrets(str(error)))
-        sys.exit(1)
+    """Talk until /quit or the end of the input."""
+    conversation = opened(parser().parse_args(arguments))
+    file = Path(SAVED) / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl"
+    talk(conversation, typed(), Console(), file)
 
 
 def opened(given: argparse.Namespace) -> Conversation:
@@ -193,47 +185,31 @@ def number(text: str) -> float:
 
 
 def answer(conversation: Conversation, text: str, console: Console) -> None:
-    """Print the replies of the models as they grow, and their numbers below."""
+    """Print the reply as it grows with its numbers below; of several models, all at the end."""
     from lightning_rlhf.stages.chat import Piece
 
-    texts = {speaker.name: "" for speaker in conversation.speakers}
-    replies: dict[str, Reply] = {}
-
-    def columns() -> Table:
-        """Return the replies beside each other, one column for each model."""
-        table = Table(expand=True)
-        for name in texts:
-            table.add_column(Text(name), ratio=1, overflow="fold")
-        table.add_row(*(Text(visible(said)) for said in texts.values()))
-        if replies:
-            below = (replies.get(name) for name in texts)
-            table.add_section()
-            table.add_row(*(Text("" if x is None else numbers(x), style="dim") for x in below))
-        return table
-
-    is_alone = len(texts) == 1
-    screen = (
-        contextlib.nullcontext()
-        if is_alone or not console.is_terminal
-        else Live(console=console, transient=True, vertical_overflow="ellipsis")
-    )
-    with screen as live:
-        for event in conversation.ask(text):
-            if not isinstance(event, Piece):
-                replies[event.model] = event
-            else:
-                texts[event.model] += event.text
-                if is_alone:
-                    console.print(
-                        visible(event.text), end="", markup=False, highlight=False, soft_wrap=True
-                    )
-            if live is not None:
-                live.update(columns())
+    replies: list[Reply] = []
+    is_alone = len(conversation.speakers) == 1
+    for event in conversation.ask(text):
+        if not isinstance(event, Piece):
+            replies.append(event)
+        elif is_alone:
+            console.print(
+                visible(event.text), end="", markup=False, highlight=False, soft_wrap=True
+            )
     if is_alone:
         console.print()
-        console.print(numbers(*replies.values()), style="dim", highlight=False)
-    else:
-        console.print(columns())
+        console.print(numbers(*replies), style="dim", highlight=False)
+        return
+    order = [speaker.name for speaker in conversation.speakers]
+    replies.sort(key=lambda reply: order.index(reply.model))
+    table = Table(expand=True)
+    for name in order:
+        table.add_column(Text(name), ratio=1, overflow="fold")
+    table.add_row(*(Text(visible(reply.text)) for reply in replies))
+    table.add_section()
+    table.add_row(*(Text(numbers(reply), style="dim") for reply in replies))
+    console.print(table)
 
 
 def numbers(reply: Reply) -> str:

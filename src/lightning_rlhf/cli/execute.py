@@ -7,13 +7,14 @@ import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
@@ -21,18 +22,34 @@ from lightning_rlhf.cli.overrides import (
     parse_overrides,
     refuse_absent_callbacks,
     refuse_other_stages,
+    refuse_processes,
     stage_of,
+)
+from lightning_rlhf.cli.processes import run_processes
+from lightning_rlhf.cli.recipe import (
+    own_configs,
+    read_recipe,
+    recipe_folder,
+    run_program,
+    run_recipe,
 )
 from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages import paths
+from lightning_rlhf.stages.folder.folders import (
+    CHECKPOINTS,
+    FINAL,
+    folder_of,
+    is_unbegun,
+    is_used,
+    state_of,
+)
 from lightning_rlhf.stages.process import IN_RECIPE
-from lightning_rlhf.stages.registry import STAGES
-
-if TYPE_CHECKING:
-    from lightning_rlhf.stages.stage import Settings
-
+from lightning_rlhf.stages.registry import STAGES, stage_names
+from lightning_rlhf.stages.settings import folder_names, plain, read_settings
+from lightning_rlhf.stages.stage import AUTO, Settings
+from lightning_rlhf.stages.start import check_run, complete, plan_run, run_stage
 
 NEXT = {"sft": "rm", "rm": "ppo", "ppo": "eval_policy"}
 """Stage -> the one that follows it."""
@@ -42,9 +59,6 @@ ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
 
 def next_command(settings: Settings, overrides: Sequence[str]) -> str:
     """Return the command that goes on from a finished stage that hands over a model."""
-    from lightning_rlhf.cli.recipe import own_configs
-    from lightning_rlhf.stages.folder.folders import FINAL, folder_of
-
     words = ["chat", str(folder_of(settings) / FINAL)]
     if settings.stage in NEXT:
         given = [o for o in parse_overrides(overrides) if o.key_or_group not in ONCE]
@@ -55,17 +69,6 @@ def next_command(settings: Settings, overrides: Sequence[str]) -> str:
 
 def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """Return how to resume a stopped run; an empty list where there is nothing to resume."""
-    from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
-    from lightning_rlhf.stages.folder.folders import (
-        CHECKPOINTS,
-        FINAL,
-        folder_of,
-        is_unbegun,
-        is_used,
-    )
-    from lightning_rlhf.stages.settings import read_settings
-    from lightning_rlhf.stages.stage import AUTO
-
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
     try:
@@ -85,20 +88,8 @@ def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
     return [f"it has no checkpoint yet ({every}), resume=auto starts it over"]
 
 
-def refuse_processes(is_several_runs: bool, what: str) -> None:
-    """Raise ConfigError where several processes would each run all jobs of a sweep or a recipe."""
-    if is_several_runs and (place := world()).size > 1:
-        raise ConfigError(
-            f"{place.launcher} has started {place.size} processes, but {what} starts the processes "
-            "of its jobs itself, by trainer.devices; allowed: one stage a command"
-        )
-
-
 def stage_settings(cfg: DictConfig, in_sweep: bool) -> Settings:
     """Return the checked settings of a stage. Raises ConfigError naming a key or an override."""
-    from lightning_rlhf.stages.registry import stage_names
-    from lightning_rlhf.stages.settings import read_settings
-
     overrides = given_overrides()
     unresolved: Any = OmegaConf.to_container(cfg)
     stage = OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False)
@@ -122,10 +113,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
         if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
-        refuse_processes(True, "a recipe")
-        from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, run_recipe
-        from lightning_rlhf.stages.settings import folder_names, plain
-
+        refuse_processes("a recipe")
         folder_names(plain(cfg))
         folder = recipe_folder(cfg.recipe, paths.RECIPES)
         recipe = read_recipe(folder)
@@ -133,8 +121,6 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             if recipe.program is None:
                 run_recipe(recipe, cfg, overrides)
             else:
-                from lightning_rlhf.cli.program import run_program  # which imports torch
-
                 run_program(recipe, folder, cfg, overrides)
         except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
             given = Namespace(overrides=overrides, multirun=False, config_name=None)
@@ -143,10 +129,6 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             ) from error
         return
     settings = stage_settings(cfg, in_sweep)
-    from lightning_rlhf.stages.folder.folders import state_of
-    from lightning_rlhf.stages.stage import AUTO
-    from lightning_rlhf.stages.start import check_run, complete, plan_run, run_stage
-
     if settings.preflight == "plan":
         plan_run(settings)
         return
@@ -164,8 +146,6 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     # Without processes on the other machines, a stage that does not train computes in this one.
     is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
     if trainer.processes > 1 and world().size == 1 and is_startable:
-        from lightning_rlhf.cli.processes import run_processes
-
         run_processes(settings, overrides)
     else:
         run_stage(settings)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.config import DType
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.io.nearest_path import nearest_path
-from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.models.weights import attention_of_the_hub
-from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, exported, is_stale, run_folder
 from lightning_rlhf.stages.registry import stage_names
@@ -27,20 +23,16 @@ from lightning_rlhf.stages.stage import Settings, TrainerConfig
 
 
 def export(arguments: Sequence[str]) -> None:
-    """Export a checkpoint; exit with status 1 after an error."""
+    """Export a checkpoint, or merge a model."""
     given = parser().parse_args(arguments)
-    try:
-        out = None if given.out is None else Path(given.out)
-        require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
-        with code_of_command(given.code), full_disk_told():
-            if given.merge:
-                merge_final(given.run, out, given.dtype, given.trust_remote_code)
-            else:
-                check_value("--step", given.step, PositiveInt)
-                export_run(Path(given.run), given.step, out, given.trust_remote_code)
-    except RLHFError as error:
-        print_error(without_secrets(str(error)))
-        sys.exit(1)
+    out = None if given.out is None else Path(given.out)
+    require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
+    with code_of_command(given.code):
+        if given.merge:
+            merge_final(given.run, out, given.dtype, given.trust_remote_code)
+        else:
+            check_value("--step", given.step, PositiveInt)
+            export_run(Path(given.run), given.step, out, given.trust_remote_code)
 
 
 def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: bool) -> Path:
@@ -52,14 +44,23 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
         ConfigError: the folder holds no run of a stage that can be exported, or `out` exists.
         CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
     """
+    from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
+    from lightning_rlhf.stages.folder.resume import saved
+
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
     write = settings.definition.export
     if write is None:
         raise ConfigError(f"{folder} is a run of stage={settings.stage}, which exports none")
-    checkpoint = checkpoint_of(folder, step)
+    kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in saved(folder)}
+    if step not in kept:
+        steps = ", ".join(map(str, sorted(kept))) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {steps}")
     out = exported(folder, step) if out is None else out
     refuse_existing(out)
-    check_parents(folder, settings)
+    if is_stale(settings):
+        raise CheckpointError(
+            f"{folder} cannot be exported: the models that it was started from are others now"
+        )
 
     # The slow imports come after the checks of names and folders.
     from lightning_rlhf.stages.accelerator import check_accelerator
@@ -70,7 +71,7 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
     quiet_libraries()
     check_accelerator(settings)
     with computing(settings):
-        return write(settings, settings.config, export_of(folder, settings, checkpoint, step, out))
+        return write(settings, settings.config, export_of(folder, settings, kept[step], step, out))
 
 
 @code_of_command()
@@ -174,29 +175,6 @@ def refuse_existing(out: Path) -> None:
     """Raise ConfigError where the folder to write exists."""
     if os.path.lexists(out):
         raise ConfigError(f"--out {out} exists already; allowed: a folder that does not")
-
-
-def checkpoint_of(folder: Path, step: int) -> Path:
-    """Return the checkpoint of a step of the run, which may be the best one.
-
-    Raises CheckpointError, with the steps that are kept, where there is none.
-    """
-    from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
-    from lightning_rlhf.stages.folder.resume import saved
-
-    kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in saved(folder)}
-    if step not in kept:
-        steps = ", ".join(map(str, sorted(kept))) or "none"
-        raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {steps}")
-    return kept[step]
-
-
-def check_parents(folder: Path, settings: Settings) -> None:
-    """Raise CheckpointError where the models that the run was started from are others now."""
-    if is_stale(settings):
-        raise CheckpointError(
-            f"{folder} cannot be exported: the models that it was started from are others now"
-        )
 
 
 def parser() -> argparse.ArgumentParser:

@@ -25,20 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.execute import execute, refuse_processes, resume_hint
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     COMMANDS,
     WITHOUT_RUN,
     check_choices,
+    check_command,
     completed_stages,
     options_last,
     parse_arguments,
-    refuse_group_stage,
-    refuse_mistyped,
-    refuse_several_checks,
 )
-from lightning_rlhf.cli.plugins import check_plugins, is_sweep
 from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
@@ -77,34 +73,32 @@ def main() -> None:
         # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
         home = os.path.expanduser("~")  # which stays ~ for a user without one
         rest = [re.sub(r"^((--[\w-]+=)?)~(?=/|$)", lambda x: x[1] + home, w) for w in words[1:]]
-        with code_of_command():  # what the folders that it reads name is not run
-            pkgutil.resolve_name(COMMANDS[words[0]])(rest)
+        try:
+            # What the folders that it reads name is not run.
+            with code_of_command(), full_disk_told():
+                pkgutil.resolve_name(COMMANDS[words[0]])(rest)
+        except RLHFError as error:
+            print_error(without_secrets(str(error)))
+            sys.exit(1)
         return
     register_resolvers()
     ignore_presets()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
-        refuse_mistyped(words[:1], [*COMMANDS, *WITHOUT_RUN])
         given = parse_arguments(words)
         refuse_secrets(given)
-        refuse_several_checks(given)
-        check_plugins(given)
-        refuse_processes(is_sweep(given), "a sweep")
+        check_command(words[:1], given)
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
-        refuse_group_stage(given)
         sys.argv[1:] = options_last(words, given)
         with printed_safely(given):
             compose()
-    except RLHFError as error:
-        SweepHook.show_ended(str(error))
-        print_error(str(error))
-        sys.exit(1)
     except Exception as error:
-        if "debug=true" in words:
+        is_ours = isinstance(error, RLHFError)
+        if "debug=true" in words and not is_ours:
             print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
-        message = composition_error(error, given)
+        message = str(error) if is_ours else composition_error(error, given)
         SweepHook.show_ended(message)
         print_error(message)
         sys.exit(1)
@@ -164,16 +158,21 @@ def resolved(cfg: DictConfig) -> Any:
 @hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
+    # Imported here: a configuration that is not composed is refused at once.
+    from lightning_rlhf.cli.execute import execute, given_overrides, resume_hint
+
     sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
     register_resolvers()  # a launcher may have started this process
     from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     in_sweep = from_sweep or is_job()
-    is_apart = from_sweep and SweepHook.is_apart  # the sweep prints how its job ended
+    hook = SweepHook.current if from_sweep else None
+    is_apart = hook is not None and hook.is_apart  # the sweep prints how its job ended
     if in_sweep:
         from lightning_rlhf.cli import sweep  # which imports models and figures
 
         if from_sweep:
-            sweep.adapt(cfg, HydraConfig.get().overrides.task, SweepHook.varied)
+            varied = hook.varied if hook is not None else ()
+            sweep.adapt(cfg, HydraConfig.get().overrides.task, varied)
         sweep.set_group(cfg)
     secrets = secrets_of(OmegaConf.to_container(cfg), resolved(cfg))
 
@@ -182,38 +181,30 @@ def compose(cfg: DictConfig) -> str | None:
 
     try:
         check_choices(HydraConfig.get().runtime.choices)
-        if is_apart:
-            from lightning_rlhf.cli.sweep_process import run_checked
-
-            return run_checked(cfg)
+        if hook is not None and is_apart:
+            is_stopped = hook.stopped_by is not None
+            return STOPPED if is_stopped else sweep.run_job(cfg, given_overrides())
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
         if IN_RECIPE not in os.environ and not is_apart:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
-        if is_apart and SweepHook.results is not None:
-            if SweepHook.results.process == os.getpid():  # a signal to another ends its job alone
-                SweepHook.results.end_early(signum)
+        if hook is not None and is_apart:
+            if hook.process == os.getpid():  # a signal to another ends its job alone
+                hook.end_early(signum)
             return STOPPED
         sys.exit(128 + signum)
-    except RLHFError as error:
-        if "debug" in cfg and cfg.debug is True:
-            print(shown(traceback.format_exc()), file=sys.stderr, end="")
-        is_cut_off = isinstance(error, RewardError | StorageError)
-        hint = resume_hint(cfg, in_sweep) if is_cut_off else []
-        message = shown(str(error))
-        if not is_apart and not isinstance(error, PrintedError):
-            print_error("; ".join([message, *hint]))
-        if in_sweep:
-            message = sweep.mark_failed(cfg, message)
-        if not from_sweep:
-            sys.exit(1)
-        return message
     except Exception as error:
-        # Printed here, since Hydra would also print the overrides, with passwords in them.
-        print(shown(traceback.format_exc()), file=sys.stderr, end="")
-        message = shown(f"{type(error).__name__}: {error}")
+        is_ours = isinstance(error, RLHFError)
+        if not is_ours or ("debug" in cfg and cfg.debug is True):
+            # Printed here, since Hydra would also print the overrides, with passwords in them.
+            print(shown(traceback.format_exc()), file=sys.stderr, end="")
+        message = shown(str(error) if is_ours else f"{type(error).__name__}: {error}")
+        if is_ours and not is_apart and not isinstance(error, PrintedError):
+            is_cut_off = isinstance(error, RewardError | StorageError)
+            hint = resume_hint(cfg, in_sweep) if is_cut_off else []
+            print_error("; ".join([message, *hint]))
         if in_sweep:
             message = sweep.mark_failed(cfg, message)
         if not from_sweep:

@@ -6,8 +6,10 @@ import difflib
 import os
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any, NoReturn
 
 from hydra import compose
@@ -17,11 +19,13 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from lightning_rlhf.cli.secrecy import without_address, without_secrets
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.parallel.world import world
+from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.paths import CONF
 
 GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
@@ -30,12 +34,12 @@ CHOICE = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.yaml)(?<!\.yml)")
 """Pattern of the name of a file in a group of conf/, or in a folder below it."""
 COMMANDS = {
     "chat": "lightning_rlhf.cli.chat:chat",
-    "compare": "lightning_rlhf.cli.compare:compare",
-    "dashboard": "lightning_rlhf.cli.dashboard:dashboard",
-    "diminishing": "lightning_rlhf.cli.report:diminishing",
+    "compare": "lightning_rlhf.cli.commands:compare",
+    "dashboard": "lightning_rlhf.cli.commands:dashboard",
+    "diminishing": "lightning_rlhf.cli.commands:diminishing",
     "export": "lightning_rlhf.cli.export:export",
     "replay": "lightning_rlhf.cli.replay:replay",
-    "report": "lightning_rlhf.cli.report:report",
+    "report": "lightning_rlhf.cli.commands:report",
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""
@@ -44,6 +48,13 @@ WITHOUT_RUN = {"check": "only", "plan": "plan"}
 `preflight` that does the same."""
 ALIKE = 0.7
 """Likeness, from 0 to 1, from which a word is taken for a mistyped command."""
+PLUGINS = {
+    "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
+    "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
+    "hydra/launcher=submitit_slurm": "hydra_plugins.hydra_submitit_launcher",
+    "hydra/sweeper=optuna": "optuna",
+}
+"""Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
 
@@ -51,15 +62,53 @@ TRIAL = "callbacks.trial"
 """Key of the callback with which a trial of a study reports; it is no part of a job's name."""
 
 
-def refuse_mistyped(first: Sequence[str], commands: Collection[str]) -> None:
-    """Raise ConfigError where the first word is spelled almost as one of the commands.
+def check_command(first: Sequence[str], given: Namespace) -> None:
+    """Raise ConfigError for a mistyped command, or for a sweep or a recipe that cannot be run.
+
+    That is one whose checks or plan alone are wanted, as its stages start from what earlier ones
+    have trained; one that lacks a package or a program; or one in several processes, each of which
+    would run all its jobs. Prints a warning where a launcher or a sweeper is chosen for no sweep.
 
     first: the first word of the command line, if it has any; an override has a "=" in it.
     """
+    commands = [*COMMANDS, *WITHOUT_RUN]
     for word in first:
         close = difflib.get_close_matches(word, commands, n=1, cutoff=ALIKE)
         if close and "=" not in word:
             raise ConfigError(f"{word} is no command; did you mean {close[0]}?")
+    is_recipe = any(key_of(word) == "recipe" for word in given.overrides)
+    for command, mode in WITHOUT_RUN.items():
+        if f"preflight={mode}" in given.overrides and (given.multirun or is_recipe):
+            raise ConfigError(
+                f"{'recipe=NAME' if is_recipe else '-m'} runs several stages or jobs, and a "
+                f"{command} is of one; allowed: {command} stage=NAME"
+            )
+    is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
+    is_printed = given.cfg or given.info or given.help or given.hydra_help
+    for word in given.overrides:
+        if word in PLUGINS and find_spec(PLUGINS[word]) is None:
+            raise ConfigError(
+                f"{word} needs {PLUGINS[word]}, which is not installed; "
+                "pip install 'lightning-rlhf[sweeps]'"
+            )
+        if key_of(word) in ("hydra/launcher", "hydra/sweeper") and not is_sweep and not is_printed:
+            print_line(f"warning: {word} is for sweeps and is not used without -m", "yellow")
+        if word == "hydra/launcher=submitit_slurm" and is_sweep and which("srun") is None:
+            raise ConfigError(
+                f"{word} needs Slurm, and there is no srun on this machine; allowed: a machine of "
+                "the cluster, or hydra/launcher=joblib, submitit_local or basic"
+            )
+    if is_sweep:
+        refuse_processes("a sweep")
+
+
+def refuse_processes(what: str) -> None:
+    """Raise ConfigError where several processes would each run all jobs of a sweep or a recipe."""
+    if (place := world()).size > 1:
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} processes, but {what} starts the processes "
+            "of its jobs itself, by trainer.devices; allowed: one stage a command"
+        )
 
 
 def parse_arguments(words: Sequence[str]) -> Namespace:
@@ -164,20 +213,6 @@ def completed_stages(given: Namespace) -> list[str]:
     return sorted(f"stage={path.stem}" for path in (CONF / "stages").glob("*.yaml"))
 
 
-def refuse_several_checks(given: Namespace) -> None:
-    """Raise ConfigError where the checks or the plan alone are wanted of a sweep or of a recipe.
-
-    Stages of a recipe start from what the stages before them have trained.
-    """
-    is_recipe = any(key_of(word) == "recipe" for word in given.overrides)
-    for command, mode in WITHOUT_RUN.items():
-        if f"preflight={mode}" in given.overrides and (given.multirun or is_recipe):
-            raise ConfigError(
-                f"{'recipe=NAME' if is_recipe else '-m'} runs several stages or jobs, and a "
-                f"{command} is of one; allowed: {command} stage=NAME"
-            )
-
-
 def check_stage(stage: Any, tree: Mapping[Any, Any], sources: Iterable[Any]) -> None:
     """Raise ConfigError where the section of the chosen stage lies in a folder and is not added.
 
@@ -191,40 +226,6 @@ def check_stage(stage: Any, tree: Mapping[Any, Any], sources: Iterable[Any]) -> 
             f"stage={stage} chooses a section that is not part of the configuration; add "
             f"+stages={stage}, which reads stages/{stage}.yaml"
         )
-
-
-def own_folders(given: Namespace) -> Iterator[Path]:
-    """Yield the user's own folders of configurations: of --config-dir and hydra.searchpath."""
-    if given.config_dir is not None:
-        yield Path(given.config_dir)
-    for override in parse_overrides(w for w in given.overrides if "hydra.searchpath" in w):
-        paths = override.value()
-        for path in paths if isinstance(paths, list) else []:
-            text = path.text if isinstance(path, QuotedString) else str(path)
-            yield Path(text.removeprefix("file://"))
-
-
-def refuse_group_stage(given: Namespace) -> None:
-    """Raise ConfigError where a user's own configurations take `stage` for a group of files.
-
-    The sections are in the group `stages`, and `stage` is a value.
-    """
-    for folder in own_folders(given):
-        if any((folder / "stage").glob("*.yaml")):
-            raise ConfigError(
-                f"{folder / 'stage'} is a group that the configuration does not have; rename it to "
-                f"{folder / 'stages'}, and add +stages=NAME for a stage of your own"
-            )
-        file = folder / f"{given.config_name}.yaml"
-        node: Any = OmegaConf.load(file) if given.config_name and file.is_file() else None
-        defaults: Any = OmegaConf.select(node, "defaults") if OmegaConf.is_dict(node) else None
-        for entry in defaults if OmegaConf.is_list(defaults) else []:
-            for key in entry if OmegaConf.is_dict(entry) else []:
-                if str(key) in ("override stage", "override /stage"):
-                    raise ConfigError(
-                        f"{file} has `{key}: {entry[key]}` in its defaults, where stage is no "
-                        f"group; write `stage: {entry[key]}` below the defaults instead"
-                    )
 
 
 def check_choices(choices: Mapping[str, Any]) -> None:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.overrides import key_of
-from lightning_rlhf.cli.recipe import own_configs
-from lightning_rlhf.cli.recipe_steps import quoted
+from lightning_rlhf.cli.recipe import own_configs, quoted
 from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.stages.folder.folders import FINAL, folder_of

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -17,13 +18,19 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from rich import get_console
+from rich.table import Table
 from yaml import YAMLError
 
 from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import check_stage, search_path
-from lightning_rlhf.cli.recipe_steps import is_newer, split_step, step_overrides, step_source
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError
+from lightning_rlhf.cli.overrides import (
+    check_stage,
+    key_of,
+    parse_overrides,
+    search_path,
+    stage_of,
+)
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.models.checkpoint import find
@@ -31,10 +38,20 @@ from lightning_rlhf.models.manifest import MANIFEST
 from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
 from lightning_rlhf.stages.console import print_line
-from lightning_rlhf.stages.folder.folders import FINAL, State, folder_of, is_finished, state_of
+from lightning_rlhf.stages.folder.changes import differing_keys
+from lightning_rlhf.stages.folder.folders import (
+    FINAL,
+    State,
+    check_writable,
+    folder_of,
+    is_finished,
+    run_folder,
+    state_of,
+)
 from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
-from lightning_rlhf.stages.promises import Promise, are_made, check_promises, promise_rows
+from lightning_rlhf.stages.promises import ANY, Promise, are_made, check_promises, promise_rows
+from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.start import complete
@@ -46,6 +63,10 @@ HOW: Mapping[State, tuple[str, ...]] = {
     "outdated": ("overwrite=true",),
 }
 """State of a stage -> overrides with which it is run."""
+OWN = ("recipe", "resume", "overwrite")
+"""Keys that the recipe reads itself and does not pass to its stages."""
+FOLDER = "{folder}"
+"""Text in a step's overrides that stands for the folder of the recipe's run."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -197,23 +218,68 @@ def commands_of(
     """
     found: dict[str, tuple[str, ...]] = {}
     for step in recipe.stages:
-        found[step] = stage_overrides(recipe, step, overrides, job, folder)
+        found[step] = step_overrides(recipe, step, overrides, job, folder)
         if folder is None and recipe.steps:
             folder = folder_of(read_settings(composed(found[step]))).parent
     return found
 
 
-def stage_overrides(
-    recipe: Recipe, step: str, overrides: Sequence[str], job: str | None, folder: Path | None = None
+def step_overrides(
+    recipe: Recipe, step: str, given: Sequence[str], job: str | None, folder: Path | None = None
 ) -> tuple[str, ...]:
-    """Return the overrides of one step: the recipe's, replaced by the user's for equal keys.
+    """Return the overrides of one step.
 
-    folder: folder of the run, which overrides of a step may name.
+    Of equal keys the last counts: the recipe's for every stage, those of the step, the user's, and
+    those of the step that name `{folder}`, which tie it to an earlier step.
+
+    given: overrides of the user.
+    job: job of the whole recipe, of a sweep; the step's own is inside of it.
+    folder: folder of the run.
     """
-    return step_overrides(
-        step, overrides, steps=recipe.stages, common=recipe.overrides,
-        own=recipe.steps.get(step, ()), job=job, folder=folder,
-    )  # fmt: skip
+
+    def placed(word: str) -> str:
+        key, _, value = word.partition("=")
+        return f"{key}={quoted(value.replace(FOLDER, str(folder)))}"
+
+    stage, inner = split_step(step)
+    stages = {*STAGES, *(split_step(name)[0] for name in recipe.stages)}
+    own = recipe.steps.get(step, ())
+    free = [word for word in own if FOLDER not in word]
+    tied = [placed(word) for word in own if FOLDER in word]
+    words: list[str] = []
+    for more in (recipe.overrides, free, given, tied):
+        more = [word for word in more if key_of(word) not in OWN]
+        keys = {key_of(word) for word in more}
+        words = [*(word for word in words if key_of(word) not in keys), *more]
+    parsed = parse_overrides(words)
+    kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
+    name = "/".join(str(part) for part in (job, inner) if part)
+    return (f"stage={stage}", *kept, *([f"job={quoted(name)}"] if name else []))
+
+
+def split_step(step: str) -> tuple[str, str | None]:
+    """Return the stage of a step, and its job: "dpo@round1" is ("dpo", "round1")."""
+    stage, _, job = step.partition("@")
+    return stage, job or None
+
+
+def quoted(text: str) -> str:
+    """Return a text as a value in an override."""
+    return "'{}'".format(text.replace("'", r"\'"))
+
+
+def step_source(settings: Settings, folder: Path) -> Path | None:
+    """Return the file of training data that an earlier step of the run in `folder` makes."""
+    sources: Mapping[str, Mapping[str, str | None]] = settings.tree["data"]
+    source = sources[settings.definition.data]["train"]
+    if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
+        return None
+    return Path(source)
+
+
+def is_newer(source: Path, final: Path) -> bool:
+    """Return whether the data were written after the folder `final/` that is made of them."""
+    return source.is_file() and source.stat().st_mtime_ns > final.stat().st_mtime_ns
 
 
 def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
@@ -294,3 +360,43 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
         total = sum_of([metrics[stage] for stage in counted])
         print_line(compute_line(total, f" of {', '.join(counted)}"))
     return metrics
+
+
+def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Run the program in `folder` with the settings of PPO and print its claims.
+
+    Raises RLHFError where a claim of the unchanged recipe fails.
+    """
+    import torch
+
+    assert recipe.program is not None
+    require((folder / recipe.program).is_file(), "recipe.program", recipe.program, "a file there")
+    sys.path.insert(0, str(folder))
+    program: Any = importlib.import_module(Path(recipe.program).stem)
+    for key in map(key_of, overrides):
+        if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
+            raise ConfigError(
+                f"recipe={cfg.recipe} does not read {key}; allowed: ppo.{', '.join(program.READS)}"
+            )
+    settings, as_written = (
+        read_settings(composed(step_overrides(recipe, "ppo", given, cfg.job)))
+        for given in (overrides, ())
+    )
+    out = run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
+    check_writable("outputs", settings.outputs, out)
+    torch.set_num_threads(1)
+    claims = program.main(settings.config, settings.seed, out)
+    table = Table(title=recipe.title, title_justify="left")
+    for column in ("claim", "allowed", "measured", ""):
+        table.add_column(column)
+    for claim in claims:
+        verdict = "[green]holds[/green]" if claim.holds else "[red]fails[/red]"
+        allowed = f"{claim.at_least:g} to {claim.at_most:.3g}"
+        table.add_row(claim.text, allowed, f"{claim.measured:.3f}", verdict)
+    get_console().print(table)
+    print_line(f"picture: {out / program.__name__}.png")
+    for line in recipe.next:
+        print_line(line)
+    failed = [claim.text for claim in claims if not claim.holds]
+    if failed and not differing_keys(settings.tree, as_written.tree, ANY):
+        raise RLHFError(f"{recipe.title}: this fails: {'; '.join(failed)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,14 +15,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.core.errors import DataError, RLHFError
+from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.core.wording import counted
 from lightning_rlhf.io.nearest_path import nearest_path
-from lightning_rlhf.io.storage import full_disk_told, written_whole
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.report.token_text import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
-from lightning_rlhf.stages.console import print_error, print_line
+from lightning_rlhf.stages.console import print_line
 
 Row = Mapping[str, Any]
 """A recorded response, as `data.rollouts.read_recorded` returns it."""
@@ -39,17 +37,12 @@ only with a critic."""
 
 
 def replay(arguments: Sequence[str]) -> None:
-    """Show an iteration; exit with status 1 after an error."""
+    """Show an iteration."""
     given = parser().parse_args(arguments)
-    try:
-        if given.iteration is not None:
-            check_value("--iteration", given.iteration, PositiveInt)
-        check_value("--responses", given.responses, PositiveInt)
-        with full_disk_told():
-            show_iteration(Path(given.run), given.iteration, given.responses)
-    except RLHFError as error:
-        print_error(without_secrets(str(error)))
-        sys.exit(1)
+    if given.iteration is not None:
+        check_value("--iteration", given.iteration, PositiveInt)
+    check_value("--responses", given.responses, PositiveInt)
+    show_iteration(Path(given.run), given.iteration, given.responses)
 
 
 def show_iteration(folder: Path, iteration: int | None, count: int) -> None:

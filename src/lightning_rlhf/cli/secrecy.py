@@ -18,6 +18,8 @@ TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Environment variables from which libraries read a token; reward.token_env names another."""
 OBJECTS = ("callbacks", "logger", "trainer")
 """Sections with objects of the user's own, whose errors may show what they are given."""
+VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)")
+"""Pattern of an interpolation that names an environment variable."""
 SHORTEST = 4
 """Minimum length, in characters, of a secret that is hidden everywhere; a shorter one is hidden in
 addresses alone."""
@@ -30,16 +32,11 @@ def refuse_secrets(given: Namespace) -> None:
     given: the parsed command line.
     """
     secret = [shown for word in given.overrides if (shown := without_address(word)) != word]
-    if not secret:
-        return
-    does = None
-    if given.multirun:
-        does = "a sweep names its folders after what it is given"
-    elif any(word.lstrip("+").startswith("hydra.output_subdir=") for word in given.overrides):
-        does = "hydra.output_subdir writes down what it is given"
-    if does is not None:
+    is_written = any(w.lstrip("+").startswith("hydra.output_subdir=") for w in given.overrides)
+    if secret and (given.multirun or is_written):
         raise ConfigError(
-            f"{does}, and {secret[0]} has a user, a password or a query; allowed: an address "
+            f"{'a sweep' if given.multirun else 'hydra.output_subdir'} writes down what it is "
+            f"given, and {secret[0]} has a user, a password or a query; allowed: an address "
             "without, and the name of an environment variable with the token in reward.token_env"
         )
 
@@ -96,59 +93,38 @@ def secrets_of(*trees: Any) -> set[str]:
     """
     found: set[str] = set()
     words: set[str] = set()
+    known = {"true", "false", "none", "null", *re.findall(r"\w+", os.getcwd())}
     for tree in trees:
-        named = (*TOKENS, *tokens_named(tree), *variables_of_objects(tree))
-        given = [os.environ[name] for name in named if name in os.environ]
+        text, names = str(tree), [*TOKENS]
+        for section, key, value in leaves(tree):
+            names += [value] if key == "token_env" else []
+            names += VARIABLE.findall(value) if section in OBJECTS else []
+        given = [os.environ[name] for name in names if name in os.environ]
         # An error may show one line of a text, as of a key in PEM.
         found |= {*given, *(line for text in given for line in text.splitlines())}
         for address in addresses(tree):
+            text = text.replace(address, "")
             user, _, password = address.rpartition("@")[0].rpartition("//")[2].partition(":")
             query = re.split(r"[?#]", address, maxsplit=1)[1:]
             values = [value.partition("=")[2] for part in query for value in re.split("[&#]", part)]
             found |= {password, unquote(password), *query}
             words |= {user, unquote(user), *values, *map(unquote, values)}
-    known = {word for tree in trees for word in words_of(tree)}
+        known |= {*re.findall(r"\w+", text)}
     return {s.strip() for s in found | (words - known) if len(s.strip()) >= SHORTEST}
 
 
-def words_of(tree: Any) -> Iterator[str]:
-    """Yield the words that messages may contain: those outside addresses, and the folder's."""
-    text = str(tree)
-    for address in addresses(tree):
-        text = text.replace(address, "")
-    yield from re.findall(r"\w+", f"{text} {os.getcwd()} true false null none")
+def addresses(tree: Any) -> list[str]:
+    """Return every text of a configuration that is an address."""
+    return [text for _, key, text in leaves(tree) if key == "url" or "://" in text]
 
 
-def addresses(tree: Any) -> Iterator[str]:
-    """Yield every text of a configuration that is an address."""
-    for key, value in leaves(tree):
-        if isinstance(value, str) and (key == "url" or "://" in value):
-            yield value
-
-
-def tokens_named(tree: Any) -> Iterator[str]:
-    """Yield the environment variables that a configuration names as holding a token."""
-    for key, value in leaves(tree):
-        if key == "token_env" and isinstance(value, str):
-            yield value
-
-
-def variables_of_objects(tree: Any) -> Iterator[str]:
-    """Yield the environment variables that interpolations of the sections OBJECTS name."""
-    sections = [tree[name] for name in OBJECTS if isinstance(tree, dict) and name in tree]
-    for section in sections:
-        for _, value in leaves(section):
-            if isinstance(value, str):
-                yield from re.findall(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)", value)
-
-
-def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of every leaf of nested mappings and lists; items have the list's key."""
+def leaves(tree: Any, section: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield every text of nested mappings and lists, after its first and its last key."""
     if isinstance(tree, dict):
         for name, part in tree.items():
-            yield from leaves(part, str(name))
+            yield from leaves(part, section or str(name), str(name))
     elif isinstance(tree, list):
         for part in tree:
-            yield from leaves(part, key)
-    else:
-        yield key, tree
+            yield from leaves(part, section, key)
+    elif isinstance(tree, str):
+        yield section, key, tree

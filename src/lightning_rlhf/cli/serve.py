@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import check_value
 from lightning_rlhf.rewards.address import token_in
-from lightning_rlhf.stages.console import print_error
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.server import RewardServer, Score
 
 
 def serve_reward(arguments: Sequence[str]) -> None:
-    """Serve until Ctrl-C or SIGTERM; an error prints one message and exits with status 1."""
+    """Serve until Ctrl-C or SIGTERM."""
     given = parser().parse_intermixed_args(arguments)
     server = None
     # uvicorn raises the signal that ended it once more.
@@ -32,9 +30,6 @@ def serve_reward(arguments: Sequence[str]) -> None:
         server.run()
     except KeyboardInterrupt:
         pass
-    except RLHFError as error:
-        print_error(str(error))
-        sys.exit(1)
     finally:
         signal.signal(signal.SIGTERM, before)
     print("stopped", flush=True)

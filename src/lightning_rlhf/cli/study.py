@@ -1,52 +1,155 @@
-"""A sweep as a study of Optuna: trials, their jobs, and what an earlier command left."""
+"""A sweep as a study of Optuna: its trials, their jobs, and how a run reports to its trial."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import optuna
 from filelock import Timeout
+from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 from hydra.plugins.launcher import Launcher
-from optuna.distributions import check_distribution_compatibility
-from optuna.trial import FrozenTrial, TrialState
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf import DictConfig, OmegaConf
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from lightning_rlhf.callbacks.checkpoints import trained
+from lightning_rlhf.callbacks.contract import is_evaluation
 from lightning_rlhf.callbacks.goal import require_metrics
-from lightning_rlhf.callbacks.trial import PRUNED, open_storage, trial_of
-from lightning_rlhf.cli.job_result import JobResult
-from lightning_rlhf.cli.overrides import key_of, parse_overrides
+from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides
 from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.cli.study_config import (
-    DIRECTIONS,
-    KEY,
-    StudyConfig,
-    seeded,
-    shortened,
-    space_of,
-)
-from lightning_rlhf.cli.sweep import NEUTRAL, ODD, TRIAL, folder_name
+from lightning_rlhf.cli.sweep import NEUTRAL, ODD, JobResult, folder_name
 from lightning_rlhf.cli.sweep_hook import SweepHook
-from lightning_rlhf.cli.sweep_results import SweepResults
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.config import Mode
+from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.io.lock import locked
 from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.final import metric_of
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.process import STOPPED
 from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.settings import read_settings
 
-Batch = Sequence[Sequence[str]]
-FIXED, RESULT = "overrides", "result"
-"""Name under which a study stores its fixed overrides, and a trial the result of its job."""
+KEY = "hydra.sweeper"
+Direction = Literal["maximize", "minimize"]
+DIRECTIONS: Mapping[Direction, Mode] = {"maximize": "max", "minimize": "min"}
+"""Direction in the words of Optuna -> that in which a metric is better."""
+FIXED, RESULT, PRUNED = "overrides", "result", "pruned_at"
+"""Name under which a study stores its fixed overrides, and a trial the result of its job and the
+step at which its pruner ended it."""
 STORAGE = "LIGHTNING_RLHF_STORAGE"
 """Environment variable from which the jobs read the address of a database, which may hold a
 password: it stands in no command line and no file of a run."""
+Batch = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StudyConfig:
+    """The section hydra.sweeper of `hydra/sweeper=optuna`."""
+
+    metric: Text
+    """Metric of the evaluation that is optimised, and by which trials are pruned."""
+    direction: Direction | None
+    """Direction in which the metric is better; null for that of its definition."""
+    n_trials: PositiveInt
+    """Number of trials of the study, over all commands."""
+    n_jobs: PositiveInt
+    """Number of trials that are handed to the launcher together."""
+    storage: Text
+    """Path of the study's file, or the address of a database."""
+    study_name: Text
+    sampler: Mapping[str, Any]
+    pruner: Mapping[str, Any] | None
+    params: Annotated[Mapping[str, Any], Field(strict=False)]
+    """Key of the configuration -> its sweep, besides those of the command line."""
+
+
+def read_study_config(options: Mapping[str, Any], cfgs: Sequence[DictConfig]) -> StudyConfig:
+    """Return the checked section, with the direction in which its metric is better by default.
+
+    cfgs: for each stage of the command, the configuration of a job without what is chosen for it.
+
+    Raises ConfigError naming a key, also where a stage does not measure the metric, or where the
+    direction is not known or contradicts the definition of the metric.
+    """
+    plain: Any = OmegaConf.to_container(OmegaConf.create(dict(options)), resolve=True)
+    study = build(StudyConfig, plain, KEY)
+    better, *_ = [direction_of(study.metric, cfg) for cfg in cfgs]
+    words = [word for word, mode in DIRECTIONS.items() if better in (mode, None)]
+    direction = study.direction or (words[0] if better else None)
+    allowed = f"{' or '.join(words)} for {study.metric}"
+    require(direction in words, f"{KEY}.direction", direction, allowed)
+    return replace(study, direction=direction)
+
+
+def direction_of(name: str, cfg: DictConfig) -> Mode | None:
+    """Return the direction in which a metric is better, None where that is not defined.
+
+    Raises ConfigError where the stage does not measure the metric. What a callback of the user's
+    own, a report or a recipe measures is not known before.
+    """
+    better = METRICS[name].better if name in METRICS else None
+    if cfg.stage is None:
+        return better
+    try:
+        settings = read_settings(
+            OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        )
+    except ConfigError:  # each job reports it, unless what is chosen mends it
+        return better
+    stage = settings.definition
+    is_final = name.startswith("eval/") or (stage.trains and not name.startswith("compute/"))
+    if is_final and not cfg.callbacks:
+        metric_of(settings, KEY, name, "max")
+    return dict(stage.goal).get(name, better)
+
+
+def space_of(override: Override) -> optuna.distributions.BaseDistribution:
+    """Return the values among which a sweep of the command line chooses.
+
+    interval(a,b) is a range of numbers, of whole ones as int(interval(a,b)), and by their logarithm
+    as tag(log,interval(a,b)). Everything else is a list of choices.
+
+    Raises ConfigError where there is no value to choose, where a logarithm has none, where a range
+    of whole numbers has other ends, which Hydra cuts off, or for a tag that nothing reads.
+    """
+    value, line = override.value(), str(override.input_line)
+    read = {"log"} if isinstance(value, IntervalSweep) else set[str]()
+    if isinstance(value, Sweep) and not value.tags <= read:
+        raise ConfigError(f"{line} has a tag; allowed: log alone, as tag(log,interval(LOW,HIGH))")
+    if not isinstance(value, IntervalSweep):
+        choices = list(override.sweep_string_iterator())
+        require(bool(choices), "a sweep", line, "one of a value or more")
+        return optuna.distributions.CategoricalDistribution(choices)
+    low, high, is_log = value.start, value.end, "log" in value.tags
+    assert low is not None
+    assert high is not None
+    is_cut = isinstance(low, int) and re.search(r"\d\.|\.\d|\d[eE]", line.partition("=")[2])
+    if not -math.inf < low <= high < math.inf or (is_log and low <= 0) or is_cut:
+        raise ConfigError(
+            f"{line} is no range; allowed: interval(LOW,HIGH), with LOW above 0 in tag(log,...) "
+            "and whole numbers in int(...)"
+        )
+    if isinstance(low, int) and isinstance(high, int):
+        return optuna.distributions.IntDistribution(low, high, log=is_log)
+    return optuna.distributions.FloatDistribution(low, high, log=is_log)
 
 
 class Trials:
@@ -59,11 +162,11 @@ class Trials:
 
         Raises ConfigError where nothing is to be chosen, or where the study has other overrides.
         """
-        given = {key_of(word): word for word in arguments}
+        given = {key_of(word) for word in arguments}
         params = [f"{key}={x}" for key, x in config.params.items() if key not in given]
         overrides = parse_overrides([*params, *arguments])
-        assert config.direction is not None  # study_config.directed sets it
-        self.config, self.direction = config, config.direction
+        assert config.direction is not None  # read_study_config sets it
+        self.config = config
         self.fixed = [str(o.input_line) for o in overrides if not o.is_sweep_override()]
         self.space = {o.get_key_element(): space_of(o) for o in overrides if o.is_sweep_override()}
         if not self.space:
@@ -73,54 +176,43 @@ class Trials:
             )
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.is_database = "://" in config.storage
-        self.storage = config.storage
-        if not self.is_database:
-            self.storage = str(Path(config.storage).absolute())
-        self.name = f"{config.study_name!r} in {without_secrets(self.storage)}"
-        self.file = open_storage(self.storage)
+        place = config.storage if self.is_database else str(Path(config.storage).absolute())
+        self.storage, self.name = place, f"{config.study_name!r} in {without_secrets(place)}"
+        self.file = open_storage(place)
         self.study = optuna.create_study(
             storage=self.file, study_name=config.study_name,
-            direction=self.direction, load_if_exists=True,
+            direction=config.direction, load_if_exists=True,
         )  # fmt: skip
-        self.study.sampler = seeded(config.sampler, len(self.study.trials))
-        self.check_overrides()
-        self.check_space()
+        sampler = dict(config.sampler)
+        if sampler.get("seed") is not None:  # the values of the first trials are not chosen again
+            sampler["seed"] += len(self.study.trials)
+        self.study.sampler = instantiate(sampler)
+        self.check_same()
 
-    def check_overrides(self) -> None:
-        """Raise ConfigError where the trials of the study had other values for what is fixed."""
+    def check_same(self) -> None:
+        """Raise ConfigError where trials of the study had other values or other choices."""
         now = sorted(word for word in self.fixed if key_of(word) not in NEUTRAL)
         now += [f"{KEY}.{key}={getattr(self.config, key)}" for key in ("metric", "direction")]
         was = self.study.user_attrs.get(FIXED, now) if self.study.trials else now
-        if was != now:
-            old, new = (
-                " ".join(word for word in one if word not in other)
-                for one, other in ((was, now), (now, was))
-            )
-            of = (
-                f"of {old}, not of {new}"
-                if old and new
-                else f"of {old}"
-                if old
-                else f"without {new}"
-            )
-            raise ConfigError(
-                f"the study {self.name} has trials {of}; allowed: the same values, or "
-                f"{KEY}.study_name=NAME for another study"
-            )
-        self.study.set_user_attr(FIXED, now)
-
-    def check_space(self) -> None:
-        """Raise ConfigError where Optuna cannot go on with these values after those of a trial."""
+        pairs = [
+            (" ".join(w for w in was if w not in now), " ".join(w for w in now if w not in was))
+        ]
         for trial in self.study.trials:
             for key in trial.distributions.keys() & self.space.keys():
                 try:
-                    check_distribution_compatibility(trial.distributions[key], self.space[key])
-                except ValueError as error:
-                    raise ConfigError(
-                        f"the study {self.name} chose {key} from "
-                        f"{trial.distributions[key]}, not from {self.space[key]}; allowed: the "
-                        f"same choices, or {KEY}.study_name=NAME for another study"
-                    ) from error
+                    optuna.distributions.check_distribution_compatibility(
+                        trial.distributions[key], self.space[key]
+                    )
+                except ValueError:
+                    pairs.append((f"{key} from {trial.distributions[key]}", str(self.space[key])))
+        for old, new in pairs:
+            if old or new:
+                raise ConfigError(
+                    f"the study {self.name} has trials of {old or 'defaults'}, not of "
+                    f"{new or 'defaults'}; allowed: the same values and choices, or "
+                    f"{KEY}.study_name=NAME for another study"
+                )
+        self.study.set_user_attr(FIXED, now)
 
     def run(self, launcher: Launcher, validate: Callable[[Batch], None]) -> None:
         """Run trials until the study has as many as it should, in batches of `n_jobs`.
@@ -129,45 +221,38 @@ class Trials:
 
         validate: raises an error where jobs cannot be composed.
 
-        Raises ConfigError where another command runs trials of the study.
+        Raises ConfigError where another command, which would take the running trials, holds the
+        lock: a file beside that of the study, for a database in the folder of the sweep.
         """
-        results = SweepHook.results
-        assert results is not None
-        results.name = folder_name(self.config.study_name, ODD)
-        results.goal = self.config.metric, DIRECTIONS[self.direction]
-        with self.held(results.sweep):
-            self.run_trials(results, launcher, validate)
-        if SweepHook.progress is not None:
-            SweepHook.progress.stop()
-        self.print_best()
-
-    @contextmanager
-    def held(self, sweep: Path) -> Iterator[None]:
-        """Lock the study against other commands inside, which would take its running trials.
-
-        The lock is a file beside that of the study, for a database in the folder `sweep`.
-        """
-        place = sweep / "database" if self.is_database else Path(self.storage)
+        hook = SweepHook.current
+        assert hook is not None
+        hook.name = folder_name(self.config.study_name, ODD)
+        assert self.config.direction is not None
+        hook.goal = self.config.metric, DIRECTIONS[self.config.direction]
+        place = hook.sweep / "database" if self.is_database else Path(self.storage)
         file = place.with_name(f".{place.name}.{quote(self.config.study_name, safe='')}.lock")
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(locked(file))
-            except Timeout:
-                raise ConfigError(
-                    f"another command runs trials of the study {self.name}, and holds {file}; "
-                    f"allowed: one at a time, with {KEY}.n_jobs and a launcher for several trials"
-                ) from None
-            yield
+        try:
+            with locked(file):
+                self.run_trials(hook, launcher, validate)
+        except Timeout:
+            raise ConfigError(
+                f"another command runs trials of the study {self.name}, and holds {file}; "
+                f"allowed: one at a time, with {KEY}.n_jobs and a launcher for several trials"
+            ) from None
+        if self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            best = self.study.best_trial
+            words, folder = " ".join(self.chosen(best.number)), best.user_attrs[RESULT]["folder"]
+            print_line(f"best trial: {words}: {self.config.metric} {best.value:.4g}; {folder}")
 
     def run_trials(
-        self, results: SweepResults, launcher: Launcher, validate: Callable[[Batch], None]
+        self, hook: SweepHook, launcher: Launcher, validate: Callable[[Batch], None]
     ) -> None:
         """Run the trials as `run` does, with the study locked."""
         left = [t.number for t in self.study.trials if not t.state.is_finished()]
         for finished in self.finished():
-            results.write(len(results.read()), finished)
-        while not results.is_stopped:
-            begun = len(results.read())
+            hook.write(len(hook.read()), finished)
+        while hook.stopped_by is None:
+            begun = len(hook.read())
             missing = min(self.config.n_jobs, self.config.n_trials - begun)
             if missing <= 0:
                 break
@@ -181,42 +266,35 @@ class Trials:
             validate(jobs)
             launcher.launch(jobs, initial_job_idx=begun)
             for job, number in enumerate(numbers, start=begun):
-                self.tell(number, results, job)
+                self.tell(number, hook, job)
 
     def finished(self) -> Iterator[JobResult]:
         """Yield the results of finished trials.
 
-        A failed one whose job has been run alone since counts as complete, once.
+        A failed one whose job has been run alone since becomes a new, complete one.
         """
         trials = [trial for trial in self.study.trials if trial.state.is_finished()]
         complete = [trial.params for trial in trials if trial.state == TrialState.COMPLETE]
         for trial in trials:
             result = JobResult(**trial.user_attrs[RESULT])
-            if trial.state != TrialState.FAIL:
-                yield result
-            elif trial.params not in complete:
-                yield self.repeated(trial, result)
-
-    def repeated(self, trial: FrozenTrial, result: JobResult) -> JobResult:
-        """Return the result of a failed trial; if its job has finished since, as a new trial."""
-        final = Path(result.folder or "") / FINAL
-        stage = STAGES.get(result.stage or "")
-        if result.folder is None or stage is None or not final.is_dir():
-            return result
-        metrics = dict(metrics_of(final, stage))
-        done = replace(result, status="done", failure=None, metrics=metrics)
-        self.study.add_trial(
-            optuna.trial.create_trial(
-                params=trial.params, distributions=trial.distributions,
-                value=self.value(done), user_attrs={RESULT: asdict(done)},
-            )
-        )  # fmt: skip
-        return done
+            final, stage = Path(result.folder or "") / FINAL, STAGES.get(result.stage or "")
+            if trial.state == TrialState.FAIL and trial.params in complete:
+                continue
+            if trial.state == TrialState.FAIL and stage and result.folder and final.is_dir():
+                metrics = dict(metrics_of(final, stage))
+                result = replace(result, status="done", failure=None, metrics=metrics)
+                self.study.add_trial(
+                    optuna.trial.create_trial(
+                        params=trial.params, distributions=trial.distributions,
+                        value=self.value(result), user_attrs={RESULT: asdict(result)},
+                    )
+                )  # fmt: skip
+            yield result
 
     def chosen(self, number: int) -> list[str]:
-        """Return the overrides of a trial with the values that its sampler chose."""
+        """Return the overrides of a trial with the values that its sampler chose, in 4 digits."""
         params = self.study.trials[number].params
-        return [f"{key}={shortened(value)}" for key, value in params.items()]
+        return [f"{k}={f'{x:.4g}' if isinstance(x, float) else x}" for k, x in params.items()]
 
     def reporting(self, number: int) -> list[str]:
         """Return the overrides by which the job of a trial reports to the study."""
@@ -224,7 +302,7 @@ class Trials:
         if self.is_database:
             os.environ[STORAGE], storage = storage, f"${{oc.env:{STORAGE}}}"
         values = {
-            "_target_": "lightning_rlhf.callbacks.trial.TrialReport", "storage": storage,
+            "_target_": f"{__name__}.TrialReport", "storage": storage,
             "study_name": self.config.study_name, "number": number, "metric": self.config.metric,
             "pruner": dict(self.config.pruner or {}),
         }  # fmt: skip
@@ -233,37 +311,104 @@ class Trials:
             for key, value in flatten(values).items()
         ]
 
-    def tell(self, number: int, results: SweepResults, job: int) -> None:
-        """Report the result of a job to its trial; that of a stopped one remains unfinished."""
-        result = results.read()[job]
+    def tell(self, number: int, hook: SweepHook, job: int) -> None:
+        """Report the result of a job to its trial; that of a stopped one remains unfinished.
+
+        A job whose run was that of an earlier trial that was pruned is pruned too.
+        """
+        result = hook.read()[job]
         if result.status == STOPPED:
             return
         trial = trial_of(self.study, self.file, number)
-        if result.status == "done" and (PRUNED in trial.user_attrs or self.is_pruned(result)):
-            result = replace(result, status="pruned")
-            results.write(job, result)
-        trial.set_user_attr(RESULT, asdict(result))
-        match result.status:
-            case "done":
-                self.study.tell(number, self.value(result))
-            case "pruned":
-                self.study.tell(number, state=TrialState.PRUNED)
-            case _:
-                self.study.tell(number, state=TrialState.FAIL)
-
-    def is_pruned(self, result: JobResult) -> bool:
-        """Return whether the run of a job was that of an earlier trial, which was pruned."""
         pruned = self.study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-        return any(trial.user_attrs[RESULT]["folder"] == result.folder for trial in pruned)
+        folders = [other.user_attrs[RESULT]["folder"] for other in pruned]
+        is_pruned = PRUNED in trial.user_attrs or result.folder in folders
+        if result.status == "done" and is_pruned:
+            result = replace(result, status="pruned")
+            hook.write(job, result)
+        trial.set_user_attr(RESULT, asdict(result))
+        if result.status == "done":
+            self.study.tell(number, self.value(result))
+        else:
+            state = TrialState.PRUNED if result.status == "pruned" else TrialState.FAIL
+            self.study.tell(number, state=state)
 
     def value(self, result: JobResult) -> float:
         """Return the metric of a finished job. Raises ConfigError where it has none."""
         require_metrics(f"{KEY}.metric", [(self.config.metric, "max")], result.metrics)
         return result.metrics[self.config.metric]
 
-    def print_best(self) -> None:
-        """Print the best trial, if one is complete."""
-        if self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            best = self.study.best_trial
-            words, folder = " ".join(self.chosen(best.number)), best.user_attrs[RESULT]["folder"]
-            print_line(f"best trial: {words}: {self.config.metric} {best.value:.4g}; {folder}")
+
+class TrialReport(Callback):
+    """Reports a metric of every evaluation to a trial; ends the run where the pruner says so.
+
+    The run ends as by any rule: it is evaluated and writes `final/`. Evaluations before the first
+    step do not count.
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: str,
+        study_name: str,
+        number: int,
+        metric: str,
+        pruner: optuna.pruners.BasePruner | None = None,
+    ) -> None:
+        """Set up the callback; the study is read in the first process of the run alone.
+
+        storage: path of the study's file, or the address of a database.
+        number: number of the trial in its study.
+        pruner: rule by which a run is ended; None for none.
+        """
+        self.storage, self.study_name, self.number = storage, study_name, number
+        self.metric = metric
+        self.pruner = pruner or optuna.pruners.NopPruner()
+
+    def trial(self) -> optuna.trial.Trial:
+        """Return the trial of the run."""
+        storage = open_storage(self.storage)
+        study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
+        return trial_of(study, storage, self.number)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End a resumed run at once whose trial was pruned."""
+        self.end(trainer, trainer.is_global_zero and PRUNED in self.trial().user_attrs)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not is_evaluation(trainer) or trained(trainer) == 0:
+            return
+        metrics: dict[str, Any] = dict(trainer.callback_metrics)
+        require_metrics(f"{KEY}.metric", [(self.metric, "max")], metrics)
+        is_pruned = False
+        if trainer.is_global_zero:
+            trial, step = self.trial(), trained(trainer)
+            trial.report(float(metrics[self.metric]), step)
+            is_pruned = trial.should_prune()
+            if is_pruned:
+                trial.set_user_attr(PRUNED, step)
+                print_line(f"pruned after step {step}: {self.metric} is behind other trials")
+        self.end(trainer, is_pruned)
+
+    def end(self, trainer: Trainer, is_pruned: bool) -> None:
+        """End the run after this step in all processes, where the first one's trial is pruned."""
+        if trainer.strategy.broadcast(is_pruned):
+            trainer.should_stop = True
+
+
+def open_storage(place: str) -> optuna.storages.BaseStorage:
+    """Return the storage of a study: a database's by its address, else a file's."""
+    if "://" in place:
+        return optuna.storages.get_storage(place)
+    return optuna.storages.JournalStorage(JournalFileBackend(place))
+
+
+def trial_of(
+    study: optuna.Study, storage: optuna.storages.BaseStorage, number: int
+) -> optuna.trial.Trial:
+    """Return a trial that has not ended, also one that another process began."""
+    study_id = storage.get_study_id_from_name(study.study_name)
+    trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, number)
+    return optuna.trial.Trial(study, trial_id)

@@ -22,7 +22,7 @@ from lightning_rlhf.models.verdict import Verdict
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.ending import read_ending
 from lightning_rlhf.stages.folder.folders import FINAL, run_name
-from lightning_rlhf.stages.model_card import Described, in_code, license_of, result_of
+from lightning_rlhf.stages.model_card import license_of, model_card
 from lightning_rlhf.stages.prepare import Prepared
 from lightning_rlhf.stages.run_report import leave_report
 
@@ -53,19 +53,15 @@ def hand_over(
         tokenizer = with_padding(tokenizer, ready.chat.end_token_ids)
     is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
     base = roles.causal_lm.name_or_path  # empty for weights of a seed
-    card = Described(
-        name=in_code(folder),
-        title=run_name(settings),
-        manifest=manifest,
-        kind=settings.definition.data,
-        chat=ready.chat,
+    card = model_card(
+        folder, run_name(settings), manifest, settings.definition.data, ready.chat,
         is_adapter=is_adapter,
         reward_bias=score_bias(roles.heads[REWARD]) if head == REWARD else None,
         license=license_of(sft.path if sft else None, Path(base) if base else None),
-        result=result_of(manifest.metrics, ready.folder if export is None else None),
-    )
+        run=ready.folder if export is None else None,
+    )  # fmt: skip
     with Working(f"writing {folder}"):
-        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card=card.text())
+        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card=card)
     if stands_on_random_weights(folder):
         print_line(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "

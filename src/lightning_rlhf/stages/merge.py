@@ -23,7 +23,7 @@ from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
 from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.hand_over import end_generation
-from lightning_rlhf.stages.model_card import Described, in_code, license_of, result_of
+from lightning_rlhf.stages.model_card import license_of, model_card
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.trained import trained_as
 
@@ -58,21 +58,18 @@ def write_merged(final: Final, out: Path, dtype: DType) -> Path:
         for name, source in final.manifest.parents.items()
     }
     manifest = replace(final.manifest, parents=parents)
-    card = Described(
-        name=in_code(out),
-        title=f"{final.manifest.stage}, merged",
-        manifest=manifest,
-        kind=STAGES[manifest.stage].data if manifest.stage in STAGES else "prompts",
-        chat=chat,
+    card = model_card(
+        out, f"{manifest.stage}, merged", manifest,
+        STAGES[manifest.stage].data if manifest.stage in STAGES else "prompts", chat,
         is_adapter=False,
         reward_bias=score_bias(roles.heads[REWARD]) if is_reward else None,
         license=license_of(final.path),
-        result=result_of(manifest.metrics, final.path.parent if final.path.name == FINAL else None),
-    )
+        run=final.path.parent if final.path.name == FINAL else None,
+    )  # fmt: skip
     with Working(f"writing {out}"):
         write_final(
             out, roles, role, tokenizer, manifest, REWARD if is_reward else None,
-            fingerprint(final, "below"), card=card.text(), dtype=stored,
+            fingerprint(final, "below"), card=card, dtype=stored,
         )  # fmt: skip
     print_line(f"merged, {dtype}: {out}")
     return out

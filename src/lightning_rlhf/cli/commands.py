@@ -1,0 +1,148 @@
+"""lightning-rlhf report, diminishing, compare and dashboard: pages of runs that are there."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import get_console
+from rich.tree import Tree
+
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.io.storage import refuse_foreign, written_whole
+from lightning_rlhf.stages.console import print_line
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Write report.html of a run, and print its path."""
+    parser = ArgumentParser(
+        prog="lightning-rlhf report",
+        description="Write report.html, one page with verdict, curves, evaluation, samples and "
+        "configuration, into the folder of a run, as the run itself does at its end; or about all "
+        "stages into the folder above, as a recipe does.",
+    )
+    parser.add_argument("run", help="outputs/<run>/<model>/<stage>, or outputs/<run>/<model>")
+    folder = Path(parser.parse_args(arguments).run)
+    from lightning_rlhf.stages.reports import write_report  # which imports torch
+
+    print_line(f"report: {write_report(folder)}")
+
+
+def diminishing(arguments: Sequence[str]) -> None:
+    """Write and print the point of diminishing returns of a run."""
+    parser = ArgumentParser(
+        prog="lightning-rlhf diminishing",
+        description="Find the iteration of a run of stage=ppo after which more compute bought next "
+        "to nothing, from its metrics.csv. Writes diminishing.json and diminishing.png into its "
+        "folder, as the run itself does at its end.",
+    )
+    parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")
+    folder = Path(parser.parse_args(arguments).run)
+    from lightning_rlhf.stages.diminishing import again  # which imports matplotlib
+
+    again(folder)
+
+
+def compare(arguments: Sequence[str]) -> None:
+    """Print the tables of several runs, or of a sweep, and write the page."""
+    parser = ArgumentParser(
+        prog="lightning-rlhf compare",
+        description="Compare runs of a stage: means with intervals over seeds, overlaid curves, "
+        "rewards at equal KL, and what differs in configuration. Runs that differ in their seed "
+        "alone are one group.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN",
+        help="folder of a run, or one above runs, as that of a sweep",
+    )  # fmt: skip
+    parser.add_argument("--stage", help="which runs to take, where there are several stages (ppo)")
+    parser.add_argument("--out", default="compare.html", help="the page (%(default)s)")
+    given = parser.parse_args(arguments)
+    out = Path(given.out)
+    from lightning_rlhf.stages.compare import compare_runs  # which imports torch
+
+    refuse_foreign(out, "page")
+    found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
+    for table in found.console():
+        get_console().print(table)
+    with written_whole(out, kind="page") as beside:
+        found.write(beside, f"{found.stage}: {', '.join(given.runs)}")
+    print_line(f"comparison: {out}")
+
+
+def dashboard(arguments: Sequence[str]) -> None:
+    """Build a W&B workspace with the metrics of the package, then save or print it."""
+    parser = ArgumentParser(
+        prog="lightning-rlhf dashboard",
+        description="Make a workspace in a W&B project: headline metrics, rollout, update, "
+        "evaluation, time, samples, reward against KL over runs, and parallel coordinates for "
+        "sweeps. It takes the extra dashboard: pip install 'lightning-rlhf[dashboard]'.",
+    )
+    parser.add_argument(
+        "project", metavar="ENTITY/PROJECT", help="where runs with logger=wandb are"
+    )
+    parser.add_argument("--name", default="lightning-rlhf", help="name of the workspace")
+    parser.add_argument(
+        "--sweep", nargs="+", metavar="KEY",
+        help="configuration keys on the parallel coordinates (ppo.kl_coef ppo.lr seed)",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print the panels, save nothing")
+    given = parser.parse_args(arguments)
+    entity, project = project_of(given.project)
+    workspace = workspace_of(entity, project, given.name, given.sweep)
+    if given.dry_run:
+        get_console().print(outline(workspace))
+    else:
+        save_workspace(workspace)
+
+
+def project_of(path: str) -> tuple[str, str]:
+    """Return entity and project of ENTITY/PROJECT. Raises ConfigError for anything else."""
+    entity, slash, project = path.partition("/")
+    if not (entity and slash and project) or "/" in project:
+        raise ConfigError(
+            f"PROJECT is {path!r}; allowed: ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT"
+        )
+    return entity, project
+
+
+def workspace_of(entity: str, project: str, name: str, swept: Sequence[str] | None) -> Workspace:
+    """Return the workspace. Raises ConfigError where wandb-workspaces is not installed."""
+    try:
+        from lightning_rlhf.callbacks.dashboard import SWEPT, build_workspace
+
+        return build_workspace(entity, project, name, swept or SWEPT)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"dashboard needs {error.name}: pip install 'lightning-rlhf[dashboard]'"
+        ) from error
+
+
+def save_workspace(workspace: Workspace) -> None:
+    """Save the workspace in W&B, which prints its address. Raises ConfigError if W&B refuses."""
+    import requests
+    import wandb
+
+    try:
+        workspace.save()
+    except (wandb.errors.Error, requests.RequestException, ValueError) as error:
+        raise ConfigError(
+            f"W&B did not save the workspace in {workspace.entity}/{workspace.project}: "
+            f"{str(error).rstrip('.')}. Is the project there, and did you `wandb login`? --dry-run "
+            "prints the panels"
+        ) from error
+
+
+def outline(workspace: Workspace) -> Tree:
+    """Return the sections and panels as a tree."""
+    tree = Tree(f"{workspace.entity}/{workspace.project}: {workspace.name}")
+    for section in workspace.sections:
+        branch = tree.add(section.name)
+        for panel in section.panels:
+            branch.add(str(getattr(panel, "title", None) or getattr(panel, "table_name", panel)))
+    return tree
