@@ -68,8 +68,7 @@ def model_card(
         **license,
     )
     is_random = manifest.base == FROM_CONFIG
-    seed = f"random weights of seed {manifest.base_seed}"
-    chosen = manifest.chosen
+    seed, chosen = f"random weights of seed {manifest.base_seed}", manifest.chosen
     origin = {
         "base": seed if is_random else hub or Path(manifest.base).name,
         "license of the base": license.get("license", "not stated with its weights"),
@@ -84,8 +83,7 @@ def model_card(
         quantization = f",\n    dtype={model['dtype']!r},\n    quantization_config={option},\n"
     jinja = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True,
-        keep_trailing_newline=True,
-    )  # fmt: skip
+        keep_trailing_newline=True)  # fmt: skip
     return jinja.get_template("card.md.jinja").render(
         version=lightning_rlhf.__version__,
         name="path/to/final" if folder.is_absolute() else folder.as_posix(),  # it may be moved
