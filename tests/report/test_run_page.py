@@ -234,6 +234,7 @@ def test_the_fan_takes_all_five_quantiles() -> None:
             [2.0, None],
             "no knee of reward against KL within this run (one below 2.00 nats is unlikely)",
         ),
+        (None, [None, None], "no knee of reward against KL within this run"),
     ],
 )
 def test_the_knee_over_kl_in_words(at: float | None, ends: list[float | None], words: str) -> None:

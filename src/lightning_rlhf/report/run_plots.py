@@ -135,12 +135,10 @@ def kl_note(diminishing: Mapping[str, Any]) -> str:
         if (curve["metric"], curve["unit"]) == (REWARD, KL) and (knee := curve["knee"]):
             low, high = knee["at_interval"]
             if knee["at"] is None:
-                return (
-                    "no knee of reward against KL within this run "
-                    f"(one below {low:.2f} nats is unlikely)"
-                )
-            end = "end" if high is None else f"{high:.2f}"
-            return f"the knee of reward against KL is at {knee['at']:.2f} [{low:.2f}-{end}] nats"
+                below = "" if low is None else f" (one below {low:.2f} nats is unlikely)"
+                return f"no knee of reward against KL within this run{below}"
+            start, end = ("end" if at is None else f"{at:.2f}" for at in (low, high))
+            return f"the knee of reward against KL is at {knee['at']:.2f} [{start}-{end}] nats"
     return ""
 
 
