@@ -493,10 +493,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
-    fill = At("on_train_batch_start", 3, lambda: monkeypatch.setattr(torch, "save", full))
-    with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
-        run.train(fill, checkpoint_every=1)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        fill = At("on_train_batch_start", 3, lambda: patched.setattr(torch, "save", full))
+        with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
+            run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
     run.train(resume="000002", checkpoint_every=1)

@@ -159,7 +159,7 @@ def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path, cut
 
 
 def test_findings_name_the_keys_of_the_stage(fit: Fit) -> None:
-    config: Any = SimpleNamespace(kl_warning=50.0)
+    config: Any = SimpleNamespace(kl_warning=50.0, lr=0.1, kl_coef=0.1)
     diagnosis = Diagnosis(config, Path(), stage="mine", rules=[kl_exploding])
     fit(Scored([OTHER], [99.0]), [PPOMetrics(), diagnosis], [], batches=1, limit_val_batches=0)
     [found] = findings()

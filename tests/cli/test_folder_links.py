@@ -178,6 +178,8 @@ def modes(folder: Path) -> dict[str, set[str]]:
     """Mode -> the endings of the files, or "/" of folders, that have it."""
     found: dict[str, set[str]] = {}
     for path in folder.rglob("*"):
+        if path.is_symlink():  # as W&B leaves; a link has no mode of its own
+            continue
         mode = f"{stat.S_IMODE(path.stat().st_mode):o}"
         found.setdefault(mode, set()).add("/" if path.is_dir() else path.suffix)
     return found

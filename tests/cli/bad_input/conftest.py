@@ -65,7 +65,7 @@ def run(place: Workplace, key: str, value: Any, *overrides: str) -> Outcome:
     """The command from where Hydra hands over to it."""
     out, err = io.StringIO(), io.StringIO()
     status: object = 0
-    with contextlib.chdir(place.folder), process_state([]):
+    with contextlib.chdir(place.folder), process_state(["train.py"]):
         cfg = composed(*overrides).copy()
         HydraConfig.instance().set_config(cfg)
         with open_dict(cfg):

@@ -221,7 +221,7 @@ OWN: list[tuple[Edit, list[str]]] = [
     (within(model=...), ["model is 'missing'"]),
     (within(model="tiny"), ["model is 'tiny'"]),
     (within(model={"lora": 5}), ["model.name is missing"]),
-    (within(model={"lora": {}}), ["model.name is missing", "14 more"]),
+    (within(model={"lora": {}}), ["model.name is missing", "13 more"]),
 ]
 
 

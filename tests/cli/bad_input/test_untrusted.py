@@ -292,13 +292,13 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
             is_part = isinstance(values, dict) and name != "reward"
             tree[name] = {**tree.get(name, {}), **values} if is_part else values
         file.write_text(json.dumps(whole))
-    for command in (("replay",), ("export", "--step", "1")):
-        found = place.call(*command, str(recorded))
-        assert found.status == bool(key)
-        if key:
-            assert re.search(f"{key} is 'evil.*--code FILE.py:S", found.error)
+    found = place.call("export", "--step", "1", str(recorded))
+    assert found.status == bool(key)
+    if key:
+        assert re.search(f"{key} is 'evil.*--code FILE.py:S", found.error)
     for command in (
         ("report", str(recorded)),
+        ("replay", str(recorded)),
         ("compare", str(recorded), str(recorded), "--out", str(place.folder / "page")),
         ("diminishing", str(recorded)),
         ("chat", final),

@@ -36,9 +36,6 @@ from lightning_rlhf.stages.launch import Prepared
 from lightning_rlhf.stages.reward.text_rewards import check_text_reward, found, text_reward
 from lightning_rlhf.stages.stage import Settings, reward_key
 
-HTTP = ("url", "batch_size", "timeout_s", "retries", "backoff_s", "cache_size", "token_env")
-"""Keys of reward=http that its client receives."""
-
 
 def hub_rewards(ready: Prepared) -> dict[str, Final]:
     """Return the reward models from the hub, by role; `light_sources` has downloaded them."""
@@ -85,8 +82,11 @@ def _checked(ready: Prepared, name: str, columns: Collection[str]) -> Loader:
             function = load_function(config.path, f"{key}.path")
             source = FunctionReward(function, config.arguments, key).for_columns(columns)
         case HTTPConfig():
-            given = {field: getattr(config, field) for field in HTTP}
-            source = HTTPReward(**given, name=key, warn=partial(print_line, style="yellow"))
+            source = HTTPReward(
+                config.url, batch_size=config.batch_size, timeout_s=config.timeout_s,
+                retries=config.retries, backoff_s=config.backoff_s, cache_size=config.cache_size,
+                token_env=config.token_env, name=key, warn=partial(print_line, style="yellow"),
+            )  # fmt: skip
             source.greet()
         case _:
             return lambda roles, size: random_source(ready, roles, role, size)
