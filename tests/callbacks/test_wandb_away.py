@@ -122,7 +122,8 @@ def test_a_run_goes_on_where_wandb_dies(
         "W&B: its process has ended; the run goes on without it: metrics.csv has every row, W&B "
         "those before at most"
     )
-    assert said.err == ""
+    # W&B adds a line of its own where it meets the end of its process only as it finishes.
+    assert said.err in ("", "wandb: ERROR Problem finishing run\n")
     assert curve(tmp_path) == CURVE
     assert len((tmp_path / "samples" / "train.jsonl").read_text().splitlines()) == 4
 
