@@ -31,7 +31,7 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.group import join_group
 from lightning_rlhf.parallel.world import World
 from lightning_rlhf.stages import console, launch, replica, run
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.stage import Settings, TrainerConfig
 from lightning_rlhf.stages.start import check_processes
 
 from ..processes import SRUN, forked
@@ -147,7 +147,7 @@ def test_the_threads_that_are_printed_are_those_of_the_run(
     )
     settings: Any = SimpleNamespace(
         trainer=trainer, model=SimpleNamespace(quantization=None), seed=0, stage="own", config=None,
-        definition=SimpleNamespace(reads_reward=False, run=threads),
+        definition=SimpleNamespace(reads_reward=False, run=threads, config=TrainerConfig),
     )  # fmt: skip
     before = torch.get_num_threads()
     try:
@@ -275,7 +275,7 @@ def test_a_stage_that_does_not_train_can_compute_in_one_process_of_several_machi
 ) -> None:
     """As a command that Slurm has started once; trainer.num_nodes is that of the other stages."""
     begun: list[Settings] = []
-    monkeypatch.setattr("lightning_rlhf.stages.start.run_stage", begun.append)
+    monkeypatch.setattr("lightning_rlhf.cli.execute.run_stage", begun.append)
     for stage in ("rank", "eval_policy", "eval_reward"):
         assert workplace.mini(f"stage={stage}", "trainer.num_nodes=2").succeeded
     assert [settings.stage for settings in begun] == ["rank", "eval_policy", "eval_reward"]

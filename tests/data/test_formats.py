@@ -376,7 +376,7 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
         ),
         (read_demonstrations, {"Instruction": "a", "result": "b"}, "alpaca (instruction, output)"),
         (read_preferences, {"prompt": "a", "chosen": "b", "r": "c"}, "native (chosen, rejected)"),
-        (read_prompts, {"prompts": "a"}, "native (prompt); "),
+        (read_prompts, {"prompts": "a"}, "have native (prompt)"),
         (read_demonstrations, {"xyz": "a"}, "; data.columns.COLUMN=NAME reads"),
     ],
 )

@@ -180,8 +180,8 @@ def test_each_phase_of_ppo_is_counted(changes: dict[str, Any], make: Any, counte
         decoded = module.collector.decode(roll_out(*given), "train")
         found["rollout"] = counted(lambda: roll_out(*given))
         found["score"] = counted(lambda: module.collector.score(decoded))
-        experience, _, _ = module.collect(batch)
-        found["update"] = counted(lambda: module.learn(experience))
+        experience, _, _ = module.collect(batch, module.generator(0, 0))
+        found["update"] = counted(lambda: module.learn(experience, module.generator(0, 1)))
 
     within_fit(module, work)
     del module.training_step

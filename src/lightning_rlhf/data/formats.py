@@ -430,6 +430,13 @@ def hint(columns: Collection[str], kind: Kind) -> str:
                 f"no {kind}; {kind} are in data.format={', '.join(serving(kind))}"
             )
     small = {name.lower() for name in columns}
-    forms = sorted(formats_of(AUTO, kind), key=lambda form: -len({*form.needed(kind)} & small))
+
+    def farness(form: Format) -> tuple[int, bool, bool, int]:
+        """Return the key by which the nearest forms come first, those of plain text among them."""
+        needed = {*form.needed(kind)}
+        is_other = bool(needed & {"messages", "chosen"})
+        return -len(needed & small), form.name != "native", is_other, len(needed)
+
+    forms = sorted(formats_of(AUTO, kind), key=farness)
     listed = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
     return f"{found}; {kind} have {listed}; data.columns.COLUMN=NAME reads one of another name"
