@@ -215,7 +215,7 @@ def read(
 
 @dataclass(frozen=True)
 class _Reading:
-    """How the rows of a source are turned into what the format reads."""
+    """Conversion of the rows of a source into what the format reads."""
 
     columns: Mapping[str, str]
     """Column of the format -> column of the source that is read as it."""
@@ -225,7 +225,7 @@ class _Reading:
     seen: dict[str, None] = field(default_factory=dict)
     """Columns of the source, or of its rows so far."""
     hint: str = ""
-    """What was found and what is allowed, where the columns fit no format."""
+    """Text on what was found and what is allowed, where the columns fit no format."""
 
     def row(self, raw: Raw) -> Row:
         """Return a row with the columns that the format reads, besides its own."""

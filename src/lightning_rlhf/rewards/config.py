@@ -72,7 +72,7 @@ class LearnedConfig(ComponentConfig):
     format_tolerance: PositiveFloat
     """Largest gap to the reward model's own scores, root mean square, in their deviations."""
     unfit: Unfit
-    """What stage=ppo does where its fitness report says that the reward is unfit."""
+    """Conduct of stage=ppo where its fitness report says that the reward is unfit."""
     uncertainty_coef: Coefficient
     """Price of the deviation between the heads of an ensemble that stage=rm trained."""
 

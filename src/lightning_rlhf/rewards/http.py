@@ -287,7 +287,7 @@ class _NoAnswer(Exception):
     def __init__(self, message: str, *, is_away: bool) -> None:
         super().__init__(message)
         self.is_away = is_away
-        """Whether no connection to the server could be made."""
+        """True if no connection to the server could be made."""
 
 
 class _Timed(io.RawIOBase):

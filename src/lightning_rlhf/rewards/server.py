@@ -131,7 +131,7 @@ class RewardServer:
         self.host: str = bound_to.getsockname()[0]
         self.port: int = bound_to.getsockname()[1]
         self.is_scoring = False
-        """Whether a request is being scored."""
+        """True while a request is being scored."""
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._turn, self._thread = asyncio.Lock(), ThreadPoolExecutor(1)
         routes = [

@@ -100,7 +100,7 @@ class Settings:
     """True if PPO writes its rollouts; the other stages have none."""
     debug: bool
     samples: bool
-    """Whether sampled responses are printed."""
+    """True if sampled responses are printed."""
     tree: dict[str, Any]
     """The whole configuration as plain types."""
 
