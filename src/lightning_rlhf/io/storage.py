@@ -33,7 +33,7 @@ REPLACED: dict[Kind, tuple[There, ...]] = {
     "page": ("lightning-rlhf page",),
     "folder": ("lightning-rlhf folder",),
 }
-"""What is to be written -> what it replaces."""
+"""Kind of what is to be written -> the kinds that it replaces."""
 
 
 def decide(target: Path, kind: Kind, there: There) -> Literal["write", "replace", "refuse"]:
